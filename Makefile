@@ -1,0 +1,48 @@
+# Needs only make and a python3 (3.11 or later) with venv. `make` alone lists the commands.
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.k31fn-installed
+# ARGS is passed to pytest: make test ARGS='-k kda -x'
+ARGS   ?=
+
+# One thread per process: the suite is parallel over processes, and thread counts change nothing but speed.
+export OMP_NUM_THREADS = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help env lint types imports test test-slow format clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: $(STAMP) ## make .venv with k31fn (editable) and all tools; redone when pyproject.toml or constraints.txt change
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,train]'
+	touch $@
+
+lint: env ## ruff (rules and format) and the house rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/house_rules.py k31fn
+
+types: env ## basedpyright
+	$(BIN)/basedpyright
+
+imports: env ## the import rule (import-linter)
+	$(BIN)/lint-imports
+
+test: lint types imports ## everything but slow tests, at most 12 minutes; ARGS='-k kda' passes options to pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 --durations-min 2 -m "not slow" $(ARGS)
+
+test-slow: env ## the slow tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
+
+format: env ## apply ruff's fixes and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv, caches and builds
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache
+	find k31fn configs examples tests tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

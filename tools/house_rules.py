@@ -1,0 +1,165 @@
+"""The rules of this repository that no linter knows. ``python tools/house_rules.py k31fn`` lists what breaks them.
+
+Read from the syntax tree, so comments and docstrings may name what code may not use (except TODO and FIXME).
+A function's length leaves out its docstring: explaining costs nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Finding", "check", "main"]
+
+
+class Finding(NamedTuple):
+    """One broken rule, printed as ``file:line: rule, fix``."""
+
+    path: str
+    line: int
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}, {self.fix}"
+
+
+_PICKLE = "rank and file data are JSON or safetensors: nothing is unpickled"
+_MODULES = {
+    "torch.utils.checkpoint": "use k31fn.autodiff.remat, which works under torch.func",
+    "pickle": _PICKLE,
+    "cloudpickle": _PICKLE,
+    "dill": _PICKLE,
+    "shelve": _PICKLE,
+    "torch.load": _PICKLE,
+    "torch.save": _PICKLE,
+}
+_CALLS = {"eval": "parse the value (json, ast.literal_eval)", "exec": "call a function"}
+_ISLAND = "compute in torch.promote_types(x.dtype, torch.float32), so that a float64 run stays float64"
+
+
+def check(path: str, source: str) -> list[Finding]:
+    """What breaks the rules in the file at ``path`` (posix, from the repository root) that holds ``source``."""
+    tree = ast.parse(source, path)
+    found = [*_text(source), *_lengths(path, source, tree), *_names(tree), *_code(tree)]
+    if path.startswith("k31fn/layers/") or re.fullmatch(r"k31fn/kernels/(.+/)?reference\.py", path):
+        found += _islands(tree)
+    if path != "k31fn/trackers.py":
+        found += _uses(tree, {"torch.utils.tensorboard": "only k31fn/trackers.py writes TensorBoard events"})
+    return sorted(Finding(path, *f) for f in set(found))
+
+
+_Found = tuple[int, str, str]
+
+
+def _text(source: str) -> Iterator[_Found]:
+    for number, line in enumerate(source.splitlines(), 1):
+        if mark := re.search(r"\b(TODO|FIXME)\b", line):
+            yield number, f"{mark[0]} in a file", "do it now or open an issue"
+
+
+def _lengths(path: str, source: str, tree: ast.Module) -> Iterator[_Found]:
+    kernel = path.startswith("k31fn/kernels/")
+    most_file, most_function = (500, 120) if kernel else (400, 60)
+    lines = len(source.splitlines())
+    if lines > most_file:
+        yield most_file + 1, f"file of {lines} lines, at most {most_file}", "split it by subject"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = _code_lines(node)
+            if length > most_function:
+                rule = f"function {node.name} has {length} lines without its docstring, at most {most_function}"
+                yield node.lineno, rule, "split it into named steps"
+
+
+def _code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    length = (node.end_lineno or node.lineno) - node.lineno + 1
+    first = node.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        length -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return length
+
+
+def _names(tree: ast.Module) -> list[_Found]:
+    return _uses(tree, _MODULES)
+
+
+def _uses(tree: ast.Module, banned: dict[str, str]) -> list[_Found]:
+    """Imports of, and dotted references to, the banned modules and functions."""
+    found: list[_Found] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt | ast.expr):
+            for name in _referred(node):
+                uses = [ban for ban in banned if name == ban or name.startswith(ban + ".")]
+                found += [(node.lineno, f"{ban} is banned", banned[ban]) for ban in uses]
+    return found
+
+
+def _referred(node: ast.stmt | ast.expr) -> list[str]:
+    match node:
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=str(module), names=names, level=0):
+            return [f"{module}.{alias.name}" for alias in names]
+        case ast.Attribute():
+            return [dotted] if (dotted := _dotted(node)) else []
+        case _:
+            return []
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """``torch.utils.checkpoint`` of that expression; None when it does not start with a name."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr):
+            base = _dotted(value)
+            return f"{base}.{attr}" if base else None
+        case _:
+            return None
+
+
+def _calls(tree: ast.Module) -> Iterator[tuple[ast.Call, list[ast.expr]]]:
+    """Each call, with its arguments, positional and by keyword."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node, [*node.args, *(k.value for k in node.keywords)]
+
+
+def _code(tree: ast.Module) -> Iterator[_Found]:
+    for call, _ in _calls(tree):
+        if isinstance(call.func, ast.Name) and call.func.id in _CALLS:
+            yield call.lineno, f"{call.func.id}() is banned", _CALLS[call.func.id]
+        for keyword in call.keywords:
+            if keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value):
+                yield call.lineno, "shell=True is banned", "pass a list of arguments"
+
+
+def _islands(tree: ast.Module) -> Iterator[_Found]:
+    for call, arguments in _calls(tree):
+        method = call.func.attr if isinstance(call.func, ast.Attribute) else None
+        if method == "float" and not arguments:
+            yield call.lineno, ".float() in a layer or reference", _ISLAND
+        if method in ("to", "type") and any(_dotted(a) in ("torch.float32", "torch.float") for a in arguments):
+            yield call.lineno, ".to(torch.float32) in a layer or reference", _ISLAND
+
+
+def main(roots: list[str]) -> int:
+    """Checks every Python file under ``roots``; prints the findings and returns how many there are, at most 1."""
+    files = sorted(f for root in roots for f in Path(root).rglob("*.py"))
+    if not files:
+        print(f"house rules: no Python file under {roots}; run from the repository root", file=sys.stderr)
+        return 1
+    findings = [x for f in files for x in check(f.as_posix(), f.read_text(encoding="utf-8"))]
+    for finding in findings:
+        print(finding)
+    print(f"house rules: {len(files)} files, {len(findings)} findings", file=sys.stderr)
+    return min(len(findings), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or ["k31fn"]))
