@@ -1,0 +1,79 @@
+"""The private torch API that k31fn needs, in one place.
+
+Tested with torch 2.11.0 and 2.13.0. Besides, tree.py registers pytree nodes with torch and testing/memory.py watches
+operations and storages; everything else in k31fn uses public names only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+_C: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+__all__ = [
+    "current_level",
+    "forward_mode_active",
+    "grad_active",
+    "is_batched",
+    "is_batched_here",
+    "is_tracked",
+    "level",
+    "transforms_active",
+]
+
+
+def transforms_active() -> bool:
+    """Whether a ``torch.func`` transform encloses the caller."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def grad_active() -> bool:
+    """Whether a differentiating transform (``grad``, ``vjp``, ``jacrev``) encloses the caller, at any depth."""
+    return any(i.key() == _C.TransformType.Grad for i in _C.get_interpreter_stack() or ())
+
+
+def forward_mode_active() -> bool:
+    """Whether a forward-mode level (``torch.func.jvp``, ``jacfwd``, ``dual_level``) encloses the caller."""
+    return forward_ad._current_level >= 0
+
+
+def _unwrap(x: torch.Tensor) -> torch.Tensor:
+    return _C.get_unwrapped(x)
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether ``x`` is batched by an enclosing ``torch.func.vmap``, at any depth."""
+    while _C.is_functorch_wrapped_tensor(x):
+        if _C.is_batchedtensor(x):
+            return True
+        x = _unwrap(x)
+    return False
+
+
+def is_batched_here(x: torch.Tensor) -> bool:
+    """Whether ``x`` is batched by the innermost enclosing transform."""
+    return _C.is_batchedtensor(x) and _C.maybe_get_level(x) == _C.maybe_current_level()
+
+
+def is_tracked(x: torch.Tensor) -> bool:
+    """Whether ``x`` is being differentiated, by an autograd graph or by a ``torch.func`` level at any depth."""
+    while True:
+        if x.requires_grad or _C.is_gradtrackingtensor(x):
+            return True
+        if not _C.is_functorch_wrapped_tensor(x):
+            return False
+        x = _unwrap(x)
+
+
+def current_level() -> int:
+    """Depth of the innermost enclosing transform, 0 outside of all."""
+    level = _C.maybe_current_level()
+    return 0 if level is None else level
+
+
+def level(x: torch.Tensor) -> int:
+    """The transform level that ``x`` belongs to, 0 for a plain tensor."""
+    return max(0, _C.maybe_get_level(x))

@@ -1,0 +1,31 @@
+"""Reverse-mode differentiation of pure functions over pytrees.
+
+* :class:`custom_vjp`: a function with its own backward, usable under every ``torch.func`` transform.
+* :func:`vjp`, :func:`value_and_grad`: what training uses. ``torch.func.grad`` always builds the graph of the backward
+  as well; these do not, and give the same numbers.
+* :func:`remat`: keep a function's inputs only and run it again in the backward.
+* :func:`decision`: an integer choice (a route, a top-k set) made once and kept by every enclosing :func:`remat`.
+* :func:`stop_gradient`, :func:`hessian`.
+
+Forward mode (``torch.func.jvp``, ``jacfwd``, ``torch.func.hessian``) is not supported and says so.
+
+What is ambient (implementation overrides, decisions, axis environments) lives in context variables. A backward may run
+on another thread, where they have other values, so :func:`remat` captures the context in its forward and replays in it.
+"""
+
+from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
+from k31fn.autodiff.remat import decision, record_decisions, remat, replay_decisions, saveable
+from k31fn.autodiff.transforms import hessian, value_and_grad, vjp
+
+__all__ = [
+    "custom_vjp",
+    "decision",
+    "hessian",
+    "record_decisions",
+    "remat",
+    "replay_decisions",
+    "saveable",
+    "stop_gradient",
+    "value_and_grad",
+    "vjp",
+]

@@ -1,0 +1,247 @@
+"""Functions with their own reverse rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from k31fn import _functorch, tree
+from k31fn.autodiff.captured import refuse_captured
+
+__all__ = ["custom_vjp", "differentiable", "stop_gradient"]
+
+
+class _Call:
+    """What one call of a rule knows besides its tensors; travels through ``Function.apply`` as a plain object."""
+
+    __slots__ = ("args_def", "constants", "num_out", "out_def", "res_def", "res_source", "rule", "static")
+
+    rule: custom_vjp
+    static: tuple[Any, ...]
+    args_def: Any
+    constants: list[Any]  # per leaf of the arguments: the Python value, or _TENSOR
+    out_def: Any
+    num_out: int
+    res_def: Any
+    res_source: list[tuple[str, Any]]  # per leaf of the residuals: ("input", i) | ("output", i) | ("constant", value)
+
+    def args(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The rule's positional arguments with these tensor leaves."""
+        it = iter(tensors)
+        trees = list(tree.unflatten(self.args_def, [next(it) if c is _TENSOR else c for c in self.constants]))
+        static = list(self.static)
+        total = len(trees) + len(static)
+        return [static.pop(0) if i in self.rule.nondiff_argnums else trees.pop(0) for i in range(total)]
+
+
+_TENSOR = object()
+
+
+class _Forward(torch.autograd.Function):
+    """The forward of every rule.
+
+    A residual that is an input is saved as that input, so derivatives of any order flow through it; other residuals
+    leave as extra outputs, which is how a tensor survives the ``torch.func`` levels.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        out, residuals = call.rule.fwd(*call.args(tensors))
+        inputs = {id(t): i for i, t in enumerate(tensors)}
+        outputs, call.out_def = tree.flatten(out)
+        if wrong := [o for o in outputs if not isinstance(o, Tensor)]:
+            raise ValueError(f"{call.rule.name}: its output has the leaf {wrong[0]!r}; every leaf must be a tensor")
+        outputs = [o.view_as(o) if id(o) in inputs else o for o in outputs]  # an output must not be an input object
+        positions = {id(o): i for i, o in enumerate(outputs)}
+        outputs = _batch_alike(outputs)
+        call.num_out = len(outputs)
+        values, call.res_def = tree.flatten(residuals)
+        call.res_source = []
+        for value in values:
+            if not isinstance(value, Tensor):
+                call.res_source.append(("constant", value))
+            elif id(value) in inputs:
+                call.res_source.append(("input", inputs[id(value)]))
+            else:
+                if id(value) not in positions:
+                    positions[id(value)] = len(outputs)
+                    outputs.append(value)
+                call.res_source.append(("output", positions[id(value)]))
+        return tuple(outputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        call, *tensors = inputs
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[o for o in output if not differentiable(o)])
+        sources = {"input": tensors, "output": output}
+        ctx.save_for_backward(*[sources[kind][i] for kind, i in call.res_source if kind != "constant"])
+        ctx.inputs = [(t.shape, differentiable(t)) for t in tensors]
+        ctx.outputs = [(o.shape, o.dtype, o.device) for o in output[: call.num_out]]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        call: _Call = ctx.call
+        if any(c is not None for c in cotangents[call.num_out :]):
+            raise RuntimeError(
+                f"{call.rule.name}: a second derivative needs the gradient of a residual that is neither an input nor "
+                "an output of the function; save inputs and outputs only, or use the reference implementation"
+            )
+        filled = [
+            torch.zeros(shape, dtype=dtype, device=device) if c is None and dtype.is_floating_point else c
+            for c, (shape, dtype, device) in zip(cotangents[: call.num_out], ctx.outputs, strict=True)
+        ]
+        wanted = [i for i, (_, differentiable) in enumerate(ctx.inputs) if differentiable]
+        if call.rule.opaque:
+            some = _OpaqueBackward.apply(call, wanted, len(filled), *filled, *ctx.saved_tensors)
+        else:
+            some = _run_backward(call, wanted, filled, ctx.saved_tensors)
+        grads: list[Tensor | None] = [None] * len(ctx.inputs)
+        for i, g in zip(wanted, some, strict=True):
+            if g is not None and g.shape != ctx.inputs[i][0]:
+                raise ValueError(
+                    f"{call.rule.name}: bwd returned a gradient of shape {tuple(g.shape)} for an input of shape "
+                    f"{tuple(ctx.inputs[i][0])}"
+                )
+            grads[i] = g
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_forward_mode(ctx.call.rule.name)
+
+
+def _batch_alike(outputs: list[Tensor]) -> list[Tensor]:
+    """Batches all floating outputs under ``vmap`` if one is.
+
+    torch's generated rule sums the gradient of an unbatched input over the samples. It would do so also with the part
+    that comes from an unbatched output, whose cotangent is the sum already: counted once per sample (torch 2.11, 2.13).
+    """
+    batched = next((o for o in outputs if differentiable(o) and _functorch.is_batched_here(o)), None)
+    if batched is None:
+        return outputs
+    zero = batched.detach().flatten()[:0].sum()  # not from values, so never NaN
+    return [o + zero.to(o.dtype) if differentiable(o) and not _functorch.is_batched_here(o) else o for o in outputs]
+
+
+class _OpaqueBackward(torch.autograd.Function):
+    """The backward of an opaque rule as one node whose own backward refuses.
+
+    An opaque kernel tapes nothing, so a second derivative through it would be silently wrong. Counting grad levels
+    instead gives false alarms (``torch.func.grad`` over ``remat`` over an opaque rule is first order).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: _Call, wanted: list[int], num_cotangents: int, *tensors: Tensor | None) -> tuple[Any, ...]:
+        return tuple(_run_backward(call, wanted, tensors[:num_cotangents], tensors[num_cotangents:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.name = inputs[0].rule.name
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        raise RuntimeError(
+            f"{ctx.name} is first order only: a second derivative through this fused operator is not defined; use the "
+            "reference implementation (k31fn.kernels.registry.use_impl), which is differentiable to any order"
+        )
+
+
+def _run_backward(
+    call: _Call, wanted: list[int], cotangents: Sequence[Tensor | None], saved: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    it = iter(saved)
+    residuals = tree.unflatten(call.res_def, [v if kind == "constant" else next(it) for kind, v in call.res_source])
+    ct = tree.unflatten(call.out_def, list(cotangents))
+    grads = call.rule.bwd(*call.static, residuals, ct)
+    subtrees = call.args_def.children()
+    if not isinstance(grads, tuple) or len(grads) != len(subtrees):
+        raise ValueError(f"{call.rule.name}: bwd must return a tuple of {len(subtrees)} gradients, one per argument")
+    flat: list[Tensor | None] = []
+    for subtree, grad in zip(subtrees, grads, strict=True):
+        flat += [None] * subtree.num_leaves if grad is None else _grad_leaves(call, subtree, grad)
+    of_tensors = [g for g, c in zip(flat, call.constants, strict=True) if c is _TENSOR]
+    return [of_tensors[i] for i in wanted]
+
+
+def _grad_leaves(call: _Call, subtree: Any, grad: Any) -> list[Tensor | None]:
+    values = tree.leaves(grad, allow_none=True)
+    if len(values) != subtree.num_leaves:
+        raise ValueError(
+            f"{call.rule.name}: bwd returned {len(values)} gradient leaves for an argument with {subtree.num_leaves}"
+        )
+    return values
+
+
+def _refuse_forward_mode(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name} under forward-mode differentiation: k31fn functions are reverse-mode only; use torch.func.jacrev or "
+        "k31fn.autodiff.hessian (reverse over reverse)"
+    )
+
+
+def differentiable(x: Tensor) -> bool:
+    """Whether gradients can flow to a tensor of this dtype."""
+    return x.is_floating_point() or x.is_complex()
+
+
+class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
+    """A function of pytrees with its own reverse rule.
+
+    ``fwd(*args) -> (out, residuals)`` and ``bwd(*static, residuals, ct) -> one gradient tree (or None for zero) per
+    differentiable argument``, as in ``jax.custom_vjp``. Works under ``torch.func.grad``, ``vjp``, ``vmap``, ``jacrev``,
+    nested, and under plain autograd, with any number of leaves. Rules in plain torch are differentiable to any order as
+    long as their residuals are inputs and outputs.
+
+    Args:
+        fn: the function; used for its name and documentation.
+        nondiff_argnums: positions of plain Python arguments; they reach ``bwd`` first, in the order of their position.
+        opaque: the backward cannot be taped (a kernel). A second derivative then raises instead of being wrong.
+
+    Raises:
+        ValueError: (at a call) ``fwd`` captured a differentiated tensor; its gradient would silently be zero.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], *, nondiff_argnums: Sequence[int] = (), opaque: bool = False, name: str = ""
+    ) -> None:
+        self.nondiff_argnums = tuple(sorted(nondiff_argnums))
+        self.opaque = opaque
+        self.name = name or getattr(fn, "__name__", type(fn).__name__)
+        self.__doc__ = fn.__doc__
+        self.fwd: Callable[..., Any] = _no_rule
+        self.bwd: Callable[..., Any] = _no_rule
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> custom_vjp:
+        """Sets the rule and returns the function."""
+        self.fwd, self.bwd = fwd, bwd
+        return self
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's value."""
+        call = _Call()
+        call.rule = self
+        call.static = tuple(args[i] for i in self.nondiff_argnums)
+        refuse_captured(self.name, self.fwd, call.static)
+        values, call.args_def = tree.flatten(tuple(a for i, a in enumerate(args) if i not in self.nondiff_argnums))
+        call.constants = [_TENSOR if isinstance(v, Tensor) else v for v in values]
+        outputs = _Forward.apply(call, *[v for v in values if isinstance(v, Tensor)])
+        return tree.unflatten(call.out_def, outputs[: call.num_out])
+
+
+def _no_rule(*_: Any) -> Any:
+    raise ValueError("custom_vjp: no rule; call defvjp(fwd, bwd) first")
+
+
+def stop_gradient(x: Any) -> Any:
+    """The tree ``x`` with zero gradient, at every order and every ``torch.func`` level."""
+    return tree.map(lambda t: t.detach() if isinstance(t, Tensor) and differentiable(t) else t, x)

@@ -1,0 +1,147 @@
+"""The only file that names a device: which ones there are, and what differs between them.
+
+Everything else in k31fn takes a ``torch.device`` or follows the device of its inputs. ``torch_npu`` is imported here,
+and only when the device is an NPU.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "PeakRates",
+    "default",
+    "memory_allocated",
+    "num_cores",
+    "parse",
+    "peak_memory",
+    "peak_rates",
+    "process_group_backend",
+    "reset_peak_memory",
+    "synchronize",
+]
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "cpu:gloo,npu:hccl"}
+
+
+class PeakRates(NamedTuple):
+    """What a device can do at most, measured, in SI units per second (FLOP/s of a bfloat16 matmul, bytes/s)."""
+
+    bf16_flops: float
+    bytes: float
+
+
+# By the name that the driver reports. Measured values only: add a line when you have measured a device.
+_PEAK_RATES = {"NVIDIA H200": PeakRates(bf16_flops=790e12, bytes=4.3e12)}
+
+
+def default() -> torch.device:
+    """The best device of this machine: cuda, else npu, else cpu."""
+    return torch.device(next(kind for kind in ("cuda", "npu", "cpu") if _count(kind)))
+
+
+def parse(name: str) -> torch.device:
+    """The device of a name: ``cpu``, ``cuda``, ``cuda:1``, ``npu:0``.
+
+    Raises:
+        ValueError: no such kind of device, or it is not on this machine.
+    """
+    kind, colon, index = name.partition(":")
+    if kind not in _BACKENDS or (colon and not index.isdecimal()):
+        raise ValueError(f"device={name!r} must be one of {list(_BACKENDS)}, with an index if need be: 'cuda:0'")
+    count = _count(kind)
+    if not count or (colon and int(index) >= count):
+        raise ValueError(f"device={name!r} is not on this machine ({count} of kind {kind!r}); use '{default()}'")
+    return torch.device(name)  # for an NPU, torch knows the name since _count imported torch_npu
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until all work queued on ``device`` is done; the CPU has no queue."""
+    if device.type != "cpu":
+        _module(device.type).synchronize(device)
+
+
+def memory_allocated(device: torch.device) -> int:
+    """Bytes held by tensors on ``device``; for the CPU the resident set of the process (outside Linux, its peak)."""
+    if device.type != "cpu":
+        return _module(device.type).memory_allocated(device)
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return peak_memory(device)
+    return int(statm.read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held by tensors since :func:`reset_peak_memory`.
+
+    For the CPU: the largest resident set in the life of the process, which includes code and the interpreter and
+    cannot be reset. Measure a CPU peak in a fresh process.
+    """
+    if device.type != "cpu":
+        return _module(device.type).max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts a new measurement of :func:`peak_memory`; nothing on the CPU, where the system keeps the peak."""
+    if device.type != "cpu":
+        _module(device.type).reset_peak_memory_stats(device)
+
+
+def process_group_backend(device_type: str) -> str:
+    """The ``backend`` for ``torch.distributed.init_process_group``.
+
+    Raises:
+        ValueError: no such kind of device.
+    """
+    if device_type not in _BACKENDS:
+        raise ValueError(f"device_type={device_type!r} must be one of {list(_BACKENDS)}")
+    return _BACKENDS[device_type]
+
+
+def num_cores(device: torch.device) -> int:
+    """Cores that run kernels side by side: the size of a persistent grid.
+
+    CUDA: multiprocessors. NPU: cube cores (each has two vector cores beside it: a kernel of vector work only may
+    start twice as many programs). CPU: cores that this process may use.
+    """
+    if device.type == "cpu":
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    properties = _module(device.type).get_device_properties(device)
+    return properties.cube_core_num if device.type == "npu" else properties.multi_processor_count
+
+
+def peak_rates(device: torch.device) -> PeakRates | None:
+    """Measured peak rates of ``device``; None if nobody has measured this kind: report no utilisation then."""
+    if device.type == "cpu":
+        return None
+    return _PEAK_RATES.get(_module(device.type).get_device_name(device))
+
+
+def _module(kind: str) -> Any:
+    """``torch.cuda`` or ``torch.npu``: the same functions under the same names."""
+    if kind == "cuda":
+        return torch.cuda
+    if kind == "npu":
+        import torch_npu  # pyright: ignore[reportMissingImports]  # an optional package of one kind of machine
+
+        return torch_npu.npu
+    raise ValueError(f"device.type={kind!r} must be one of {list(_BACKENDS)}")
+
+
+def _count(kind: str) -> int:
+    """How many devices of a kind this machine has."""
+    if kind == "cpu":
+        return 1
+    try:
+        module = _module(kind)
+    except ImportError:  # no torch_npu: a machine without NPUs
+        return 0
+    return module.device_count() if module.is_available() else 0

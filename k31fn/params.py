@@ -1,0 +1,233 @@
+"""Parameters: one declaration per weight.
+
+A layer's ``specs(cfg)`` returns a tree of :class:`ParamSpec`. Initial values, sharding, optimiser groups, the
+checkpoint layout, parameter counts and abstract evaluation are all derived from that one declaration.
+
+Weights are stored ``[in, out]``. A leaf is a Tensor, :class:`Quantized` or :class:`LowRank`; layers multiply through
+``k31fn.layers.linear`` and need not know which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from k31fn import precision, random, tree
+from k31fn.typing import Leaf
+
+__all__ = [
+    "Constant",
+    "Initializer",
+    "LowRank",
+    "Normal",
+    "ParamSpec",
+    "Quantized",
+    "SoftplusInverse",
+    "TruncatedNormal",
+    "Uniform",
+    "abstract",
+    "cast",
+    "count",
+    "init",
+    "select",
+]
+
+Tile = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element is ``value``."""
+
+    value: float
+
+    def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
+        """The tile of the initial value in float32."""
+        kept = shape if tile is None else tuple(len(range(n)[s]) for n, s in zip(shape, tile, strict=True))
+        return torch.full(kept, self.value, dtype=torch.float32, device=key.device)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std^2)."""
+
+    std: float
+
+    def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
+        """The tile of the initial value in float32."""
+        return random.normal(key, shape, tile=tile) * self.std
+
+
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """N(0, std^2) cut at ``bound`` standard deviations."""
+
+    std: float
+    bound: float = 3.0
+
+    def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
+        """The tile of the initial value in float32."""
+        return random.truncated_normal(key, shape, bound=self.bound, tile=tile) * self.std
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """U(low, high)."""
+
+    low: float
+    high: float
+
+    def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
+        """The tile of the initial value in float32."""
+        return random.uniform(key, shape, low=self.low, high=self.high, tile=tile)
+
+
+@dataclass(frozen=True)
+class SoftplusInverse:
+    """softplus^-1(dt), dt log-uniform in [low, high]: the Mamba-2 rule for a time-step bias."""
+
+    low: float = 1e-3
+    high: float = 1e-1
+
+    def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
+        """The tile of the initial value in float32."""
+        dt = random.uniform(key, shape, low=math.log(self.low), high=math.log(self.high), tile=tile).exp()
+        return dt + torch.log(-torch.expm1(-dt))
+
+
+Initializer = Constant | Normal | TruncatedNormal | Uniform | SoftplusInverse
+
+TAGS = frozenset({"matrix", "per_head", "no_decay", "expert", "frozen"})
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """The declaration of one weight.
+
+    Attributes:
+        shape: the global shape, ``[in, out]`` for a matrix.
+        axes: one logical axis name per dimension; ``()`` is spelt ``""`` (not split).
+        init: the initial value.
+        dtype: bfloat16, or float32 for an island: a weight that stays float32 in a bf16 model through build, cast,
+            sharding, save and load.
+        tags: of ``matrix`` (Muon), ``per_head`` (split by head for Muon), ``no_decay``, ``expert``, ``frozen``.
+        head_dim: columns of one head in the last dimension; set exactly on ``per_head`` leaves, else 0.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Initializer
+    dtype: torch.dtype = torch.bfloat16
+    tags: frozenset[str] = frozenset()
+    head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.shape):
+            raise ValueError(f"ParamSpec.axes={self.axes}: needs one name per dimension of shape {self.shape}")
+        if any(n < 1 for n in self.shape):
+            raise ValueError(f"ParamSpec.shape={self.shape}: every dimension must be at least 1")
+        if unknown := self.tags - TAGS:
+            raise ValueError(f"ParamSpec.tags={sorted(unknown)} unknown; known: {sorted(TAGS)}")
+        fits = self.head_dim > 0 and self.shape and self.shape[-1] % self.head_dim == 0
+        if not (fits if "per_head" in self.tags else self.head_dim == 0):
+            raise ValueError(
+                f"ParamSpec.head_dim={self.head_dim}, tags={sorted(self.tags)}, shape={self.shape}: a per_head leaf "
+                "needs a head_dim that divides its last dimension, any other leaf 0"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@tree.dataclass
+class Quantized(Generic[Leaf]):
+    """A weight ``[in, out]`` in low precision: ``codes * scales`` with one scale per group of rows.
+
+    Attributes:
+        codes: integer or float8 codes ``[..., in, out]``; no gradient flows to them.
+        scales: ``[..., in / group, out]``.
+    """
+
+    codes: Leaf
+    scales: Leaf
+
+
+@tree.dataclass
+class LowRank(Generic[Leaf]):
+    """A weight ``[in, out]`` plus a low-rank update ``a @ b`` (LoRA); products never form the dense update.
+
+    Attributes:
+        base: Tensor or :class:`Quantized` ``[..., in, out]``.
+        a: ``[..., in, rank]``.
+        b: ``[..., rank, out]``; any scale is folded in.
+    """
+
+    base: Any
+    a: Leaf
+    b: Leaf
+
+
+def init(
+    specs: Any,
+    key: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    tile: Callable[[str, ParamSpec], Tile] | None = None,
+) -> Any:
+    """Draws the initial values on the key's device.
+
+    Each leaf's key is folded from a 63-bit hash of its path, so a weight's values do not depend on which others exist,
+    and a tile drawn alone is bit-equal to that slice of the whole.
+
+    Args:
+        specs: tree of :class:`ParamSpec`.
+        key: from :func:`k31fn.random.key`.
+        dtype: dtype of the model; float32 islands stay at least float32. None: each spec's own.
+        tile: ``(path, spec) -> slices``: the part of each weight to draw. None: all of it.
+    """
+
+    def draw(path: str, spec: ParamSpec) -> Tensor:
+        leaf_key = random.fold_in(key, _path_hash(path))
+        value = spec.init.draw(leaf_key, spec.shape, None if tile is None else tile(path, spec))
+        return value.to(_leaf_dtype(spec, dtype))
+
+    return tree.map_with_path(draw, specs)
+
+
+def abstract(specs: Any, *, dtype: torch.dtype | None = None) -> Any:
+    """Meta tensors of the global shapes: for shape evaluation and planning without allocating."""
+    return tree.map(lambda s: torch.empty(s.shape, dtype=_leaf_dtype(s, dtype), device="meta"), specs)
+
+
+def cast(params: Any, specs: Any, dtype: torch.dtype) -> Any:
+    """``params`` in ``dtype``; leaves whose spec is a float32 island stay at least float32."""
+    return tree.map(lambda p, s: p.to(precision.storage_dtype(s.dtype, dtype)), params, specs)
+
+
+def count(specs: Any, where: Callable[[str, ParamSpec], bool] | None = None) -> int:
+    """Number of parameters, of those leaves for which ``where(path, spec)`` holds."""
+    return sum(s.numel for p, s in tree.flatten_with_paths(specs) if where is None or where(p, s))
+
+
+def select(params: Any, specs: Any, where: Callable[[str, ParamSpec], bool]) -> dict[str, Any]:
+    """``{path: leaf}`` of the leaves whose ``(path, spec)`` satisfies ``where``."""
+    tree.map(lambda *_: 0, params, specs)  # same structure, or a clear error
+    pairs = zip(tree.flatten_with_paths(specs), tree.leaves(params), strict=True)
+    return {path: leaf for (path, spec), leaf in pairs if where(path, spec)}
+
+
+def _path_hash(path: str) -> int:
+    """63 bits: with 32, two of the model's thousands of leaves would share a key once in a few hundred models."""
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _leaf_dtype(spec: ParamSpec, dtype: torch.dtype | None) -> torch.dtype:
+    return spec.dtype if dtype is None else precision.storage_dtype(spec.dtype, dtype)

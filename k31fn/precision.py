@@ -1,0 +1,76 @@
+"""Which dtype is used where: parameters, compute, gradient reduction, and the fp32 islands.
+
+An island is a place that must not run in bfloat16 (softmax, norms, gates, decays, losses). It computes in
+``promote_types(dtype, float32)``: float32 for narrower inputs, float64 in a float64 run. Layers enter one with
+:func:`upcast` only, never with ``.float()``, which would break a float64 run silently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from k31fn.typing import Float, Tensor
+
+__all__ = ["Precision", "island", "storage_dtype", "upcast"]
+
+_SUPPORTED = (torch.bfloat16, torch.float32, torch.float64)  # float16 would need loss scaling, which k31fn has not
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtypes of a run.
+
+    Attributes:
+        param: of parameters and optimiser updates, except islands (:func:`storage_dtype`).
+        compute: of activations and products; a parameter is cast to it when it is used.
+        reduce: of gradients while they are summed over ranks and micro-batches.
+
+    Raises:
+        ValueError: a dtype that is not supported, or ``param`` or ``reduce`` narrower than ``compute``.
+    """
+
+    param: torch.dtype = torch.float32
+    compute: torch.dtype = torch.bfloat16
+    reduce: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value not in _SUPPORTED:
+                raise ValueError(f"precision.{field.name}={value} must be one of {[str(d) for d in _SUPPORTED]}")
+        for name in ("param", "reduce"):
+            value = getattr(self, name)
+            if torch.promote_types(value, self.compute) != value:
+                raise ValueError(
+                    f"precision.{name}={value} is narrower than precision.compute={self.compute}; "
+                    f"set {name} to {self.compute} or wider"
+                )
+
+
+def island(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that an fp32 island computes in for inputs of ``dtype``: at least float32, float64 stays."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def upcast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """``x`` in its island's dtype; no copy if it is there already. The gradient comes back in ``x.dtype``."""
+    return x.to(island(x.dtype))
+
+
+def storage_dtype(declared: torch.dtype, requested: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter leaf declared as ``declared`` in a model that is asked to be ``requested``.
+
+    A leaf declared float32 or wider is an island: it never gets narrower (``A_log = log 15.3`` rounded to bfloat16
+    changes a decay rate by 0.65%) and follows a wider request. Codes (integers, 8-bit floats) stay what they are.
+    All others take ``requested``.
+
+    Raises:
+        ValueError: ``requested`` is not bfloat16, float32 or float64.
+    """
+    if requested not in _SUPPORTED:
+        raise ValueError(f"requested={requested} must be one of {[str(d) for d in _SUPPORTED]}")
+    if not declared.is_floating_point or declared.itemsize < 2:
+        return declared
+    return torch.promote_types(declared, requested) if declared.itemsize >= 4 else requested

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from k31fn import autodiff
+from k31fn.kernels.registry import OPS, Implementation, Op, record_impls, use_impl
+
+
+def scale(x: Tensor, by: float = 1.0, *, parts: Any = ()) -> Tensor:
+    """``x`` times ``by``."""
+    return x * by
+
+
+def implementation(name: str, factor: float, devices: tuple[str, ...] = ("cpu",), reason: str = "") -> Implementation:
+    """One that computes something else, so that a value shows which one ran; refuses ``by=0`` with ``reason``."""
+    return Implementation(
+        name, devices, lambda x, by=1.0, *, parts=(): x * by * factor, lambda x, by=1.0, *, parts=(): reason * (by == 0)
+    )
+
+
+@pytest.fixture
+def op() -> Iterator[Op]:
+    op = Op("registry_scale", scale)
+    yield op
+    del OPS["registry_scale"]
+
+
+X = torch.ones(2)
+
+
+def ran(op: Op, *args: Any, **kwargs: Any) -> str:
+    with record_impls() as counts:
+        op(*args, **kwargs)
+    ((_, name),) = counts
+    return name
+
+
+def test_without_an_implementation_the_reference_runs(op: Op):
+    assert ran(op, X) == "reference"
+    assert torch.equal(op(X, 3.0), 3 * X)
+    assert op.__doc__ == scale.__doc__
+
+
+def test_the_first_implementation_that_accepts_runs(op: Op):
+    op.register(implementation("first", 2.0, reason="by is zero"))
+    op.register(implementation("second", 3.0))
+    assert ran(op, X) == "first"
+    assert ran(op, X, 0.0) == "second"
+    assert torch.equal(op(X), 2 * X)
+
+
+def test_the_reference_runs_where_no_implementation_accepts(op: Op):
+    op.register(implementation("first", 2.0, reason="by is zero"))
+    op.register(implementation("elsewhere", 3.0, devices=("npu",)))
+    assert ran(op, X, 0.0) == "reference"
+
+
+def test_the_device_is_that_of_the_first_tensor_wherever_it_is(op: Op):
+    op.register(implementation("meta only", 2.0, devices=("meta",)))
+    meta = torch.ones(2, device="meta")
+    assert ran(op, meta) == "meta only"
+    assert ran(op, x=meta) == "meta only"
+    assert ran(op, X, parts=[{"k": meta}]) == "reference"
+    listed = Op("registry_sum", lambda xs: xs[0])
+    listed.register(Implementation("meta only", ("meta",), lambda xs: xs[0], lambda xs: ""))
+    try:
+        assert ran(listed, [meta]) == "meta only"
+        assert ran(listed, [X]) == "reference"
+    finally:
+        del OPS["registry_sum"]
+
+
+def test_an_implementation_that_is_asked_for_runs_or_says_why_not(op: Op):
+    op.register(implementation("first", 2.0))
+    op.register(implementation("second", 3.0, reason="by is zero"))
+    op.register(implementation("elsewhere", 4.0, devices=("cuda", "npu")))
+    with use_impl(registry_scale="second"):
+        assert ran(op, X) == "second"
+        with pytest.raises(ValueError, match=r"'registry_scale': implementation 'second'.*cannot run: by is zero"):
+            op(X, 0.0)
+    with (
+        use_impl(registry_scale="elsewhere"),
+        pytest.raises(ValueError, match="cannot run: it runs on cuda, npu, the arguments are on cpu"),
+    ):
+        op(X)
+    with use_impl(registry_scale="reference"):
+        assert ran(op, X) == "reference"
+    assert ran(op, X) == "first"
+
+
+def test_choices_nest_and_end_with_their_block(op: Op):
+    op.register(implementation("first", 2.0))
+
+    def fail() -> None:
+        with use_impl(registry_scale="first"):
+            assert ran(op, X) == "first"
+            raise ZeroDivisionError
+
+    with use_impl(registry_scale="reference"):
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert ran(op, X) == "reference"
+
+
+def test_unknown_names_are_refused_with_the_known_ones(op: Op):
+    op.register(implementation("first", 2.0))
+    with pytest.raises(ValueError, match=r"unknown op 'no_such_op'; known: .*registry_scale"), use_impl(no_such_op="x"):
+        pass
+    with (
+        pytest.raises(ValueError, match="'registry_scale' has no implementation 'triton'; known: reference, first"),
+        use_impl(registry_scale="triton"),
+    ):
+        pass
+
+
+def test_names_are_unique(op: Op):
+    op.register(implementation("first", 2.0))
+    for name in ("first", "reference"):
+        with pytest.raises(ValueError, match=f"has an implementation '{name}' already"):
+            op.register(implementation(name, 2.0))
+    with pytest.raises(ValueError, match="'registry_scale' exists already"):
+        Op("registry_scale", scale)
+
+
+def test_every_call_is_counted_once_in_every_record(op: Op):
+    op.register(implementation("first", 2.0))
+    with record_impls() as outer:
+        op(X)
+        with record_impls() as inner:
+            op(X)
+            with use_impl(registry_scale="reference"):
+                op(X)
+        op(X)
+    assert inner == {("registry_scale", "first"): 1, ("registry_scale", "reference"): 1}
+    assert outer == {("registry_scale", "first"): 3, ("registry_scale", "reference"): 1}
+    op(X)
+    assert sum(outer.values()) == 4
+
+
+def test_a_refused_call_is_not_counted(op: Op):
+    op.register(implementation("first", 2.0, reason="by is zero"))
+    with record_impls() as counts, use_impl(registry_scale="first"), pytest.raises(ValueError, match="cannot run"):
+        op(X, 0.0)
+    assert not counts
+
+
+def test_replays_are_counted_also_after_the_block(op: Op):
+    x = torch.ones(2)
+    with record_impls() as counts:
+        value, pull = autodiff.vjp(autodiff.remat(lambda x: op(x).sum()), x)
+    pull(torch.ones_like(value))
+    assert counts == {("registry_scale", "reference"): 2}
+
+
+def test_ops_under_reverse_mode_transforms(op: Op):
+    op.register(implementation("first", 2.0))
+    with record_impls() as counts:
+        assert torch.equal(vmap(grad(lambda x: op(x).sum()))(torch.ones(3, 2)), torch.full((3, 2), 2.0))
+    assert counts == {("registry_scale", "first"): 1}
+
+
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script:DeprecationWarning")  # torch's own first use of jvp
+def test_forward_mode_is_refused_whatever_would_run(op: Op):
+    for impl in ("reference", "first"):
+        for forward in (
+            lambda: torch.func.jvp(op, (X,), (X,)),
+            lambda: torch.func.jacfwd(op)(X),
+            lambda: torch.func.hessian(lambda x: op(x).sum())(X),
+        ):
+            with pytest.raises(RuntimeError, match=r"op 'registry_scale' under forward-mode.*reverse-mode only"):
+                forward()
+        if impl == "reference":
+            op.register(implementation("first", 2.0))
+
+
+def test_another_thread_starts_from_the_defaults_and_may_be_given_the_context(op: Op):
+    op.register(implementation("first", 2.0))
+    seen: list[float] = []
+    with use_impl(registry_scale="reference"):
+        context = contextvars.copy_context()
+        for run in (lambda f: f(), context.run):
+            thread = threading.Thread(target=run, args=(lambda: seen.append(float(op(X)[0])),))
+            thread.start()
+            thread.join()
+    assert seen == [2.0, 1.0]

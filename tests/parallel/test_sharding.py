@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from k31fn.parallel.collectives import psum, pvary
+from k31fn.parallel.sharding import UNSHARDED, Axis, Sharding
+
+
+def test_an_unsharded_layer_has_no_axis():
+    assert UNSHARDED.axes() == {}
+    assert Sharding() == UNSHARDED
+
+
+def test_axes_lists_what_is_split():
+    tp, one = Axis("tp", 4), Axis("cp", 1)
+    assert Sharding(heads=tp, mlp=tp, sequence=one).axes() == {"heads": tp, "mlp": tp}
+
+
+def test_every_field_may_be_split():
+    tp = Axis("tp", 2)
+    names = [f.name for f in dataclasses.fields(Sharding)]
+    assert list(Sharding(**dict.fromkeys(names, tp)).axes()) == names
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_axis_has_a_rank(size: int):
+    with pytest.raises(ValueError, match=rf"Axis\('tp'\)\.size={size}: an axis has at least one rank"):
+        Axis("tp", size)
+
+
+@pytest.mark.parametrize("collective", [psum, pvary])
+@pytest.mark.parametrize("axis", [(), Axis("tp", 1)])
+def test_a_collective_over_one_rank_is_an_identity(collective, axis):
+    x = torch.randn(3)
+    assert collective(x, axis) is x
+    assert torch.equal(grad(lambda x: (collective(x, axis) ** 2).sum())(x), 2 * x)
+    assert torch.equal(vmap(lambda x: collective(x, axis))(x[None])[0], x)
+
+
+@pytest.mark.parametrize("collective", [psum, pvary])
+def test_a_collective_over_more_ranks_is_refused(collective):
+    with pytest.raises(ValueError, match=f"{collective.__name__} over axis 'tp' of size 2: only one rank"):
+        collective(torch.ones(2), Axis("tp", 2))

@@ -1,0 +1,140 @@
+"""The device functions on the CPU, with a stand-in for torch_npu, and on CUDA where there is one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from k31fn import device
+
+CPU = torch.device("cpu")
+
+
+# With a stand-in for torch_npu that notes each call; in its own process, since torch renames a backend for good.
+NPU = """
+import sys, types, torch
+from k31fn import device
+
+class Npu:
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 2)
+    get_device_name = staticmethod(lambda device: "Ascend910")
+    get_device_properties = staticmethod(lambda device: types.SimpleNamespace(cube_core_num=24, vector_core_num=48))
+    def __getattr__(self, name):
+        return lambda device: calls.append((name, str(device))) or 123
+
+calls = []
+assert "torch_npu" not in sys.modules  # importing k31fn leaves it alone
+torch.utils.rename_privateuse1_backend("npu")
+sys.modules["torch_npu"] = types.SimpleNamespace(npu=Npu())
+torch.cuda.is_available = lambda: False
+
+assert device.default() == torch.device("npu")
+one = device.parse("npu:1")
+assert one == torch.device("npu", 1)
+try:
+    device.parse("npu:2")
+except ValueError as e:
+    assert "device='npu:2' is not on this machine (2 of kind 'npu'); use 'npu'" in str(e), e
+else:
+    raise AssertionError("npu:2 was accepted")
+device.synchronize(one)
+device.reset_peak_memory(one)
+assert device.memory_allocated(one) == device.peak_memory(one) == 123
+names = ["synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"]
+assert calls == [(n, "npu:1") for n in names], calls
+assert device.num_cores(one) == 24
+assert device.peak_rates(one) is None  # nobody has measured it
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+assert device.default() == torch.device("cuda")
+"""
+
+
+def test_npu_functions_go_to_torch_npu() -> None:
+    environment = {**os.environ, "PYTHONPATH": ".", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", NPU], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def only_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)  # makes the import fail
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("only_cpu")
+def test_default_without_accelerator() -> None:
+    assert device.default() == CPU
+    assert device.parse("cpu") == CPU
+
+
+@pytest.mark.usefixtures("only_cpu")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpu", r"device='gpu' must be one of \['cpu', 'cuda', 'npu'\], with an index if need be: 'cuda:0'"),
+        ("cuda:", "device='cuda:' must be one of"),
+        ("cuda:-1", "device='cuda:-1' must be one of"),
+        ("", "device='' must be one of"),
+        ("cuda", r"device='cuda' is not on this machine \(0 of kind 'cuda'\); use 'cpu'"),
+        ("npu:0", r"device='npu:0' is not on this machine"),
+        ("cpu:1", r"device='cpu:1' is not on this machine \(1 of kind 'cpu'\)"),
+    ],
+)
+def test_parse_refuses(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        device.parse(name)
+
+
+def test_process_group_backends() -> None:
+    assert [device.process_group_backend(k) for k in ("cpu", "cuda", "npu")] == ["gloo", "nccl", "cpu:gloo,npu:hccl"]
+    with pytest.raises(ValueError, match=r"device_type='tpu' must be one of \['cpu', 'cuda', 'npu'\]"):
+        device.process_group_backend("tpu")
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"device.type='meta' must be one of"):
+        device.synchronize(torch.device("meta"))
+
+
+def test_cpu_memory_is_that_of_the_process() -> None:
+    device.synchronize(CPU)
+    before = device.memory_allocated(CPU)
+    held = torch.ones(64 << 20, dtype=torch.uint8)  # above malloc's threshold: mapped and unmapped at once
+    after = device.memory_allocated(CPU)
+    assert after - before > 60 << 20
+    assert device.peak_memory(CPU) >= after - (1 << 20)  # the kernel counts pages in batches per core
+    peak = device.peak_memory(CPU)
+    del held
+    device.reset_peak_memory(CPU)
+    assert device.memory_allocated(CPU) < after - (60 << 20)
+    assert device.peak_memory(CPU) >= peak
+
+
+def test_cpu_cores_and_rates() -> None:
+    assert 1 <= device.num_cores(CPU) <= (os.cpu_count() or 1)
+    assert device.peak_rates(CPU) is None
+
+
+def test_peak_rates_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    rates = device.peak_rates(torch.device("cuda", 0))
+    assert rates == device.PeakRates(bf16_flops=790e12, bytes=4.3e12)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL")  # other clocks: not measured
+    assert device.peak_rates(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.cuda
+def test_cuda() -> None:
+    gpu = device.default()
+    assert gpu.type == "cuda"
+    assert device.parse("cuda:0").index == 0
+    device.reset_peak_memory(gpu)
+    before = device.memory_allocated(gpu)
+    torch.ones(1 << 20, dtype=torch.uint8, device=gpu)
+    device.synchronize(gpu)
+    assert device.memory_allocated(gpu) == before
+    assert device.peak_memory(gpu) >= before + (1 << 20)
+    assert device.num_cores(gpu) > 1
