@@ -1,0 +1,25 @@
+"""Causal softmax attention of Gated MLA without positions, inside documents.
+
+``attention(q, k, k_shared, v, start, stop, scale)``::
+
+    o[t, h] = sum_s softmax_s(scale <q[t, h], [k[s, h] ; k_shared[s]]>) v[s, h]    over start[t] <= s < stop[t]
+
+Source: arXiv 2607.24653 (Gated MLA; NoPE, so the "rope" dims are plain dims shared by the heads), arXiv 2405.04434.
+
+Shapes: ``q [B T H K]``, ``k [B S H N]``, ``k_shared [B S P]`` with K = N + P, ``v [B S H V]``; the result is ``[B T H
+V]`` in float32 (float64 for float64 inputs): it is gated before it is rounded. ``k`` and ``v`` may have one head for
+all (``[B S 1 N]``: the absorbed form, where both are the latent).
+
+Mask: ``start, stop [B T]`` bound the keys that a query sees, which are contiguous because documents are: the first
+token of its document, and its own index + 1. ``start == stop`` is a padding query: its output is 0 and has no
+gradient. If T == S, queries and keys are the same tokens and ``stop[t] <= t + 1``.
+
+Gradients: to ``q, k, k_shared, v``, to any order. A padding query sends none; a key that no query sees receives zero.
+"""
+
+from k31fn.kernels.attention.reference import attention as _reference
+from k31fn.kernels.registry import Op
+
+__all__ = ["attention"]
+
+attention = Op("attention", _reference)

@@ -1,0 +1,55 @@
+"""Plain torch form, tiled over queries."""
+
+from __future__ import annotations
+
+import torch
+
+from k31fn.kernels.tiling import map_query_tiles, visible_keys
+from k31fn.precision import upcast
+from k31fn.typing import Bool, Float, Int, Tensor
+
+__all__ = ["attention", "heads_first", "probabilities"]
+
+_MASKED = -1e30  # finite: a row without keys gives no NaN; absorbs any score, so exp gives exactly 0
+
+
+def attention(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B S Hk N"],
+    k_shared: Float[Tensor, "B S P"],
+    v: Float[Tensor, "B S Hk V"],
+    start: Int[Tensor, "B T"],
+    stop: Int[Tensor, "B T"],
+    scale: float,
+) -> Float[Tensor, "B T H V"]:
+    """``softmax(scale q [k ; k_shared]^T) v`` over the keys ``start <= s < stop`` of each query."""
+    queries, keys, values = heads_first(q, k, k_shared, v, scale)
+    bounds = start[..., None], stop[..., None]
+    tiles = map_query_tiles(_tile, (queries, *bounds), (keys, values), width=q.shape[0] * q.shape[2])
+    out = torch.cat(tiles, dim=-2).transpose(1, 2)
+    return torch.where((start < stop)[..., None, None], out, 0.0)
+
+
+def _tile(q: Tensor, start: Tensor, stop: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return probabilities(q, k, visible_keys(start, stop, k.shape[-2])) @ v
+
+
+def heads_first(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B S Hk N"],
+    k_shared: Float[Tensor, "B S P"],
+    v: Float[Tensor, "B S Hk V"],
+    scale: float,
+) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B Hk S K"], Float[Tensor, "B Hk S V"]]:
+    """Scaled queries, whole keys and values with heads before tokens, in the softmax's dtype."""
+    k, k_shared = upcast(k).transpose(1, 2), upcast(k_shared)[:, None]
+    keys = torch.cat([k, k_shared.expand(-1, k.shape[1], -1, -1)], dim=-1)
+    return upcast(q).transpose(1, 2) * scale, keys, upcast(v).transpose(1, 2).contiguous()
+
+
+def probabilities(
+    q: Float[Tensor, "B H t K"], k: Float[Tensor, "B Hk S K"], attended: Bool[Tensor, "B t S"]
+) -> Float[Tensor, "B H t S"]:
+    """Softmax of ``q k^T`` over the attended keys, exactly 0 elsewhere; meaningless in a row that attends to none."""
+    bias = torch.where(attended, 0.0, _MASKED).to(q.dtype)
+    return torch.softmax(q @ k.transpose(-1, -2) + bias[:, None], dim=-1)

@@ -1,0 +1,72 @@
+"""Implementations of ``grouped_matmul`` that need no padding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from k31fn import _functorch
+from k31fn.autodiff import custom_vjp
+from k31fn.typing import Float, Int, Tensor
+
+__all__ = ["grouped_mm", "grouped_mm_accepts", "ragged", "ragged_accepts"]
+
+
+def ragged_accepts(rows: Tensor, w: Tensor, sizes: Tensor) -> str:
+    """Why :func:`ragged` cannot run, or nothing."""
+    if _batched(rows, w, sizes):
+        return "the number of rows per expert is read on the host, and under vmap it differs between samples"
+    return ""
+
+
+def ragged(rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]) -> Float[Tensor, "R O"]:
+    """One product per expert.
+
+    ``split`` and ``unbind`` are one node of the graph each, with ``cat`` and ``stack`` as their gradients.
+
+    Raises:
+        ValueError: ``sizes`` does not add up to the number of rows.
+    """
+    counts = sizes.tolist()
+    if sum(counts) != rows.shape[0]:
+        raise ValueError(f"grouped_matmul: sizes={counts} add up to {sum(counts)}, but there are {rows.shape[0]} rows")
+    return torch.cat([x @ e for x, e in zip(rows.split(counts), w.unbind(0), strict=True)])
+
+
+def grouped_mm_accepts(rows: Tensor, w: Tensor, sizes: Tensor) -> str:
+    """Why :func:`grouped_mm` cannot run, or nothing."""
+    if rows.dtype != torch.bfloat16 or w.dtype != torch.bfloat16:
+        return f"it multiplies bfloat16, got {rows.dtype} and {w.dtype}"
+    if w.shape[1] % 8 or w.shape[2] % 8:
+        return f"rows of 16 bytes: [in, out]={list(w.shape[1:])} must be multiples of 8"
+    if _batched(rows, w, sizes):
+        return "torch.nn.functional.grouped_mm has no batching rule"
+    return ""
+
+
+def grouped_mm(rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]) -> Float[Tensor, "R O"]:
+    """The CUDA library's grouped product; ``sizes`` stays on the device.
+
+    Its own autograd, so that a frozen weight costs no gradient; it refuses expanded cotangents.
+    """
+    product = F.grouped_mm(rows.contiguous(), w, offs=sizes.cumsum(0, dtype=torch.int32))
+    return _with_contiguous_cotangent(product)
+
+
+def _batched(*tensors: Tensor) -> bool:
+    return any(_functorch.is_batched(t) for t in tensors)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _identity_fwd(x: Tensor) -> tuple[Tensor, tuple[()]]:
+    return x, ()
+
+
+def _identity_bwd(residuals: tuple[()], ct: Tensor) -> tuple[Tensor]:
+    return (ct.contiguous(),)
+
+
+_with_contiguous_cotangent = custom_vjp(_identity, name="grouped_mm").defvjp(_identity_fwd, _identity_bwd)

@@ -1,0 +1,126 @@
+"""Plain torch form of the expert operators, without shapes that depend on data."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from k31fn.autodiff import custom_vjp
+from k31fn.precision import island, upcast
+from k31fn.typing import Float, Int, Tensor
+
+__all__ = ["Plan", "combine", "dispatch", "grouped_matmul", "plan"]
+
+
+class Plan(NamedTuple):
+    """Where each copy of a token goes.
+
+    Attributes:
+        order: the copy ``n * G + g`` that lies in each row.
+        inverse: the row of each copy.
+        sizes: rows per expert.
+    """
+
+    order: Int[Tensor, "R"]
+    inverse: Int[Tensor, "N G"]
+    sizes: Int[Tensor, "E"]
+
+
+def plan(topk_idx: Int[Tensor, "N G"], num_experts: int) -> Plan:
+    """Sorts the copies by expert, tokens in order within one. Integers only; runs under ``vmap``."""
+    expert = topk_idx.flatten()
+    order = torch.argsort(expert, stable=True)
+    rows = torch.arange(expert.shape[0], device=expert.device)
+    inverse = torch.zeros_like(order).scatter(0, order, rows)
+    sizes = torch.zeros(num_experts, dtype=torch.int64, device=expert.device)
+    return Plan(order, inverse.view(topk_idx.shape), sizes.scatter_add(0, expert, torch.ones_like(expert)))
+
+
+def _permute_fwd(x: Tensor, index: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
+    return x.index_select(0, index), (index, inverse)
+
+
+def _permute_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
+    index, inverse = residuals
+    return _permute(ct, inverse, index), None, None
+
+
+def _permute_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """``x[index]`` for a permutation; the gradient is ``ct[inverse]``."""
+    return x.index_select(0, index)
+
+
+_permute = custom_vjp(_permute_rows).defvjp(_permute_fwd, _permute_bwd)
+
+
+def _dispatch_fwd(x: Tensor, order: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
+    return x.index_select(0, order // inverse.shape[1]), (order, inverse)
+
+
+def _dispatch_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
+    order, inverse = residuals
+    copies = _permute(ct, inverse.flatten(), order)
+    return copies.unflatten(0, inverse.shape).sum(1), None, None
+
+
+def dispatch(x: Float[Tensor, "N D"], order: Int[Tensor, "R"], inverse: Int[Tensor, "N G"]) -> Float[Tensor, "R D"]:
+    """``rows[r] = x[order[r] // G]``; the gradient is the sum over a token's copies."""
+    return _dispatch(x, order, inverse)
+
+
+_dispatch = custom_vjp(dispatch).defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+def _combine_fwd(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
+    copies = rows.index_select(0, inverse.flatten()).unflatten(0, inverse.shape)
+    wide = weights.to(island(rows.dtype)).unsqueeze(-1)
+    out = upcast(copies[:, 0]) * wide[:, 0]
+    for g in range(1, inverse.shape[1]):  # several times faster on CPU than a batched product of such thin matrices
+        out = torch.addcmul(out, upcast(copies[:, g]), wide[:, g])
+    return out.to(rows.dtype), (rows, weights, order, inverse)
+
+
+def _combine_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
+    rows, weights, order, inverse = residuals
+    of_rows = upcast(_dispatch(ct, order, inverse))
+    weight_of_row = _permute(weights.flatten(), order, inverse.flatten())
+    d_rows = (of_rows * weight_of_row.unsqueeze(1)).to(rows.dtype)
+    d_weights = _permute((of_rows * upcast(rows)).sum(-1), inverse.flatten(), order)
+    return d_rows, d_weights.to(weights.dtype).view(inverse.shape), None, None
+
+
+def combine(
+    rows: Float[Tensor, "R D"], weights: Float[Tensor, "N G"], order: Int[Tensor, "R"], inverse: Int[Tensor, "N G"]
+) -> Float[Tensor, "N D"]:
+    """``y[n] = sum_g weights[n, g] rows[inverse[n, g]]`` in float32, rounded once; keeps only its inputs."""
+    return _combine(rows, weights, order, inverse)
+
+
+_combine = custom_vjp(combine).defvjp(_combine_fwd, _combine_bwd)
+
+
+def grouped_matmul(
+    rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]
+) -> Float[Tensor, "R O"]:
+    """Cuts each expert's rows into tiles of ``R / E``; every tile has one expert, and at most ``2 E`` tiles exist."""
+    num_rows, num_experts = rows.shape[0], w.shape[0]
+    tile = max(-(-num_rows // num_experts), 1)
+    num_tiles = num_experts + num_rows // tile
+    row_end, tile_end = sizes.cumsum(0), ((sizes + tile - 1) // tile).cumsum(0)
+    row_start = row_end - sizes
+    tile_start = torch.cat([torch.zeros_like(tile_end[:1]), tile_end[:-1]])
+
+    # Which rows lie in each tile; a tile's missing rows are zero.
+    tiles = torch.arange(num_tiles, device=rows.device)
+    expert = (tiles[:, None] >= tile_end).sum(1).clamp(max=num_experts - 1)
+    local = ((tiles - tile_start[expert]) * tile)[:, None] + torch.arange(tile, device=rows.device)
+    source = (row_start[expert][:, None] + local).clamp(max=max(num_rows - 1, 0))
+    present = local < sizes[expert][:, None]
+    gathered = rows.index_select(0, source.flatten()).unflatten(0, source.shape)
+    padded = torch.where(present[:, :, None], gathered, 0)
+
+    product = torch.matmul(padded, w.index_select(0, expert)).flatten(0, 1)
+    row = torch.arange(num_rows, device=rows.device)
+    of_row = (row[:, None] >= row_end).sum(1).clamp(max=num_experts - 1)
+    return product.index_select(0, tile_start[of_row] * tile + row - row_start[of_row])

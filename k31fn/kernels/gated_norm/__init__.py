@@ -1,0 +1,21 @@
+"""Output norm of KDA: RMSNorm per head, gated.
+
+``gated_norm(o, gate, weight, eps)``::
+
+    y = sigmoid(gate) * weight * o * rsqrt(mean(o^2) + eps)        the mean over the last dim
+
+Source: Kimi Linear, arXiv 2510.26692; RMSNorm, arXiv 1910.07467. Weight and sigmoid are applied in float32 (float64 for
+float64 inputs), and the result is rounded once: this is not the cast order of ``rms_norm``.
+
+Shapes: ``o`` and ``gate`` ``[... V]``, ``weight [V]``; the result has the shape of ``o`` and the dtype of ``gate``.
+Rows are independent, so no mask is taken: a row of zeros (padding) gives zeros.
+
+Gradients flow to ``o gate weight``, to any order in the reference.
+"""
+
+from k31fn.kernels.gated_norm.reference import gated_norm as _reference
+from k31fn.kernels.registry import Op
+
+__all__ = ["gated_norm"]
+
+gated_norm = Op("gated_norm", _reference)

@@ -1,0 +1,26 @@
+"""The lightning indexer's choice of keys.
+
+``index_topk(q, k, w, start, stop, topk, scale)``::
+
+    I[t, s] = sum_j w[t, j] relu(scale <q[t, j], k[s]>)              start[t] <= s < stop[t]
+    S_t     = the min(topk, visible) keys of greatest I[t, :], lowest position first among equals
+
+Source: DeepSeek-V3.2, arXiv 2512.02556. ``w`` may be negative; any scale of it is folded in by the caller.
+
+Shapes: ``q [B T J I]``, ``k [B S I]``, ``w [B T J]``; scores in float32 (float64 for float64 inputs). The result is
+int32 ``[B T M]`` with M = min(topk, S), in any order, with -1 in the slots left over where fewer keys are visible.
+
+Mask: ``start, stop [B T]`` as in :mod:`k31fn.kernels.attention`; a key outside is never chosen, a padding query
+(``start == stop``) chooses none.
+
+Gradients: none. The layer wraps the call in :func:`k31fn.autodiff.decision`; the scores are differentiated by
+:mod:`k31fn.kernels.indexer_kl`.
+"""
+
+from k31fn.kernels.indexer.reference import index_scores
+from k31fn.kernels.indexer.reference import index_topk as _reference
+from k31fn.kernels.registry import Op
+
+__all__ = ["index_scores", "index_topk"]
+
+index_topk = Op("index_topk", _reference)

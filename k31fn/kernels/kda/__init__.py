@@ -1,0 +1,36 @@
+"""Kimi Delta Attention: a gated delta rule with one decay per channel, over packed documents.
+
+``kda(q, k, v, g, beta, ids, initial_state) -> KdaOut(o, state)``, for each head::
+
+    S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T        S in R^{K x V}
+    o_t = S_t^T q_t                                                              reads the state after the update
+
+Source: Kimi Linear, arXiv 2510.26692, and the Kimi K3 report, arXiv 2607.24653. ``q`` and ``k`` come L2-normalised and
+``q`` scaled; no further scale is applied.
+
+Shapes: ``q k [B T H K]``, ``v [B T H V]``, ``g [B T H K]`` (log-decay per channel), ``beta [B T H]``, ``ids [B T]``
+(document numbers, 0 is padding, at the end of a row only), ``initial_state [B H K V]`` or ``()`` for zeros. The result
+is ``o [B T H V]`` in the dtype of ``v`` and ``state [B H K V]`` in float32, as is all arithmetic (float64 for float64
+inputs).
+
+Documents: the state is zero at a document's first token, except that ``initial_state`` belongs to the document of the
+row's first token. ``state`` is that of the row's last document, after its last token. Padding (finite values) gives
+``o = 0``, changes no state and gets gradient 0. A token never changes a bit of the output of an earlier token, or of
+another document in the same grid.
+
+Range: ``MIN_LOG_DECAY <= g <= 0``, which is not checked here. Implementations factor the decay between two tokens of a
+tile of ``TILE`` as ``exp(G_i) exp(-G_j)``, G the running sum of g: at -5 per token ``exp(-G)`` reaches e^80 = 5.5e34,
+which float32 and bfloat16 hold (3.4e38); beyond it they overflow. Configs refuse a lower bound below ``MIN_LOG_DECAY``.
+:func:`recurrence` has no such limit.
+
+Gradients flow to ``q k v g beta initial_state``, to any order in the reference.
+"""
+
+from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY, TILE, KdaOut
+from k31fn.kernels.kda.reference import kda as _reference
+from k31fn.kernels.kda.reference import recurrence
+from k31fn.kernels.registry import Op
+
+__all__ = ["MIN_LOG_DECAY", "TILE", "KdaOut", "kda", "recurrence"]
+
+kda = Op("kda", _reference)

@@ -1,0 +1,21 @@
+"""Normalisation over the last dim, statistics in float32 (float64 for float64 inputs).
+
+``rms_norm(x, weight, eps)``: ``w * x * rsqrt(mean(x^2) + eps)`` (Zhang and Sennrich 2019, arXiv 1910.07467). Cast
+order of the released models: the normalised value is rounded to the dtype of ``x`` and then multiplied by the weight
+in that dtype.
+
+``layer_norm(x, weight, bias, eps)``: ``w * (x - mean) * rsqrt(var + eps) + b`` with the biased variance (Ba et al.
+2016, arXiv 1607.06450), all in float32, rounded once.
+
+Shapes: ``x [..., D]``, ``weight`` and ``bias`` ``[D]``; the result has the shape and dtype of ``x``. Rows are
+independent, so no mask is taken: a padded row stays finite because of ``eps``. Differentiable to any order.
+"""
+
+from k31fn.kernels.norm.reference import layer_norm as _layer_norm
+from k31fn.kernels.norm.reference import rms_norm as _rms_norm
+from k31fn.kernels.registry import Op
+
+__all__ = ["layer_norm", "rms_norm"]
+
+rms_norm = Op("rms_norm", _rms_norm)
+layer_norm = Op("layer_norm", _layer_norm)

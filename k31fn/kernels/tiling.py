@@ -1,0 +1,53 @@
+"""Query tiles: how attention-like ops in plain torch avoid a tensor of queries x keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from k31fn.autodiff import remat
+from k31fn.typing import Bool, Int, Tensor
+
+__all__ = ["map_query_tiles", "visible_keys"]
+
+TILE_QUERIES = 64  # measured on CPU: the scores of a tile stay in cache, and a causal run skips almost half the keys
+TILE_ELEMENTS = 2**23  # scores in one tile; fewer queries per tile above
+KEPT_ELEMENTS = 2**20  # scores of a whole call that its backward may keep; recomputed tile by tile above
+_PREFIXES = 8  # distinct lengths to which keys are cut: each costs the backward one padded copy of their gradient
+
+
+def map_query_tiles(
+    f: Callable[..., Any], queries: Sequence[Tensor], keys: Sequence[Tensor], *, width: int, dim: int = -2
+) -> list[Any]:
+    """``f(*queries, *keys)`` on one tile of queries after the other.
+
+    Tiles are rematerialised unless all scores together are few, so a backward holds one tile. If there are as many
+    queries as keys they are the same tokens in order, no query sees a later key, and a tile gets a prefix of the keys.
+
+    Args:
+        f: pure; called with each query tensor cut to a tile and each key tensor to a prefix.
+        queries: tensors of T queries.
+        keys: tensors of S keys.
+        width: scores per pair of query and key (batch times heads).
+        dim: the dim of the tokens in all of them.
+
+    Returns:
+        The results of ``f``, one per tile in order.
+    """
+    T, S = queries[0].shape[dim], keys[0].shape[dim]
+    tile = max(1, min(TILE_QUERIES, TILE_ELEMENTS // (width * S)))
+    few = tile >= T or width * T * S <= KEPT_ELEMENTS
+    run = remat(f) if torch.is_grad_enabled() and not few else f
+    unit = -(-S // (_PREFIXES * tile)) * tile
+    lengths = [S if T != S else min(S, -(-(a + tile) // unit) * unit) for a in range(0, T, tile)]
+    prefixes = {n: [k if n == S else k.narrow(dim, 0, n) for k in keys] for n in dict.fromkeys(lengths)}
+    parts = zip(*[q.split(tile, dim=dim) for q in queries], strict=True)
+    return [run(*part, *prefixes[n]) for part, n in zip(parts, lengths, strict=True)]
+
+
+def visible_keys(start: Int[Tensor, "*B t 1"], stop: Int[Tensor, "*B t 1"], num_keys: int) -> Bool[Tensor, "*B t S"]:
+    """True at keys ``start <= s < stop`` of each query; a row with ``start == stop`` sees none."""
+    index = torch.arange(num_keys, device=start.device)
+    return (index >= start) & (index < stop)

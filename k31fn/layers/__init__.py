@@ -1,0 +1,1 @@
+"""Pure layers: each module has ``Config``, ``Params``, ``specs(cfg)`` and ``apply(params, x, cfg, *, sh)``."""

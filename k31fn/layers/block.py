@@ -1,0 +1,170 @@
+"""One decoder layer: an attention and a feed-forward sublayer, each joined to the residual state by a scheme.
+
+For the state ``c`` and the scheme's ``connect``::
+
+    c = connect(c, x -> Attention(RMSNorm(x)))
+    c = connect(c, x -> FFN(RMSNorm(x)))
+
+The kinds of attention (KDA, Gated MLA, Gated DSA), feed-forward (dense, LatentMoE) and residual scheme (AttnRes, plain)
+are those of the sub-configs: K3 and K3.1 are the same code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Generic, NamedTuple
+
+import torch
+from torch import Tensor
+
+from k31fn import tree
+from k31fn.layers import attn_res, dsa, kda, latent_moe, mla, mlp, norm, plain_residual
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import ParamSpec
+from k31fn.segments import Segments
+from k31fn.typing import Float, Leaf
+
+__all__ = ["Aux", "Config", "Params", "apply", "extend", "init_state", "module_of", "specs"]
+
+_MODULES: dict[type, ModuleType] = {m.Config: m for m in (attn_res, dsa, kda, latent_moe, mla, mlp, plain_residual)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A decoder layer.
+
+    Attributes:
+        attention: picks the attention.
+        ffn: picks the feed-forward part.
+        residual: picks the residual scheme.
+        opens_block: whether an AttnRes block starts here.
+        norm_eps: of the norms before both sublayers.
+    """
+
+    attention: kda.Config | mla.Config | dsa.Config
+    ffn: mlp.Config | latent_moe.Config
+    residual: attn_res.Config | plain_residual.Config
+    opens_block: bool = False
+    norm_eps: float = 1e-5
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual state."""
+        return self.attention.hidden_size
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """Parameters of a decoder layer; the parts are those of the configured kinds."""
+
+    attn_norm: norm.Params[Leaf]
+    attn: Any
+    attn_mix: Any
+    ffn_norm: norm.Params[Leaf]
+    ffn: Any
+    ffn_mix: Any
+
+
+class Aux(NamedTuple):
+    """What a layer reports besides its output; ``()`` where it has no such part.
+
+    Attributes:
+        kl: the indexer's KL summed over valid queries (DSA).
+        load: real tokens per expert ``[E]`` (MoE).
+        histogram: of the router's required biases ``[E, bins]`` (MoE).
+    """
+
+    kl: Any = ()
+    load: Any = ()
+    histogram: Any = ()
+
+
+def module_of(cfg: Any) -> ModuleType:
+    """The layer module whose Config ``cfg`` is."""
+    return _MODULES[type(cfg)]
+
+
+def specs(cfg: Config) -> Params[ParamSpec]:
+    """Declares the parameters."""
+    pre_norm = norm.specs(norm.Config(cfg.hidden_size, cfg.norm_eps))
+    mix = module_of(cfg.residual).specs(cfg.residual, cfg.hidden_size)
+    return Params(
+        attn_norm=pre_norm,
+        attn=module_of(cfg.attention).specs(cfg.attention),
+        attn_mix=mix,
+        ffn_norm=pre_norm,
+        ffn=module_of(cfg.ffn).specs(cfg.ffn),
+        ffn_mix=mix,
+    )
+
+
+def apply(
+    params: Params[Tensor],
+    carry: Any,
+    cfg: Config,
+    *,
+    segments: Segments | None = None,
+    bias: Any = (),
+    sh: Sharding = UNSHARDED,
+) -> tuple[Any, Aux]:
+    """Runs the layer on the residual state.
+
+    Args:
+        params: as :func:`specs` declares.
+        carry: the scheme's residual state.
+        cfg: the layer's config.
+        segments: packed documents; None: one document per row.
+        bias: the router's balance bias ``[E]`` of an MoE layer, else ``()``.
+        sh: sharding.
+
+    Returns:
+        The new residual state, and what the layer reports.
+    """
+    scheme = module_of(cfg.residual)
+
+    def attention(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
+        x = norm.apply(params.attn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps))
+        out = module_of(cfg.attention).apply(params.attn, x, cfg.attention, segments=segments, sh=sh)
+        return (out.y, out.kl) if isinstance(cfg.attention, dsa.Config) else (out, ())
+
+    def ffn(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
+        return _ffn(params, h, cfg, segments=segments, bias=bias, sh=sh)
+
+    carry, kl = scheme.connect(params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block)
+    carry, routing = scheme.connect(params.ffn_mix, carry, cfg.residual, ffn, opens_block=False)
+    return carry, Aux(kl, *routing)
+
+
+def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> Any:
+    """The attention's decoding state before the first token."""
+    return module_of(cfg.attention).init_state(cfg.attention, batch, dtype=dtype, device=device)
+
+
+def extend(
+    params: Params[Tensor], carry: Any, cfg: Config, state: Any, *, bias: Any = (), sh: Sharding = UNSHARDED
+) -> tuple[Any, Any]:
+    """:func:`apply` on the next tokens of one document per row: the new residual state and decoding state."""
+    scheme = module_of(cfg.residual)
+
+    def attention(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
+        x = norm.apply(params.attn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps))
+        return module_of(cfg.attention).extend(params.attn, x, cfg.attention, state, sh=sh)
+
+    def ffn(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
+        return _ffn(params, h, cfg, segments=None, bias=bias, sh=sh)
+
+    carry, state = scheme.connect(params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block)
+    carry, _ = scheme.connect(params.ffn_mix, carry, cfg.residual, ffn, opens_block=False)
+    return carry, state
+
+
+def _ffn(
+    params: Params[Tensor], h: Tensor, cfg: Config, *, segments: Segments | None, bias: Any, sh: Sharding
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """The feed-forward sublayer: its output, and the MoE's (load, histogram)."""
+    x = norm.apply(params.ffn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps))
+    if isinstance(cfg.ffn, mlp.Config):
+        return mlp.apply(params.ffn, x, cfg.ffn, sh=sh), ()
+    out = latent_moe.apply(params.ffn, x, cfg.ffn, bias=bias, segments=segments, sh=sh)
+    return out.y, (out.routing.load, out.routing.histogram)

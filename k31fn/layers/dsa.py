@@ -1,0 +1,182 @@
+"""Gated DSA: Gated MLA in which each query attends to the keys that its lightning indexer chose.
+
+Equations (DeepSeek-V3.2, arXiv 2512.02556, on the projections of :mod:`k31fn.layers.mla`)::
+
+    S_t = the top min(topk, visible) keys by the index score I[t, :]
+    o   = softmax over S_t of the attention scores, times v; gate and output projection as in Gated MLA
+    kl  = sum_t KL(p[t, S_t] || softmax(I[t, S_t]))        p = mean over heads of the attention's probabilities, sg
+
+Two stages. ``sparse``: as above. ``dense_warmup``: S_t is all visible keys, so the attention is dense and only
+teaches the indexer; freezing the trunk is the trainer's business.
+
+Two losses that never meet: gradients of ``y`` reach the attention and ``x`` but no parameter of the indexer, those of
+``kl`` reach the indexer's parameters and nothing else; the other parts are exactly zero.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple
+
+import torch
+
+from k31fn import tree
+from k31fn.autodiff import decision
+from k31fn.kernels.attention import attention
+from k31fn.kernels.indexer import index_topk
+from k31fn.kernels.indexer_kl import indexer_kl
+from k31fn.kernels.sparse_attention import sparse_attention
+from k31fn.kernels.tiling import map_query_tiles, visible_keys
+from k31fn.layers import indexer, mla
+from k31fn.parallel.collectives import psum
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import ParamSpec
+from k31fn.segments import Segments
+from k31fn.typing import Float, Int, Leaf, Tensor
+
+__all__ = ["Config", "DsaOut", "Params", "State", "apply", "extend", "init_state", "specs"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Gated DSA.
+
+    Attributes:
+        attn: the attention.
+        indexer: the indexer, of the same hidden size and query latent.
+        topk: keys per query, at most.
+        stage: ``sparse``, or ``dense_warmup`` in which the indexer only watches.
+    """
+
+    attn: mla.Config
+    indexer: indexer.Config
+    topk: int = 2048
+    stage: Literal["dense_warmup", "sparse"] = "sparse"
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "q_lora_rank"):
+            mine, other = getattr(self.indexer, name), getattr(self.attn, name)
+            if mine != other:
+                raise ValueError(f"dsa.Config.indexer.{name}={mine} must equal attn.{name}={other}; set it to {other}")
+        if self.topk < 1:
+            raise ValueError(f"dsa.Config.topk={self.topk} must be positive; a query attends to itself at least")
+        if self.stage not in ("dense_warmup", "sparse"):
+            raise ValueError(f"dsa.Config.stage={self.stage!r} unknown; use 'dense_warmup' or 'sparse'")
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the input and the output."""
+        return self.attn.hidden_size
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """Parameters of the attention and of the indexer."""
+
+    attn: mla.Params[Leaf]
+    indexer: indexer.Params[Leaf]
+
+
+@tree.dataclass
+class State:
+    """What decoding keeps of the tokens so far: the attention's latents and the index keys ``[B S I]``."""
+
+    attn: mla.State
+    index_k: Float[Tensor, "B S I"]
+
+
+class DsaOut(NamedTuple):
+    """Output, and the indexer's loss summed over the valid queries of all rows (float32; the caller divides)."""
+
+    y: Float[Tensor, "B T D"]
+    kl: Float[Tensor, ""]
+
+
+def specs(cfg: Config) -> Params[ParamSpec]:
+    """Declares the parameters."""
+    return Params(attn=mla.specs(cfg.attn), indexer=indexer.specs(cfg.indexer))
+
+
+def apply(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T D"],
+    cfg: Config,
+    *,
+    segments: Segments | None = None,
+    sh: Sharding = UNSHARDED,
+) -> DsaOut:
+    """Attends sparsely inside each document. ``segments`` None: one document per row.
+
+    The sets are a :func:`k31fn.autodiff.decision` named ``topk``. Where no query sees more than ``topk`` keys, ``y`` is
+    Gated MLA's.
+    """
+    cq, heads, _ = mla.project(params.attn, x, cfg.attn, sh=sh)
+    index = indexer.apply(params.indexer, x, cq, cfg.indexer)
+    start, stop = mla.visible_range(x, segments)
+    if cfg.stage == "sparse":
+        o, kl = _attend(heads, index, _choose(index, start, stop, cfg), cfg, sh)
+    else:
+        o, kl = _attend_to_all(heads, index, start, stop, cfg, sh)
+    return DsaOut(y=mla.gated_output(params.attn, x, o, sh=sh), kl=kl)
+
+
+def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
+    """The state before the first token: nothing cached."""
+    attn = mla.init_state(cfg.attn, batch, dtype=dtype, device=device)
+    return State(attn, torch.zeros(batch, 0, cfg.indexer.head_dim, dtype=dtype, device=device))
+
+
+def extend(
+    params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State, *, sh: Sharding = UNSHARDED
+) -> tuple[Float[Tensor, "B T D"], State]:
+    """:func:`apply`'s ``y`` on the next T tokens of one document per row; chooses among all cached keys."""
+    cq, heads, attn_state = mla.project(params.attn, x, cfg.attn, state.attn, sh=sh)
+    index = indexer.apply(params.indexer, x, cq, cfg.indexer)
+    index_k = torch.cat([state.index_k, index.k.to(state.index_k.dtype)], dim=1)
+    start, stop = mla.visible_range(x, None, cached=state.index_k.shape[1])
+    if cfg.stage == "sparse":
+        chosen = _choose(index._replace(k=index_k), start, stop, cfg)
+        o = sparse_attention(*heads, chosen, cfg.attn.scale).out
+    else:
+        o = attention(*heads, start, stop, cfg.attn.scale)
+    return mla.gated_output(params.attn, x, o, sh=sh), State(attn_state, index_k)
+
+
+def _choose(
+    index: indexer.IndexerOut, start: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], cfg: Config
+) -> Int[Tensor, "B T M"]:
+    choose = functools.partial(index_topk, topk=cfg.topk, scale=cfg.indexer.scale)
+    return decision("topk", choose, index.q, index.k, index.w, start, stop)
+
+
+def _attend(
+    heads: mla.Heads, index: indexer.IndexerOut, chosen: Int[Tensor, "B T M"], cfg: Config, sh: Sharding
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, ""]]:
+    """Attention over the chosen keys, and the indexer's loss on them."""
+    o, probs = sparse_attention(*heads, chosen, cfg.attn.scale)
+    teacher = psum(probs, sh.heads) / cfg.attn.num_heads
+    return o, indexer_kl(index.q, index.k, index.w, teacher, chosen, cfg.indexer.scale)
+
+
+def _attend_to_all(
+    heads: mla.Heads,
+    index: indexer.IndexerOut,
+    start: Int[Tensor, "B T"],
+    stop: Int[Tensor, "B T"],
+    cfg: Config,
+    sh: Sharding,
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, ""]]:
+    """:func:`_attend` to all visible keys, in tiles of queries: the sets and probabilities of all are T x T."""
+
+    def tile(
+        q: Tensor, iq: Tensor, w: Tensor, start: Tensor, stop: Tensor, k: Tensor, kr: Tensor, v: Tensor, ik: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        seen = visible_keys(start[..., None], stop[..., None], ik.shape[1])
+        chosen = torch.where(seen, torch.arange(ik.shape[1], device=ik.device), -1)
+        return _attend(mla.Heads(q, k, kr, v), indexer.IndexerOut(iq, ik, w), chosen, cfg, sh)
+
+    queries, keys = (heads.q, index.q, index.w, start, stop), (heads.k, heads.kr, heads.v, index.k)
+    width = start.shape[0] * max(heads.q.shape[2], index.w.shape[-1])
+    tiles = map_query_tiles(tile, queries, keys, width=width, dim=1)
+    return torch.cat([o for o, _ in tiles], dim=1), torch.stack([kl for _, kl in tiles]).sum()

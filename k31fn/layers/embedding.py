@@ -1,0 +1,112 @@
+"""Token embedding: ``y_t = weight[token_t]``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+import torch.nn.functional as F
+
+from k31fn import _functorch, tree
+from k31fn.autodiff import custom_vjp
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import Normal, ParamSpec
+from k31fn.precision import upcast
+from k31fn.typing import Float, Int, Leaf, Tensor
+
+__all__ = ["Config", "Params", "apply", "check_tokens", "specs"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """``vocab_size`` rows of ``hidden_size``, drawn from N(0, init_std^2)."""
+
+    vocab_size: int
+    hidden_size: int
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"embedding.Config.{name}={getattr(self, name)}: must be at least 1; set {name} >= 1")
+        if not self.init_std >= 0:
+            raise ValueError(f"embedding.Config.init_std={self.init_std}: a standard deviation; set init_std >= 0")
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """``weight [Z, D]``."""
+
+    weight: Leaf
+
+
+def specs(cfg: Config) -> Params[ParamSpec]:
+    """The table. Not tagged ``matrix``: its rows are looked up, not multiplied, so Muon does not apply."""
+    return Params(weight=ParamSpec((cfg.vocab_size, cfg.hidden_size), ("vocab", "hidden"), Normal(cfg.init_std)))
+
+
+def apply(
+    params: Params[Tensor], tokens: Int[Tensor, "B T"], cfg: Config, *, sh: Sharding = UNSHARDED
+) -> Float[Tensor, "B T D"]:
+    """Rows of the table in its dtype. Reverse-mode to any order; forward mode raises, as for every layer.
+
+    Raises:
+        ValueError: ``sh`` splits the vocabulary.
+        IndexError: on a CPU, a token outside the table. Elsewhere it is undefined: :func:`check_tokens` checks a batch
+            where it is made.
+    """
+    del cfg  # the table says it all
+    if "vocab" in sh.axes():
+        raise ValueError(
+            f"embedding: sh.vocab={sh.vocab} would split the table, which is looked up whole; set vocab=()"
+        )
+    if _functorch.forward_mode_active():
+        raise RuntimeError(
+            "embedding under forward-mode differentiation: k31fn layers are reverse-mode only; use torch.func.jacrev "
+            "or k31fn.autodiff.hessian (reverse over reverse)"
+        )
+    return _lookup(params.weight, tokens)
+
+
+def _lookup_fwd(weight: Tensor, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    return F.embedding(tokens, weight), (weight, tokens)
+
+
+def _lookup_bwd(residuals: tuple[Tensor, Tensor], ct: Tensor) -> tuple[Tensor, None]:
+    """Sums each token's cotangents in float32, in a fixed order on every device.
+
+    torch's own rule sums in the table's dtype on a CPU, and a bfloat16 sum of ones stops at 256: the gradient of every
+    frequent token would be lost.
+    """
+    weight, tokens = residuals
+    total = torch.ops.aten.embedding_dense_backward(upcast(ct), tokens, weight.shape[0], -1, False)
+    return total.to(weight.dtype), None
+
+
+_lookup = custom_vjp(_lookup_fwd, name="embedding").defvjp(_lookup_fwd, _lookup_bwd)
+
+
+def check_tokens(tokens: Int[Tensor, "B T"], vocab_size: int, name: str, *, ignored: int | None = None) -> None:
+    """Checks on the host, where a batch is made, that every token is in ``[0, vocab_size)``.
+
+    Args:
+        tokens: token ids or labels.
+        vocab_size: rows of the table.
+        name: what the error calls them.
+        ignored: one more value that is allowed, such as :data:`k31fn.layers.losses.IGNORED`.
+
+    Raises:
+        ValueError: names the first bad value with its row and position.
+    """
+    bad = (tokens < 0) | (tokens >= vocab_size)
+    if ignored is not None:
+        bad &= tokens != ignored
+    if not bad.any():
+        return
+    row, position = bad.nonzero()[0].tolist()
+    allowed = f"[0, {vocab_size})" + (f" or {ignored}" if ignored is not None else "")
+    raise ValueError(
+        f"{name}[{row}, {position}]={int(tokens[row, position])}: must be in {allowed}, as is not so for "
+        f"{int(bad.sum())} of {tokens.numel()}; does the tokenizer match vocab_size={vocab_size}?"
+    )

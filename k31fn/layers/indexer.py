@@ -1,0 +1,116 @@
+"""The lightning indexer of Gated DSA: scores that say which keys a query should attend to.
+
+Equations (DeepSeek-V3.2, arXiv 2512.02556; no rotation, and no Hadamard transform, which changes no score)::
+
+    q = sg(cq) W_q   [T J I]        k = LayerNorm(sg(x) W_k)   [T I]        w = sg(x) W_w * J^-0.5   [T J], float32
+    I[t, s] = sum_j w[t, j] relu(I^-0.5 <q[t, j], k[s]>)
+
+``sg`` stops the gradient: the indexer learns from its own loss only and sends nothing back to the trunk. The two
+scales change no choice of keys but do change softmax(I), hence the loss. Replicated under tensor parallelism: every
+rank must choose the same keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
+
+from k31fn import tree
+from k31fn.autodiff import stop_gradient
+from k31fn.kernels.norm import layer_norm
+from k31fn.layers.linear import linear
+from k31fn.params import Constant, Normal, ParamSpec
+from k31fn.precision import upcast
+from k31fn.typing import Float, Leaf, Tensor
+
+__all__ = ["Config", "IndexerOut", "Params", "apply", "specs"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The lightning indexer.
+
+    Attributes:
+        hidden_size: width of the layer's input.
+        q_lora_rank: width of the query latent of the attention.
+        num_heads: index heads.
+        head_dim: dims of an index head.
+        norm_eps: of the key LayerNorm.
+        score_scale: on ``<q, k>``; None: ``head_dim^-0.5``.
+        weight_scale: on the head weights; None: ``num_heads^-0.5``.
+        init_std: of the weights.
+    """
+
+    hidden_size: int
+    q_lora_rank: int
+    num_heads: int = 32
+    head_dim: int = 128
+    norm_eps: float = 1e-5
+    score_scale: float | None = None
+    weight_scale: float | None = None
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "q_lora_rank", "num_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"indexer.Config.{name}={getattr(self, name)} must be positive; set it to 1 or more")
+        for name in ("norm_eps", "score_scale", "weight_scale", "init_std"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"indexer.Config.{name}={value} must be positive; leave it out for the default")
+
+    @property
+    def scale(self) -> float:
+        """The scale on ``<q, k>``."""
+        return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """``w_q [Rq JI]  w_k [D I]  k_norm_weight [I]  k_norm_bias [I]  w_w [D J]``."""
+
+    w_q: Leaf
+    w_k: Leaf
+    k_norm_weight: Leaf
+    k_norm_bias: Leaf
+    w_w: Leaf
+
+
+class IndexerOut(NamedTuple):
+    """Index queries, keys and scaled head weights of each token."""
+
+    q: Float[Tensor, "B T J I"]
+    k: Float[Tensor, "B T I"]
+    w: Float[Tensor, "B T J"]
+
+
+def specs(cfg: Config) -> Params[ParamSpec]:
+    """Declares the parameters."""
+
+    def matrix(rows: int, columns: int, axis: str) -> ParamSpec:
+        return ParamSpec((rows, columns), (axis, ""), Normal(cfg.init_std), tags=frozenset({"matrix"}))
+
+    def vector(value: float) -> ParamSpec:
+        return ParamSpec((cfg.head_dim,), ("",), Constant(value), tags=frozenset({"no_decay"}))
+
+    return Params(
+        w_q=matrix(cfg.q_lora_rank, cfg.num_heads * cfg.head_dim, "rank"),
+        w_k=matrix(cfg.hidden_size, cfg.head_dim, "hidden"),
+        k_norm_weight=vector(1.0),
+        k_norm_bias=vector(0.0),
+        w_w=matrix(cfg.hidden_size, cfg.num_heads, "hidden"),
+    )
+
+
+def apply(params: Params[Tensor], x: Float[Tensor, "B T D"], cq: Float[Tensor, "B T Rq"], cfg: Config) -> IndexerOut:
+    """Projects each token; the scores are :func:`k31fn.kernels.indexer.index_scores` of the result.
+
+    Gradients: to ``params`` only; ``x`` and ``cq`` receive exactly zero.
+    """
+    x, cq = stop_gradient(x), stop_gradient(cq)
+    weight_scale = cfg.num_heads**-0.5 if cfg.weight_scale is None else cfg.weight_scale
+    return IndexerOut(
+        q=linear(cq, params.w_q).unflatten(-1, (-1, cfg.head_dim)),
+        k=layer_norm(linear(x, params.w_k), params.k_norm_weight, params.k_norm_bias, cfg.norm_eps),
+        w=linear(upcast(x), params.w_w) * weight_scale,
+    )

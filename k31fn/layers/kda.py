@@ -1,0 +1,240 @@
+"""Kimi Delta Attention: linear attention with a gated delta rule, the decay gate included.
+
+Equations (Kimi Linear, arXiv 2510.26692; the bounded decay and the full-rank output gate are those of Kimi K3, arXiv
+2607.24653); K = V dims per head::
+
+    q, k, v = SiLU(conv(x W_q)), SiLU(conv(x W_k)), SiLU(conv(x W_v))                  [T H K]
+    q, k    = K^-0.5 q rsqrt(sum q^2 + eps), k rsqrt(sum k^2 + eps)
+    g       = bound * sigmoid(exp(A_log) (x W_fa W_fb + dt_bias))                      log-decay, in (bound, 0)
+    beta    = sigmoid(x W_b)                                                           [T H]
+    S_t     = (I - beta k k^T) Diag(e^g) S_{t-1} + beta k v^T        o_t = S_t^T q_t
+    y       = (sigmoid(x W_g) * RMSNorm(o)) W_o
+
+``conv`` is :mod:`k31fn.layers.short_conv`. Its histories and S are reset at document boundaries. A padding token's
+``y`` is 0. float32 islands: ``A_log``, ``dt_bias``, the convolutions and ``o_norm``; the L2 norms, both gates, S and
+the output norm are computed in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import torch
+
+from k31fn import tree
+from k31fn.kernels.gated_norm import gated_norm
+from k31fn.kernels.kda import MIN_LOG_DECAY, TILE, kda
+from k31fn.kernels.short_conv import short_conv
+from k31fn.layers import short_conv as conv
+from k31fn.layers.linear import linear
+from k31fn.parallel.collectives import psum, pvary
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import Constant, Normal, ParamSpec, SoftplusInverse, Uniform
+from k31fn.precision import island, upcast
+from k31fn.segments import Segments
+from k31fn.typing import Float, Int, Leaf, Tensor
+
+__all__ = ["Config", "Params", "State", "apply", "extend", "init_state", "specs"]
+
+_ZERO, _SMALL_STEPS = Constant(0.0), SoftplusInverse()
+
+
+@dataclass(frozen=True)
+class Config:
+    """KDA.
+
+    Attributes:
+        hidden_size: width of the input and the output.
+        num_heads: heads of the whole model.
+        head_dim: dims per head of queries, keys and values.
+        decay_rank: width between the two decay projections; None: ``head_dim``.
+        conv_width: taps of the short convolutions.
+        gate_lower_bound: the strongest log-decay per token. At least -5: a tile of 16 tokens then spans e^80, which
+            float32 and bfloat16 hold.
+        norm_eps: of the output norm.
+        l2_eps: of the L2 norms, added to the sum of squares.
+        init_std: of the projections.
+        conv_init: of the convolutions.
+        A_log_init: of ``A_log``; the report says 0, public code draws log U(1, 16).
+        dt_bias_init: of ``dt_bias``; public code also uses 0.
+    """
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    decay_rank: int | None = None
+    conv_width: int = 4
+    gate_lower_bound: float = -5.0
+    norm_eps: float = 1e-5
+    l2_eps: float = 1e-6
+    init_std: float = 0.02
+    conv_init: Uniform | Normal = conv.DEFAULT_INIT
+    A_log_init: Constant | Uniform = _ZERO
+    dt_bias_init: SoftplusInverse | Constant = _SMALL_STEPS
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "head_dim", "rank"):
+            if getattr(self, name) < 1:
+                field = "decay_rank" if name == "rank" else name
+                raise ValueError(f"kda.Config.{field}={getattr(self, name)} must be positive; set it to 1 or more")
+        for name in ("norm_eps", "l2_eps", "init_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"kda.Config.{name}={getattr(self, name)} must be positive, such as 1e-6 or 0.02")
+        if not MIN_LOG_DECAY <= self.gate_lower_bound < 0:
+            raise ValueError(
+                f"kda.Config.gate_lower_bound={self.gate_lower_bound} must be in [{MIN_LOG_DECAY}, 0): a tile of "
+                f"{TILE} tokens factors decays up to exp({TILE} * bound), and e^80 is what float32 holds; use -5.0"
+            )
+        _ = self.conv  # checks conv_width
+
+    @property
+    def rank(self) -> int:
+        """Width between the two decay projections."""
+        return self.head_dim if self.decay_rank is None else self.decay_rank
+
+    @property
+    def conv(self) -> conv.Config:
+        """Of each of the three convolutions."""
+        return conv.Config(self.num_heads * self.head_dim, self.conv_width, self.conv_init)
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """Weights of KDA.
+
+    ``w_q w_k w_v w_g [D HK]  conv_q conv_k conv_v .weight [HK W]  w_fa [D R]  w_fb [R HK]  dt_bias [HK]  A_log [H]
+    w_b [D H]  o_norm [K]  w_o [HK D]``. Columns are ordered by head.
+    """
+
+    w_q: Leaf
+    w_k: Leaf
+    w_v: Leaf
+    conv_q: conv.Params[Leaf]
+    conv_k: conv.Params[Leaf]
+    conv_v: conv.Params[Leaf]
+    w_fa: Leaf
+    w_fb: Leaf
+    dt_bias: Leaf
+    A_log: Leaf
+    w_b: Leaf
+    w_g: Leaf
+    o_norm: Leaf
+    w_o: Leaf
+
+
+@tree.dataclass
+class State:
+    """What decoding keeps: the last inputs of the three convolutions, and S."""
+
+    conv_q: Float[Tensor, "B history channels"]
+    conv_k: Float[Tensor, "B history channels"]
+    conv_v: Float[Tensor, "B history channels"]
+    s: Float[Tensor, "B H K V"]
+
+
+def specs(cfg: Config) -> Params[ParamSpec]:
+    """Declares the parameters."""
+    D, HK = cfg.hidden_size, cfg.num_heads * cfg.head_dim
+
+    def matrix(rows: int, columns: int, axes: tuple[str, str], *, head_dim: int = 0) -> ParamSpec:
+        tags = frozenset({"matrix", "per_head"} if head_dim else {"matrix"})
+        return ParamSpec((rows, columns), axes, Normal(cfg.init_std), tags=tags, head_dim=head_dim)
+
+    def vector(dim: int, axis: str, init: Constant | Uniform | SoftplusInverse) -> ParamSpec:
+        return ParamSpec((dim,), (axis,), init, torch.float32, frozenset({"no_decay"}))
+
+    per_head, taps = matrix(D, HK, ("hidden", "heads"), head_dim=cfg.head_dim), conv.specs(cfg.conv)
+    return Params(
+        w_q=per_head,
+        w_k=per_head,
+        w_v=per_head,
+        conv_q=taps,
+        conv_k=taps,
+        conv_v=taps,
+        w_fa=matrix(D, cfg.rank, ("hidden", "rank")),
+        w_fb=matrix(cfg.rank, HK, ("rank", "heads")),
+        dt_bias=vector(HK, "heads", cfg.dt_bias_init),
+        A_log=vector(cfg.num_heads, "heads", cfg.A_log_init),
+        w_b=matrix(D, cfg.num_heads, ("hidden", "heads")),
+        w_g=matrix(D, HK, ("hidden", "heads")),
+        o_norm=vector(cfg.head_dim, "head_dim", Constant(1.0)),
+        w_o=matrix(HK, D, ("heads", "hidden")),
+    )
+
+
+def apply(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T D"],
+    cfg: Config,
+    *,
+    segments: Segments | None = None,
+    sh: Sharding = UNSHARDED,
+) -> Float[Tensor, "B T D"]:
+    """Mixes the tokens of each document. ``segments`` None: one document per row.
+
+    Gradients: to ``params`` and ``x``, to any order.
+    """
+    ids = _one_document(x) if segments is None else segments.ids
+    return _mix(params, x, cfg, ids, (), sh)[0]
+
+
+def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
+    """The state before a document's first token. ``dtype`` is that of ``x``; S is at least float32."""
+    history = conv.init_state(cfg.conv, batch, dtype=dtype, device=device).history
+    shape = (batch, cfg.num_heads, cfg.head_dim, cfg.head_dim)
+    return State(history, history, history, torch.zeros(shape, dtype=island(dtype), device=device))
+
+
+def extend(
+    params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State, *, sh: Sharding = UNSHARDED
+) -> tuple[Float[Tensor, "B T D"], State]:
+    """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the same outputs."""
+    return _mix(params, x, cfg, _one_document(x), state, sh)
+
+
+def _one_document(x: Float[Tensor, "B T D"]) -> Int[Tensor, "B T"]:
+    return torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
+
+
+def _mix(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T D"],
+    cfg: Config,
+    ids: Int[Tensor, "B T"],
+    state: State | tuple[()],
+    sh: Sharding,
+) -> tuple[Float[Tensor, "B T D"], State]:
+    """The layer on documents ``ids``, and what follows the last token."""
+    decay = linear(x, params.w_fa)  # the same on every rank of the heads' axis
+    x, decay = pvary(x, sh.heads), pvary(decay, sh.heads)
+
+    def convolved(w: Any, taps: conv.Params[Tensor], before: Tensor | tuple[()]) -> tuple[Tensor, Tensor]:
+        projected = linear(x, w)
+        y = short_conv(projected, taps.weight, ids, before)
+        return y.unflatten(-1, (-1, cfg.head_dim)), conv.advance(before, projected, cfg.conv)
+
+    before = (state.conv_q, state.conv_k, state.conv_v) if isinstance(state, State) else ((), (), ())
+    q, conv_q = convolved(params.w_q, params.conv_q, before[0])
+    k, conv_k = convolved(params.w_k, params.conv_k, before[1])
+    v, conv_v = convolved(params.w_v, params.conv_v, before[2])
+    g = _log_decay(linear(decay, params.w_fb), params, cfg)
+    beta = torch.sigmoid(upcast(linear(x, params.w_b)))
+    q, k = _l2_norm(q, cfg.l2_eps, cfg.head_dim**-0.5), _l2_norm(k, cfg.l2_eps)
+    o, s = kda(q, k, v, g, beta, ids, state.s if isinstance(state, State) else ())
+    gate = linear(x, params.w_g).unflatten(-1, (-1, cfg.head_dim))
+    o = gated_norm(o, gate, pvary(params.o_norm, sh.heads), cfg.norm_eps)
+    y = psum(linear(o.flatten(-2), params.w_o), sh.heads)
+    return y, State(conv_q, conv_k, conv_v, s)
+
+
+def _log_decay(z: Float[Tensor, "B T HK"], params: Params[Tensor], cfg: Config) -> Float[Tensor, "B T H K"]:
+    """``g = bound * sigmoid(exp(A_log) (z + dt_bias))`` in float32: a rounded A_log would change the decay's rate."""
+    z = (upcast(z) + upcast(params.dt_bias)).unflatten(-1, (-1, cfg.head_dim))
+    return cfg.gate_lower_bound * torch.sigmoid(upcast(params.A_log).exp()[:, None] * z)
+
+
+def _l2_norm(x: Float[Tensor, "B T H K"], eps: float, scale: float = 1.0) -> Float[Tensor, "B T H K"]:
+    """``scale * x * rsqrt(sum x^2 + eps)`` in float32, rounded once."""
+    wide = upcast(x)
+    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)

@@ -1,0 +1,160 @@
+"""Mixture of experts in a latent space (Kimi K3 report, arXiv 2607.24653).
+
+    u = x W_latent_down
+    e_j = situ(u W_gate_j, u W_up_j) W_down_j
+    y = RMSNorm(sum_j p_j e_j) W_latent_up + shared(x)
+
+The experts read and write the latent; one projection down, one norm and one projection up serve all experts of a layer.
+The router and the shared experts (one fused gated MLP) read the full width. An expert's output, in the dtype of the
+model, is weighted and summed in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple
+
+from k31fn import tree
+from k31fn.kernels.experts import combine, dispatch, plan
+from k31fn.kernels.situ import situ_glu
+from k31fn.layers import mlp, norm, router
+from k31fn.layers.linear import grouped_linear, linear
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import Normal, ParamSpec
+from k31fn.segments import Segments
+from k31fn.typing import Float, Leaf, Tensor
+
+__all__ = ["Config", "Output", "Params", "apply", "specs"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Routed experts inside the latent, shared experts at full width.
+
+    Routed: ``latent_size -> expert_size -> latent_size``. Shared: ``hidden_size -> shared_size -> hidden_size``.
+
+    Attributes:
+        shared_size: width of all shared experts together; 0: none.
+        scale: factor of the routing weights.
+        balanced: whether the router counts for quantile balancing.
+        norm_eps: of the norm on the latent.
+        beta: bound of SiTU's gate.
+        linear_beta: bound of its linear branch.
+        init_std: standard deviation of the initial weights.
+    """
+
+    hidden_size: int
+    latent_size: int
+    expert_size: int
+    shared_size: int
+    num_experts: int
+    top_k: int
+    scale: float = 1.0
+    balanced: bool = True
+    norm_eps: float = 1e-5
+    beta: float = 4.0
+    linear_beta: float = 25.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.shared_size < 0:
+            raise ValueError(f"latent_moe.Config.shared_size={self.shared_size}: 0 for no shared expert, or a width")
+        _ = self.router, self.norm, self.expert, self.shared  # each checks its fields
+
+    @property
+    def router(self) -> router.Config:
+        """Of the router, on the full width."""
+        return router.Config(self.hidden_size, self.num_experts, self.top_k, self.scale, self.balanced, self.init_std)
+
+    @property
+    def norm(self) -> norm.Config:
+        """Of the norm on the latent."""
+        return norm.Config(self.latent_size, self.norm_eps)
+
+    @property
+    def expert(self) -> mlp.Config:
+        """Of one routed expert."""
+        return mlp.Config(self.latent_size, self.expert_size, self.beta, self.linear_beta, self.init_std)
+
+    @property
+    def shared(self) -> mlp.Config | tuple[()]:
+        """Of the shared experts, ``()`` if there are none."""
+        if not self.shared_size:
+            return ()
+        return mlp.Config(self.hidden_size, self.shared_size, self.beta, self.linear_beta, self.init_std)
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """Weights of one layer.
+
+    Attributes:
+        latent_down: ``[D L]``.
+        experts: ``w_gate [E L F]``, ``w_up [E L F]``, ``w_down [E F L]``.
+        norm: ``weight [L]``.
+        latent_up: ``[L D]``.
+        shared: an MLP at full width, or ``()``.
+    """
+
+    router: router.Params[Leaf]
+    latent_down: Leaf
+    experts: mlp.Params[Leaf]
+    norm: norm.Params[Leaf]
+    latent_up: Leaf
+    shared: mlp.Params[Leaf] | tuple[()]
+
+
+class Output(NamedTuple):
+    """The layer's result and what its router decided."""
+
+    y: Float[Tensor, "B T D"]
+    routing: router.Routing
+
+
+def specs(cfg: Config) -> Params[ParamSpec]:
+    """Experts are split by expert; the projections of the latent are the same on every rank."""
+    init, matrix = Normal(cfg.init_std), frozenset({"matrix"})
+
+    def of_experts(one: ParamSpec) -> ParamSpec:
+        axes = tuple("latent" if a == "hidden" else "" for a in one.axes)
+        return ParamSpec((cfg.num_experts, *one.shape), ("experts", *axes), init, tags=frozenset({"expert", "matrix"}))
+
+    return Params(
+        router=router.specs(cfg.router),
+        latent_down=ParamSpec((cfg.hidden_size, cfg.latent_size), ("hidden", "latent"), init, tags=matrix),
+        experts=tree.map(of_experts, mlp.specs(cfg.expert)),
+        norm=norm.specs(cfg.norm, axis="latent"),
+        latent_up=ParamSpec((cfg.latent_size, cfg.hidden_size), ("latent", "hidden"), init, tags=matrix),
+        shared=mlp.specs(cfg.shared) if isinstance(cfg.shared, mlp.Config) else (),
+    )
+
+
+def apply(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T D"],
+    cfg: Config,
+    *,
+    bias: Float[Tensor, "E"],
+    segments: Segments | None = None,
+    sh: Sharding = UNSHARDED,
+) -> Output:
+    """One layer. ``bias`` is the router's balance state, ``segments`` tells padding (None: there is none)."""
+    routing = router.apply(params.router, x, cfg.router, bias=bias, segments=segments, sh=sh)
+    latent = linear(x, params.latent_down)
+    mixed = _experts(params.experts, latent.flatten(0, 1), routing, cfg).view(latent.shape)
+    y = linear(norm.apply(params.norm, mixed, cfg.norm, sh=sh), params.latent_up)
+    if isinstance(cfg.shared, mlp.Config):
+        assert isinstance(params.shared, mlp.Params), "parameters of another config"
+        y = y + mlp.apply(params.shared, x, cfg.shared, sh=sh)
+    return Output(y, routing)
+
+
+def _experts(
+    params: mlp.Params[Any], u: Float[Tensor, "N L"], routing: router.Routing, cfg: Config
+) -> Float[Tensor, "N L"]:
+    """``sum_j p_j e_j(u)`` over the chosen experts."""
+    order, inverse, sizes = plan(routing.topk_idx.flatten(0, 1), cfg.num_experts)
+    rows = dispatch(u, order, inverse)
+    gate, up = (grouped_linear(rows, w, sizes) for w in (params.w_gate, params.w_up))
+    out = grouped_linear(situ_glu(gate, up, cfg.beta, cfg.linear_beta), params.w_down, sizes)
+    return combine(out, routing.weights.flatten(0, 1), order, inverse)

@@ -1,0 +1,82 @@
+"""Gated MLP with SiTU: ``y = situ(x W_gate, x W_up) W_down`` (Kimi K3 report, arXiv 2607.24653).
+
+The dense feed-forward of the first layers and, at its own width, the shared experts of the MoE layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic
+
+from k31fn import tree
+from k31fn.kernels.situ import situ_glu
+from k31fn.layers.linear import linear
+from k31fn.parallel.collectives import psum, pvary
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import Normal, ParamSpec
+from k31fn.segments import Segments
+from k31fn.typing import Float, Leaf, Tensor
+
+__all__ = ["Config", "Params", "apply", "specs"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Gated MLP ``hidden_size -> intermediate_size -> hidden_size``.
+
+    Attributes:
+        beta: bound of SiTU's gate.
+        linear_beta: bound of its linear branch.
+        init_std: standard deviation of the initial weights.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    beta: float = 4.0
+    linear_beta: float = 25.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"mlp.Config.{name}={getattr(self, name)}: a width is at least 1")
+        for name in ("beta", "linear_beta"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"mlp.Config.{name}={getattr(self, name)}: a bound is positive; K3 has 4.0 and 25.0")
+        if self.init_std < 0:
+            raise ValueError(f"mlp.Config.init_std={self.init_std}: must not be negative")
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """``w_gate [D F]``, ``w_up [D F]``, ``w_down [F D]``."""
+
+    w_gate: Leaf
+    w_up: Leaf
+    w_down: Leaf
+
+
+def specs(cfg: Config) -> Params[ParamSpec]:
+    """The three matrices; the inner width is split under tensor parallelism."""
+    matrix = frozenset({"matrix"})
+    wide, init = (cfg.hidden_size, cfg.intermediate_size), Normal(cfg.init_std)
+    return Params(
+        w_gate=ParamSpec(wide, ("hidden", "mlp"), init, tags=matrix),
+        w_up=ParamSpec(wide, ("hidden", "mlp"), init, tags=matrix),
+        w_down=ParamSpec(wide[::-1], ("mlp", "hidden"), init, tags=matrix),
+    )
+
+
+def apply(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T D"],
+    cfg: Config,
+    *,
+    segments: Segments | None = None,
+    sh: Sharding = UNSHARDED,
+) -> Float[Tensor, "B T D"]:
+    """Column-parallel in, row-parallel out over ``sh.mlp``. Tokens are independent: ``segments`` changes nothing."""
+    del segments
+    x = pvary(x, sh.mlp)
+    h = situ_glu(linear(x, params.w_gate), linear(x, params.w_up), cfg.beta, cfg.linear_beta)
+    return psum(linear(h, params.w_down), sh.mlp)

@@ -1,0 +1,112 @@
+"""Multi-token prediction: one more decoder layer that predicts the token after the next.
+
+For the trunk's state ``h_t`` and the next token's embedding ``e_{t+1}``::
+
+    u_t = W_eh [RMSNorm_e(e_{t+1}) ; RMSNorm_h(h_t)]
+    y_t = RMSNorm_out(Layer(u)_t),   scored by the shared head against token t + 2
+
+as in DeepSeek-V3 (arXiv 2412.19437, section 2.2) and the public loaders of K3. The layer has a plain residual: it
+stands behind the trunk's final mix, outside of the AttnRes blocks. The last token of a document sees another
+document's embedding; it has no label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple
+
+import torch
+from torch import Tensor
+
+from k31fn import tree
+from k31fn.layers import block, embedding, norm, plain_residual
+from k31fn.layers.linear import linear
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import Normal, ParamSpec
+from k31fn.segments import Segments
+from k31fn.typing import Float, Int, Leaf
+
+__all__ = ["Config", "Output", "Params", "apply", "labels", "specs"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A multi-token-prediction layer around ``layer``, whose residual must be plain."""
+
+    layer: block.Config
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer.residual, plain_residual.Config):
+            raise ValueError(f"mtp.Config.layer.residual={self.layer.residual} must be plain_residual.Config()")
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """Norms of both inputs, the projection ``w_join [2 D, D]``, the layer and the norm before the head."""
+
+    embedding_norm: norm.Params[Leaf]
+    hidden_norm: norm.Params[Leaf]
+    w_join: Leaf
+    layer: block.Params[Leaf]
+    final_norm: norm.Params[Leaf]
+
+
+class Output(NamedTuple):
+    """Hidden states for the shared head, and the layer's reports (``()`` where it has no such part)."""
+
+    hidden: Float[Tensor, "B T D"]
+    aux: block.Aux
+
+
+def specs(cfg: Config) -> Params[ParamSpec]:
+    """Declares the parameters."""
+    size = cfg.layer.hidden_size
+    normed = norm.specs(_norm(cfg))
+    join = ParamSpec((2 * size, size), ("", "hidden"), Normal(cfg.init_std), tags=frozenset({"matrix"}))
+    return Params(normed, normed, join, block.specs(cfg.layer), normed)
+
+
+def apply(
+    params: Params[Tensor],
+    h: Float[Tensor, "B T D"],
+    tokens: Int[Tensor, "B T"],
+    cfg: Config,
+    *,
+    embed: embedding.Params[Tensor],
+    segments: Segments | None = None,
+    bias: Any = (),
+    sh: Sharding = UNSHARDED,
+) -> Output:
+    """States that predict token t + 2 from the trunk's state ``h`` at t and token t + 1.
+
+    Args:
+        params: as :func:`specs` declares.
+        h: the trunk's state after the final mix.
+        tokens: the trunk's tokens.
+        cfg: the config.
+        embed: the trunk's embedding, shared.
+        segments: packed documents; None: one document per row.
+        bias: the router's balance bias ``[E]`` of an MoE layer, else ``()``.
+        sh: sharding.
+    """
+    vocab = embedding.Config(embed.weight.shape[0], cfg.layer.hidden_size)
+    following = embedding.apply(embed, torch.roll(tokens, -1, dims=1), vocab, sh=sh)
+    e = norm.apply(params.embedding_norm, following, _norm(cfg))
+    u = linear(torch.cat([e, norm.apply(params.hidden_norm, h, _norm(cfg))], dim=-1), params.w_join)
+    y, aux = block.apply(params.layer, plain_residual.start(u), cfg.layer, segments=segments, bias=bias, sh=sh)
+    return Output(norm.apply(params.final_norm, plain_residual.finish((), y, plain_residual.Config()), _norm(cfg)), aux)
+
+
+def labels(next_labels: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """Labels of token t + 2 from those of token t + 1, whose -100 already marks the ends of documents.
+
+    Where token t + 1 has no label (it ends its document), neither has t: both shifts are the same one.
+    """
+    end = torch.full_like(next_labels[:, :1], -100)
+    shifted = torch.cat([next_labels[:, 1:], end], dim=1)
+    return torch.where(next_labels < 0, torch.full_like(shifted, -100), shifted)
+
+
+def _norm(cfg: Config) -> norm.Config:
+    return norm.Config(cfg.layer.hidden_size, cfg.layer.norm_eps)

@@ -1,0 +1,131 @@
+"""Router: which experts a token goes to, with which weights (Kimi K3 report, arXiv 2607.24653).
+
+``s = sigmoid(x W_r)`` in float32; the ``G`` experts with the greatest ``s + b``, the lowest number first among
+equals; ``p_j = scale s_j / (sum_chosen s + 1e-20)``. The bias ``b`` chooses and never weighs, so no gradient reaches
+it. It is state (:mod:`k31fn.balance`): given to the layer, and renewed from the histogram that the layer returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
+
+import torch
+
+from k31fn import tree
+from k31fn.autodiff import decision
+from k31fn.kernels.histogram import required_bias_histogram
+from k31fn.kernels.topk import topk
+from k31fn.layers.linear import linear
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import Normal, ParamSpec
+from k31fn.precision import upcast
+from k31fn.segments import Segments
+from k31fn.typing import Bool, Float, Int, Leaf, Tensor
+
+__all__ = ["Config", "Params", "Routing", "apply", "specs"]
+
+NUM_BINS = 1000
+_TINY = 1e-20  # K3's guard of the renormalisation
+
+
+@dataclass(frozen=True)
+class Config:
+    """Top ``top_k`` of ``num_experts``.
+
+    Attributes:
+        scale: factor of the renormalised weights.
+        balanced: whether to count required biases; without, the histogram is zero and the bias stays what it is.
+    """
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    scale: float = 1.0
+    balanced: bool = True
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.hidden_size < 1:
+            raise ValueError(f"router.Config.hidden_size={self.hidden_size}: a width is at least 1")
+        if not 0 < self.top_k < self.num_experts:
+            raise ValueError(
+                f"router.Config.top_k={self.top_k} must be in 1..num_experts-1 (num_experts={self.num_experts}): "
+                "balancing compares a token's choices with the next best expert; lower top_k or add experts"
+            )
+        if self.init_std < 0:
+            raise ValueError(f"router.Config.init_std={self.init_std}: must not be negative")
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """``weight [D E]``."""
+
+    weight: Leaf
+
+
+class Routing(NamedTuple):
+    """What the router decided.
+
+    Attributes:
+        topk_idx: chosen experts, best first. Padding has weight zero and is dealt out evenly, to load no expert.
+        weights: float32 (float64 in a float64 run).
+        load: tokens that chose each expert; padding not counted.
+        histogram: counts of required biases, see :mod:`k31fn.kernels.histogram`; padding not counted.
+    """
+
+    topk_idx: Int[Tensor, "B T G"]
+    weights: Float[Tensor, "B T G"]
+    load: Int[Tensor, "E"]
+    histogram: Int[Tensor, "E num_bins"]
+
+
+def specs(cfg: Config) -> Params[ParamSpec]:
+    """The weight, the same on every rank: each must route alike."""
+    shape = (cfg.hidden_size, cfg.num_experts)
+    return Params(ParamSpec(shape, ("hidden", ""), Normal(cfg.init_std), tags=frozenset({"matrix"})))
+
+
+def apply(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T D"],
+    cfg: Config,
+    *,
+    bias: Float[Tensor, "E"],
+    segments: Segments | None = None,
+    sh: Sharding = UNSHARDED,
+) -> Routing:
+    """Routes each token by itself.
+
+    The choice and the counts are one :func:`~k31fn.autodiff.decision`: made once, kept by every remat.
+
+    Args:
+        bias: of each expert, added for the choice only.
+        segments: None: no padding.
+    """
+    del sh
+    scores = torch.sigmoid(linear(upcast(x), params.weight))
+    valid = torch.ones_like(x[..., 0], dtype=torch.bool) if segments is None else segments.ids > 0
+    topk_idx, load, histogram = decision("router", _choose, scores, bias, valid, cfg)
+    chosen = scores.gather(-1, topk_idx)
+    weights = chosen / (chosen.sum(-1, keepdim=True) + _TINY) * cfg.scale
+    return Routing(topk_idx, torch.where(valid[..., None], weights, 0), load, histogram)
+
+
+def _choose(
+    scores: Float[Tensor, "B T E"], bias: Float[Tensor, "E"], valid: Bool[Tensor, "B T"], cfg: Config
+) -> tuple[Int[Tensor, "B T G"], Int[Tensor, "E"], Int[Tensor, "E num_bins"]]:
+    # A non-finite step must end in a non-finite loss, which the trainer skips, not in an index out of range.
+    biased = torch.nan_to_num(scores + bias)
+    ranked = topk(biased, cfg.top_k + 1)
+    copy = torch.arange(valid.numel() * cfg.top_k, device=scores.device).view(*valid.shape, cfg.top_k)
+    topk_idx = torch.where(valid[..., None], ranked[..., :-1], copy % cfg.num_experts)
+
+    counts = torch.zeros(cfg.num_experts, dtype=torch.int32, device=scores.device)
+    real = valid.to(torch.int32)[..., None].expand(topk_idx.shape)
+    load = counts.scatter_add(0, topk_idx.flatten(), real.flatten())
+    if not cfg.balanced:
+        return topk_idx, load, counts.new_zeros(cfg.num_experts, NUM_BINS)
+    cutoff = biased.gather(-1, ranked[..., -1:]).flatten()
+    histogram = required_bias_histogram(scores.flatten(0, 1), cutoff, valid.flatten(), bias, NUM_BINS)
+    return topk_idx, load, histogram

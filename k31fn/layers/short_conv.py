@@ -1,0 +1,109 @@
+"""Short convolution: a causal depthwise convolution and SiLU (arXiv 2510.26692), reset at document boundaries.
+
+``y[t, c] = SiLU(sum_{j < W} weight[c, W-1-j] x[t-j, c])``, over the t - j that are in the document of t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+
+from k31fn import tree
+from k31fn.kernels.short_conv import short_conv
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import Normal, ParamSpec, Uniform
+from k31fn.segments import Segments, whole
+from k31fn.typing import Float, Leaf, Tensor
+
+__all__ = ["DEFAULT_INIT", "Config", "Params", "State", "advance", "apply", "extend", "init_state", "specs"]
+
+DEFAULT_INIT = Uniform(-0.5, 0.5)
+"""Of the taps: that of a ``torch.nn.Conv1d`` of width 4."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A filter of ``width`` taps for each of ``channels``.
+
+    Attributes:
+        channels: width of the input and the output.
+        width: taps, the token's own included.
+        init: of the taps.
+    """
+
+    channels: int
+    width: int = 4
+    init: Uniform | Normal = DEFAULT_INIT
+
+    def __post_init__(self) -> None:
+        if self.channels < 1:
+            raise ValueError(f"short_conv.Config.channels={self.channels} must be positive; set it to 1 or more")
+        if self.width < 2:
+            raise ValueError(
+                f"short_conv.Config.width={self.width} must be at least 2: one tap sees no other token; 4 is usual"
+            )
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """``weight [channels W]``, the token's own tap last; a float32 island."""
+
+    weight: Leaf
+
+
+@tree.dataclass
+class State:
+    """The last W-1 inputs, oldest first; zeros before the document."""
+
+    history: Float[Tensor, "B history channels"]
+
+
+def specs(cfg: Config, *, axis: str = "heads") -> Params[ParamSpec]:
+    """The taps. ``axis`` is the logical axis of the channels."""
+    tags = frozenset({"no_decay"})
+    return Params(ParamSpec((cfg.channels, cfg.width), (axis, "conv"), cfg.init, torch.float32, tags))
+
+
+def apply(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T channels"],
+    cfg: Config,
+    *,
+    segments: Segments | None = None,
+    sh: Sharding = UNSHARDED,
+) -> Float[Tensor, "B T channels"]:
+    """Convolves inside each document; padding gives 0. Channels are independent, so ``sh`` changes nothing."""
+    del cfg, sh
+    packing = whole(x.shape[0], x.shape[1], device=x.device) if segments is None else segments
+    return short_conv(x, params.weight, packing.ids)
+
+
+def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
+    """The state before a document's first token."""
+    return State(torch.zeros(batch, cfg.width - 1, cfg.channels, dtype=dtype, device=device))
+
+
+def extend(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T channels"],
+    cfg: Config,
+    state: State,
+    *,
+    sh: Sharding = UNSHARDED,
+) -> tuple[Float[Tensor, "B T channels"], State]:
+    """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the same outputs."""
+    del sh
+    ids = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
+    return short_conv(x, params.weight, ids, state.history), State(advance(state.history, x, cfg))
+
+
+def advance(
+    history: Float[Tensor, "B history channels"] | tuple[()], x: Float[Tensor, "B T channels"], cfg: Config
+) -> Float[Tensor, "B history channels"]:
+    """The last W-1 inputs after ``x``, in the dtype of ``history``; ``()`` stands for zeros."""
+    kept = cfg.width - 1
+    if isinstance(history, tuple):
+        history = x.new_zeros(x.shape[0], kept, x.shape[2])
+    return torch.cat([history, x[:, -kept:].to(history.dtype)], dim=1)[:, -kept:]

@@ -1,0 +1,113 @@
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from k31fn import autodiff, tree
+from k31fn.layers.linear import dequantize, grouped_linear, linear
+from k31fn.params import LowRank, Quantized
+
+IN, OUT, RANK, EXPERTS = 12, 10, 2, 3
+SIZES = torch.tensor([4, 0, 7])
+
+
+def low_rank(*lead):
+    shapes = ((IN, OUT), (IN, RANK), (RANK, OUT))
+    return LowRank(*(torch.randn(*lead, *s, dtype=torch.float64) for s in shapes))
+
+
+def quantized(*lead):
+    codes = torch.randint(-7, 8, (*lead, IN, OUT), dtype=torch.int8)
+    return Quantized(codes, torch.rand(*lead, IN // 4, OUT, dtype=torch.float64))
+
+
+class ShapesMade(TorchDispatchMode):
+    """The shape of every tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.shapes.add(tuple(out.shape))
+        return out
+
+
+def test_linear_is_a_product():
+    x, w = torch.randn(2, 3, IN, dtype=torch.float64), torch.randn(IN, OUT, dtype=torch.float64)
+    torch.testing.assert_close(linear(x, w), torch.einsum("bti,io->bto", x, w), rtol=1e-13, atol=1e-13)
+    assert linear(x.bfloat16(), w.float()).dtype == torch.bfloat16
+
+
+def test_low_rank_equals_the_merged_weight():
+    x, w = torch.randn(2, 3, IN, dtype=torch.float64), low_rank()
+    y, pull = autodiff.vjp(linear, x, w)
+    merged, merged_pull = autodiff.vjp(lambda x, w: linear(x, w.base + w.a @ w.b), x, w)
+    torch.testing.assert_close(y, merged, rtol=1e-12, atol=1e-12)
+    ct = torch.randn_like(y)
+    torch.testing.assert_close(tree.leaves(pull(ct)), tree.leaves(merged_pull(ct)), rtol=1e-12, atol=1e-12)
+
+
+def test_quantized_equals_the_dequantised_weight():
+    x, w = torch.randn(2, 3, IN, dtype=torch.float64), quantized()
+    dense = torch.stack([w.codes[i] * w.scales[i // 4] for i in range(IN)])
+    torch.testing.assert_close(linear(x, w), x @ dense, rtol=1e-13, atol=1e-13)
+    on_top = LowRank(w, *(getattr(low_rank(), n) for n in "ab"))
+    torch.testing.assert_close(linear(x, on_top), x @ (dense + on_top.a @ on_top.b), rtol=1e-12, atol=1e-12)
+    gradient = torch.func.grad(lambda s: linear(x, Quantized(w.codes, s)).sum())(w.scales)
+    torch.testing.assert_close(gradient[1], (x.sum((0, 1))[:, None] * w.codes)[4:8].sum(0), rtol=1e-12, atol=1e-12)
+
+
+def test_grouped_linear_equals_a_loop_for_every_leaf():
+    x = torch.randn(int(SIZES.sum()), IN, dtype=torch.float64)
+    for w in (torch.randn(EXPERTS, IN, OUT, dtype=torch.float64), low_rank(EXPERTS), quantized(EXPERTS)):
+        dense = w
+        if isinstance(w, LowRank):
+            dense = w.base + w.a @ w.b
+        elif isinstance(w, Quantized):
+            dense = dequantize(w, torch.float64)
+        expected = torch.cat([part @ dense[e] for e, part in enumerate(x.split(SIZES.tolist()))])
+        torch.testing.assert_close(grouped_linear(x, w, SIZES), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_low_rank_never_forms_the_dense_update(grouped):
+    lead = (EXPERTS,) if grouped else ()
+    x, w = torch.randn(int(SIZES.sum()), IN, dtype=torch.float64), low_rank(*lead)
+    product = (lambda x, w: grouped_linear(x, w, SIZES)) if grouped else linear
+
+    def adapters(a, b, f):
+        return f(x, LowRank(w.base, a, b)).sum()
+
+    with ShapesMade() as made:
+        autodiff.value_and_grad(lambda a, b: adapters(a, b, product), (0, 1))(w.a, w.b)
+    with ShapesMade() as merged:
+        autodiff.value_and_grad(lambda a, b: adapters(a, b, lambda x, w: product(x, w.base + w.a @ w.b)), (0, 1))(
+            w.a, w.b
+        )
+    products = {(IN, OUT), (EXPERTS, IN, OUT)}
+    assert merged.shapes & products, "the check must see a dense update where there is one"
+    # Splitting a stack of experts gives views of the base, not updates: only the whole stack would be one.
+    assert not made.shapes & ({(EXPERTS, IN, OUT)} if grouped else products)
+
+
+def test_linear_refuses_wrong_shapes():
+    x = torch.randn(3, IN)
+    with pytest.raises(ValueError, match=r"x \[3, 12\] has 12 features.*\[10, 12\].*stored \[in, out\]"):
+        linear(x, torch.randn(OUT, IN))
+    with pytest.raises(ValueError, match="has 12 features"):
+        linear(x, LowRank(torch.randn(IN, OUT), torch.randn(IN + 1, RANK), torch.randn(RANK, OUT)))
+    with pytest.raises(ValueError, match="for 3 experts is needed"):
+        grouped_linear(x, torch.randn(2, IN, OUT), torch.tensor([1, 1, 1]))
+    with pytest.raises(ValueError, match="has 12 features"):
+        grouped_linear(x, torch.randn(3, OUT, IN), torch.tensor([1, 1, 1]))
+    for scales in (torch.rand(5, OUT), torch.rand(3, OUT + 1)):
+        with pytest.raises(ValueError, match="one scale per group of rows"):
+            linear(x, Quantized(torch.ones(IN, OUT), scales))
+
+
+def test_linear_refuses_forward_mode():
+    x, w = torch.randn(3, IN), torch.randn(IN, OUT)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="reverse-mode only"):
+        linear(x, w)
