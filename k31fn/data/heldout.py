@@ -1,0 +1,73 @@
+"""A fixed sample of held-out text, and the bytes that a run has trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from k31fn import tree
+from k31fn.data.packing import Corpus, Dataset, Example, pieces
+from k31fn.data.tokenizer import Tokenizer
+
+__all__ = ["HeldOut", "heldout", "trained_on"]
+
+_CHUNK = 256  # rows at a time
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Rows to score a model on: nats per byte is the sum of its token losses divided by ``num_bytes``.
+
+    Attributes:
+        rows: as in training, but end tokens are not scored either (label -100): they are no bytes.
+        num_bytes: bytes of the tokens that are scored, that is, all but the first token of each piece.
+        pieces: the bytes of each piece of a document in the rows, for a model of another kind.
+    """
+
+    rows: Example
+    num_bytes: int
+    pieces: tuple[bytes, ...]
+
+
+def heldout(corpus: Corpus, tokenizer: Tokenizer, *, length: int, num_bytes: int = 200_000) -> HeldOut:
+    """The first rows of the corpus, in an order that depends on nothing else, in which ``num_bytes`` are scored.
+
+    All rows if that is more than there is. The order has a seed of its own: runs of any seed score the same bytes.
+
+    Raises:
+        ValueError: ``num_bytes`` is not positive, or no token of the corpus can be scored.
+    """
+    if num_bytes < 1:
+        raise ValueError(f"num_bytes={num_bytes} must be at least 1")
+    dataset = Dataset(corpus, batch_size=1, length=length)
+    kept: list[Example] = []
+    total = 0
+    for chunk in _chunks(dataset, dataset.num_rows):
+        labels = chunk.labels.masked_fill(chunk.labels == tokenizer.end_token, -100)
+        bytes_upto = total + np.cumsum([len(tokenizer.decode_bytes(row)) for row in labels])
+        enough = int(np.searchsorted(bytes_upto, num_bytes)) + 1
+        kept.append(tree.map(lambda x, n=enough: x[:n], Example(chunk.tokens, labels, chunk.segments)))
+        total = int(bytes_upto[min(enough, len(bytes_upto)) - 1])
+        if total >= num_bytes:
+            break
+    if not total:
+        raise ValueError(f"the held-out text of {corpus.num_documents} documents has no token to score: too short")
+    rows = tree.map(lambda *parts: torch.cat(parts), *kept)
+    return HeldOut(rows, total, tuple(pieces(rows, tokenizer)))
+
+
+def trained_on(dataset: Dataset, num_steps: int, tokenizer: Tokenizer) -> Iterator[bytes]:
+    """The pieces of documents in the batches of steps 0 to num_steps - 1, each byte of the corpus at most once.
+
+    After a whole epoch that is the whole corpus.
+    """
+    for chunk in _chunks(dataset, min(num_steps * dataset.batch_size, dataset.num_rows)):
+        yield from pieces(chunk, tokenizer)
+
+
+def _chunks(dataset: Dataset, num_rows: int) -> Iterator[Example]:
+    for first in range(0, num_rows, _CHUNK):
+        yield dataset.rows(np.arange(first, min(first + _CHUNK, num_rows)))

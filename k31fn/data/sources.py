@@ -1,0 +1,229 @@
+"""Where documents come from: files on this machine, as bytes. Nothing is downloaded, executed or unpickled.
+
+What a ``path`` may be:
+
+- ``stdlib``: the Python standard library's own source files (:func:`stdlib`);
+- a folder: each file whose suffix is listed; hidden files and folders are left out;
+- a text file: cut at line ends into sections, so that one file can be split;
+- ``.jsonl`` and ``.parquet`` files, alone or in a folder: a document per record;
+- a folder written by ``Dataset.save_to_disk`` of HF ``datasets``: its Arrow files are read directly.
+
+The order is that of the sorted relative names. Empty documents are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+__all__ = ["Document", "read", "stdlib"]
+
+SECTION = 16384  # bytes; long against a training row, short enough that 1 MB of text makes 60 documents to split
+
+# Left out of the standard library: tables written by programs, which are no prose to learn from; what describes this
+# machine; tests, which some systems package apart, so the corpus would depend on the packaging (and 17 MB of them
+# would outweigh 9 MB of library); what is not the standard library.
+_TABLES = {"encodings", "pydoc_data", "html/entities.py", "stringprep.py"}
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_THIS_MACHINE = ("_sysconfigdata", "config-", "sitecustomize.py", "usercustomize.py")
+
+
+class Document(NamedTuple):
+    """A document and its name, relative to the path it was read from; names are unique within one path."""
+
+    name: str
+    data: bytes
+
+
+def read(path: str | Path, *, suffixes: Sequence[str], field: str) -> Iterator[Document]:
+    """The documents of a path, in the order of their names.
+
+    Args:
+        path: ``stdlib``, or a file or folder of this machine (see the module).
+        suffixes: which files of a folder are read, such as ``.txt``.
+        field: the field (column) of a record that holds its text.
+
+    Raises:
+        ValueError: the path or a file of it is missing, unreadable, not understood, or a record lacks the field; the
+            message names file and line.
+        ImportError: pyarrow is needed and not installed.
+    """
+    if str(path) == "stdlib":
+        yield from stdlib()
+        return
+    root = Path(path)
+    if not root.exists():
+        raise ValueError(f"data.path={str(path)!r} does not exist; give a file, a folder or 'stdlib'")
+    if root.is_file():
+        yield from _file(root, root.name, suffixes, field, alone=True)
+    elif (root / "dataset_dict.json").exists():
+        splits = sorted(p.name for p in root.iterdir() if p.is_dir())
+        raise ValueError(f"data.path={str(path)!r} holds the splits {splits}; give the folder of one of them")
+    elif (root / "state.json").exists() and (root / "dataset_info.json").exists():
+        yield from _saved_dataset(root, field)
+    else:
+        for name in _names(root, suffixes, lambda name: any(p.startswith(".") for p in PurePosixPath(name).parts)):
+            yield from _file(root / name, name, suffixes, field, alone=False)
+
+
+def stdlib() -> Iterator[Document]:
+    """The ``.py`` files of the running Python's standard library: about 9 MB of code and prose in 600 files.
+
+    Without generated tables, tests and machine-dependent files. It differs between Python versions.
+
+    Raises:
+        ValueError: this Python has no source files of its standard library.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    names = _names(root, [".py"], _not_in_stdlib_corpus) if root.is_dir() else []
+    if not names:
+        raise ValueError(f"data.path='stdlib': no source files in {root}; give a file or folder of text")
+    for name in names:
+        yield from _document(name, _bytes(root / name))
+
+
+def _not_in_stdlib_corpus(name: str) -> bool:
+    path = PurePosixPath(name)
+    if _NOT_LIBRARY.intersection(path.parts) or any(p.startswith(_THIS_MACHINE) for p in path.parts):
+        return True
+    return name in _TABLES or path.parts[0] in _TABLES
+
+
+def _names(root: Path, suffixes: Sequence[str], leave_out: Callable[[str], bool]) -> list[str]:
+    """Relative names of the files with one of these suffixes, sorted; links to folders are not followed."""
+
+    def refuse(e: OSError) -> None:
+        raise ValueError(f"data.path={str(root)!r}: cannot read folder {e.filename!r}: {e.strerror}") from e
+
+    names = []
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        relative = Path(folder).relative_to(root)
+        folders[:] = [f for f in folders if not leave_out((relative / f).as_posix())]
+        found = [(relative / f).as_posix() for f in files if f.endswith(tuple(suffixes))]
+        names += [n for n in found if not leave_out(n)]
+    return sorted(names)
+
+
+def _file(path: Path, name: str, suffixes: Sequence[str], field: str, *, alone: bool) -> Iterator[Document]:
+    if path.suffix == ".jsonl":
+        yield from _jsonl(path, name, field)
+    elif path.suffix == ".parquet":
+        yield from _parquet(path, name, field)
+    elif not alone:
+        yield from _document(name, _bytes(path))
+    elif path.suffix in (".txt", *suffixes):
+        for index, section in enumerate(_sections(_bytes(path))):
+            yield from _document(f"{name}#{index}", section)
+    else:
+        raise ValueError(
+            f"data.path={str(path)!r}: files {path.suffix or 'without a suffix'} are not read; "
+            f"if it is text, add {path.suffix!r} to data.suffixes={list(suffixes)}"
+        )
+
+
+def _document(name: str, data: bytes) -> Iterator[Document]:
+    if data:
+        yield Document(name, data)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise ValueError(f"data.path: cannot read {str(path)!r}: {e.strerror}") from e
+
+
+def _sections(data: bytes) -> Iterator[bytes]:
+    """Cut after the first line end at or behind each SECTION bytes; without line ends, in one piece."""
+    start = 0
+    while start < len(data):
+        end = data.find(b"\n", start + SECTION)
+        stop = len(data) if end < 0 else end + 1
+        yield data[start:stop]
+        start = stop
+
+
+def _jsonl(path: Path, name: str, field: str) -> Iterator[Document]:
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield from _document(f"{name}:{number}", _line_text(f"{path}:{number}", line, field))
+    except OSError as e:
+        raise ValueError(f"data.path: cannot read {str(path)!r}: {e.strerror}") from e
+
+
+def _line_text(where: str, line: bytes, field: str) -> bytes:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except ValueError as e:  # of UTF-8 or of JSON
+        raise ValueError(f"{where}: not a line of UTF-8 JSON: {e}") from e
+    if not isinstance(record, dict) or field not in record:
+        known = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"{where}: no field data.field={field!r}; the line has {known}")
+    return _text(where, field, record[field])
+
+
+def _text(where: str, field: str, value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: data.field={field!r} is of type {type(value).__name__}; it must be text")
+    try:
+        return value.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{where}: data.field={field!r} is not valid Unicode: {e.reason}") from e
+
+
+def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:
+    pa = _pyarrow(path)
+    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
+
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_column(path, file.schema_arrow.names, field)
+            yield from _records(path, name, field, file.iter_batches(columns=[field]))
+    except (OSError, pa.ArrowException) as e:
+        raise ValueError(f"data.path: cannot read {str(path)!r}: {e}") from e
+
+
+def _saved_dataset(root: Path, field: str) -> Iterator[Document]:
+    """A folder of ``Dataset.save_to_disk``: ``state.json`` lists Arrow stream files in the order of their rows."""
+    pa = _pyarrow(root)
+    try:
+        files = [entry["filename"] for entry in json.loads(_bytes(root / "state.json"))["_data_files"]]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"data.path: {str(root / 'state.json')!r} does not list the files of a dataset: {e!r}") from e
+    for name in files:
+        path = root / name
+        try:
+            with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
+                _check_column(path, reader.schema.names, field)
+                yield from _records(path, name, field, (b.select([field]) for b in reader))
+        except (OSError, pa.ArrowException) as e:
+            raise ValueError(f"data.path: cannot read {str(path)!r}: {e}") from e
+
+
+def _records(path: Path, name: str, field: str, batches: Iterator[Any]) -> Iterator[Document]:
+    row = 0
+    for batch in batches:
+        for value in batch.column(0).to_pylist():
+            yield from _document(f"{name}:{row}", _text(f"{path}, row {row}", field, value))
+            row += 1
+
+
+def _check_column(path: Path, columns: list[str], field: str) -> None:
+    if field not in columns:
+        raise ValueError(f"{path}: no column data.field={field!r}; it has {sorted(columns)}")
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow as pa  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
+    except ImportError as e:
+        raise ImportError(f"data.path: {str(path)!r} needs pyarrow; pip install 'k31fn[data]'") from e
+    return pa

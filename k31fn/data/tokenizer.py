@@ -1,0 +1,70 @@
+"""Text to tokens and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor
+
+__all__ = ["ByteTokenizer", "Tokenizer"]
+
+Tokens = Sequence[int] | np.ndarray | Tensor
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What k31fn asks of a tokenizer. Tokens are 0 <= token < vocab_size."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, the end token among them."""
+        ...
+
+    @property
+    def end_token(self) -> int:
+        """The token after the last one of a document; :meth:`encode` never gives it."""
+        ...
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The tokens of a text as a 1-D array of unsigned integers, without the end token."""
+        ...
+
+    def decode_bytes(self, tokens: Tokens) -> bytes:
+        """The bytes of the tokens, any run of them; the end token and what is no token have none."""
+        ...
+
+    def decode(self, tokens: Tokens) -> str:
+        """The text of the tokens, any run of them; never fails: bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """UTF-8 bytes, 0 to 255, and the end token 256."""
+
+    @property
+    def vocab_size(self) -> int:
+        """257."""
+        return 257
+
+    @property
+    def end_token(self) -> int:
+        """256."""
+        return 256
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The bytes; of a str its UTF-8, where a lone surrogate becomes ``?``."""
+        data = text.encode("utf-8", errors="replace") if isinstance(text, str) else text
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def decode_bytes(self, tokens: Tokens) -> bytes:
+        """The tokens that are bytes."""
+        values = np.asarray(tokens, dtype=np.int64).ravel()
+        return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes()
+
+    def decode(self, tokens: Tokens) -> str:
+        """The bytes as UTF-8, with U+FFFD for what is not."""
+        return self.decode_bytes(tokens).decode("utf-8", errors="replace")

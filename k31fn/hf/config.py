@@ -1,0 +1,284 @@
+"""K3's ``config.json`` and our :class:`k31fn.model.Config`, both ways.
+
+``dsa_config`` marks a K3.1 model. Its inner names have not been published: those written here are DeepSeek-V3.2's, and
+any other name is refused. Layer lists in the file count from 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from k31fn import model
+from k31fn.hf.files import read_json
+from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mla, mlp, plain_residual
+
+__all__ = ["FILE", "config_from_hf", "describe"]
+
+FILE = "config.json"
+
+# Fields that choose an equation, with the only value that our layers compute. The first group must be there: other
+# readers take another default.
+_STATED = {
+    "hidden_act": "situ",
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "moe_router_activation_func": "sigmoid",
+    "moe_renormalize": True,
+    "latent_moe_use_norm": True,
+    "linear_attn_config.use_full_rank_gate": True,
+}
+_ASSUMED = {
+    "topk_method": "noaux_tc",
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_scaling": None,
+}
+_NUMBERS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "first_k_dense_replace",
+    "intermediate_size",
+    "num_experts",
+    "num_experts_per_token",
+    "num_shared_experts",
+    "moe_intermediate_size",
+    "routed_expert_hidden_size",
+    "routed_scaling_factor",
+    "attn_res_block_size",  # or null: a plain residual
+    "activation_situ_beta",
+    "activation_situ_linear_beta",
+)
+_LINEAR = ("head_dim", "num_heads", "short_conv_kernel_size", "kda_layers", "full_attn_layers", "gate_lower_bound")
+_DSA = ("index_n_heads", "index_head_dim", "index_topk", "full_attn_layers")
+_LATENT_EPS = "latent_norm_eps"  # ours: K3's file does not say, and its readers differ (1e-6, 1e-5)
+
+# Fields of our configs that a checkpoint need not keep: how it was, or will be, trained.
+_TRAINING = {
+    "init_std",
+    "embedding_std",
+    "query_std",
+    "conv_init",
+    "A_log_init",
+    "dt_bias_init",
+    "balanced",
+    "stage",
+    "mtp_weight",
+    "indexer_weight",
+    "indexer_reduction",
+}
+
+
+def config_from_hf(directory: str | Path) -> model.Config:
+    """The text model that ``config.json`` describes.
+
+    Raises:
+        ValueError: missing fields, or values that would need other equations than ours; all listed.
+    """
+    file = Path(directory) / FILE
+    text = read_json(file).get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"{file} has no text_config: it is not the config of a K3 or K3.1 checkpoint")
+    return _parse(text, str(file))
+
+
+def describe(cfg: model.Config, dtype: torch.dtype) -> dict[str, Any]:
+    """The ``config.json`` of a checkpoint of ``cfg`` whose weights have this dtype.
+
+    Raises:
+        ValueError: a field of ``cfg`` that matters to the result of the model and that K3's format cannot hold.
+    """
+    text = _text_config(cfg)
+    lost = [
+        f"{path}={mine!r}, read back as {theirs!r}"
+        for (path, mine), (_, theirs) in zip(_flat(cfg), _flat(_parse(text, "the export")), strict=True)
+        if mine != theirs
+    ]
+    if lost:
+        raise ValueError(f"K3's config.json cannot say: {'; '.join(lost)}; such a model cannot be exported")
+    sparse = isinstance(cfg.full_attention, dsa.Config)
+    return {
+        "architectures": ["KimiK31ForConditionalGeneration" if sparse else "KimiK3ForConditionalGeneration"],
+        "model_type": "kimi_k31" if sparse else "kimi_k3",
+        "tie_word_embeddings": False,
+        "text_config": {**text, "torch_dtype": str(dtype).removeprefix("torch.")},
+    }
+
+
+def _text_config(cfg: model.Config) -> dict[str, Any]:
+    attention = cfg.full_attention.attn if isinstance(cfg.full_attention, dsa.Config) else cfg.full_attention
+    full = [i + 1 for i in cfg.full_attention_layers]
+    block_size = cfg.residual.block_size if isinstance(cfg.residual, attn_res.Config) else None
+    linear = {
+        "head_dim": cfg.kda.head_dim,
+        "num_heads": cfg.kda.num_heads,
+        "short_conv_kernel_size": cfg.kda.conv_width,
+        "kda_layers": [i for i in range(1, cfg.num_layers + 1) if i not in full],
+        "full_attn_layers": full,
+        "gate_lower_bound": cfg.kda.gate_lower_bound,
+    }
+    stated = {name: value for name, value in (_STATED | _ASSUMED).items() if "." not in name}
+    text = {
+        "model_type": "kimi_linear",
+        **stated,
+        "use_grouped_topk": True,  # over one group: plain top-k
+        "initializer_range": cfg.moe.init_std,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.dense.intermediate_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_heads,
+        "rms_norm_eps": cfg.norm_eps,
+        "moe_intermediate_size": cfg.moe.expert_size,
+        "num_experts": cfg.moe.num_experts,
+        "num_experts_per_token": cfg.moe.top_k,
+        "num_shared_experts": cfg.moe.shared_size // cfg.moe.expert_size,
+        "routed_scaling_factor": cfg.moe.scale,
+        "first_k_dense_replace": cfg.num_dense_layers,
+        "routed_expert_hidden_size": cfg.moe.latent_size,
+        "q_lora_rank": attention.q_lora_rank,
+        "kv_lora_rank": attention.kv_lora_rank,
+        "qk_nope_head_dim": attention.qk_nope_head_dim,
+        "qk_rope_head_dim": attention.qk_rope_head_dim,
+        "v_head_dim": attention.v_head_dim,
+        "attn_res_block_size": block_size,
+        "activation_situ_beta": cfg.dense.beta,
+        "activation_situ_linear_beta": cfg.dense.linear_beta,
+        _LATENT_EPS: attention.latent_norm_eps,
+        "linear_attn_config": {**linear, "use_full_rank_gate": True},
+    }
+    if isinstance(cfg.full_attention, dsa.Config):
+        index = cfg.full_attention.indexer
+        values = (index.num_heads, index.head_dim, cfg.full_attention.topk, full)
+        text["dsa_config"] = dict(zip(_DSA, values, strict=True))
+    return text
+
+
+def _parse(text: dict[str, Any], file: str) -> model.Config:
+    linear = text.get("linear_attn_config")
+    linear = linear if isinstance(linear, dict) else {}
+    if problems := _check(text, linear):
+        raise ValueError(f"{file}: text_config does not describe a model that k31fn has: {'; '.join(problems)}")
+    size, eps, std = text["hidden_size"], text["rms_norm_eps"], text.get("initializer_range", 0.02)
+    situ = {"beta": text["activation_situ_beta"], "linear_beta": text["activation_situ_linear_beta"]}
+    blocks = text["attn_res_block_size"]
+    return model.Config(
+        vocab_size=text["vocab_size"],
+        hidden_size=size,
+        num_layers=text["num_hidden_layers"],
+        full_attention_layers=tuple(i - 1 for i in linear["full_attn_layers"]),
+        kda=kda.Config(
+            hidden_size=size,
+            num_heads=linear["num_heads"],
+            head_dim=linear["head_dim"],
+            conv_width=linear["short_conv_kernel_size"],
+            gate_lower_bound=linear["gate_lower_bound"],
+            norm_eps=eps,
+            init_std=std,
+        ),
+        full_attention=_full_attention(text, std),
+        dense=mlp.Config(size, text["intermediate_size"], init_std=std, **situ),
+        moe=latent_moe.Config(
+            size,
+            latent_size=text["routed_expert_hidden_size"],
+            expert_size=text["moe_intermediate_size"],
+            shared_size=text["num_shared_experts"] * text["moe_intermediate_size"],
+            num_experts=text["num_experts"],
+            top_k=text["num_experts_per_token"],
+            scale=text["routed_scaling_factor"],
+            norm_eps=eps,
+            init_std=std,
+            **situ,
+        ),
+        residual=plain_residual.Config() if blocks is None else attn_res.Config(blocks, eps=eps),
+        num_dense_layers=text["first_k_dense_replace"],
+        norm_eps=eps,
+    )
+
+
+def _full_attention(text: dict[str, Any], std: float) -> mla.Config | dsa.Config:
+    attention = mla.Config(
+        hidden_size=text["hidden_size"],
+        num_heads=text["num_attention_heads"],
+        q_lora_rank=text["q_lora_rank"],
+        kv_lora_rank=text["kv_lora_rank"],
+        qk_nope_head_dim=text["qk_nope_head_dim"],
+        qk_rope_head_dim=text["qk_rope_head_dim"],
+        v_head_dim=text["v_head_dim"],
+        latent_norm_eps=text.get(_LATENT_EPS, 1e-6),
+        init_std=std,
+    )
+    sparse = text.get("dsa_config")
+    if sparse is None:
+        return attention
+    index = indexer.Config(
+        attention.hidden_size,
+        attention.q_lora_rank,
+        sparse["index_n_heads"],
+        sparse["index_head_dim"],
+        norm_eps=text["rms_norm_eps"],
+        init_std=std,
+    )
+    return dsa.Config(attention, index, topk=sparse["index_topk"])
+
+
+def _check(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
+    """What keeps the file from being read, all of it."""
+    values = {**text, **{f"linear_attn_config.{name}": value for name, value in linear.items()}}
+    sizes = [*_NUMBERS, *(f"linear_attn_config.{name}" for name in _LINEAR)]
+    problems = [f"{name} is missing" for name in (*sizes, *_STATED) if name not in values]
+    for name, only in (_STATED | _ASSUMED).items():
+        if name in values and values[name] != only:
+            problems.append(f"{name}={values[name]!r} must be {only!r}")
+    for name in _NUMBERS:
+        value = values.get(name, 0)
+        if type(value) not in (int, float) and not (name == "attn_res_block_size" and value is None):
+            problems.append(f"{name}={value!r} must be a number")
+    heads = values.get("num_attention_heads")
+    if values.get("num_key_value_heads", heads) != heads:
+        problems.append(f"num_key_value_heads={values['num_key_value_heads']} must equal num_attention_heads={heads}")
+    problems += _unknown("linear_attn_config", linear, (*_LINEAR, "use_full_rank_gate"))
+    sparse = text.get("dsa_config")
+    if sparse is not None:
+        sparse = sparse if isinstance(sparse, dict) else {}
+        problems += _unknown("dsa_config", sparse, _DSA)
+        problems += [f"dsa_config.{name} is missing" for name in _DSA if name not in sparse]
+        if sparse.get("full_attn_layers") != linear.get("full_attn_layers"):
+            problems.append("dsa_config.full_attn_layers must equal linear_attn_config.full_attn_layers")
+    last = values.get("num_hidden_layers", 0)
+    listed = [*linear.get("kda_layers", ()), *linear.get("full_attn_layers", ())]
+    if sorted(listed) != list(range(1, last + 1)):
+        problems.append(f"kda_layers and full_attn_layers must name each of the layers 1..{last} once")
+    return problems
+
+
+def _unknown(group: str, given: dict[str, Any], known: tuple[str, ...]) -> list[str]:
+    """Fields that may change the equations in a way that is not known here."""
+    return [f"{group}.{name} is unknown; known: {', '.join(known)}" for name in given if name not in known]
+
+
+def _flat(cfg: Any, at: str = "") -> list[tuple[str, Any]]:
+    """Fields of nested configs that make the model what it is, with their paths."""
+    pairs: list[tuple[str, Any]] = []
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        path = f"{at}.{field.name}" if at else field.name
+        if field.name not in _TRAINING:
+            pairs += _flat(value, path) if dataclasses.is_dataclass(value) else [(path, value)]
+    return pairs

@@ -1,0 +1,180 @@
+"""K3's names of the text model's weights: one row per kind of weight.
+
+A row says which leaves of the tree it covers (``{i}`` is a layer), what they are called in the checkpoint and how
+their layout differs. A name with ``{j}`` (expert) or ``{m}`` (MoE layer) stands for one tensor per element of the
+leaf's first dimension. The leaves come from the model's specs, so a weight without a row, or with two, is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+
+from k31fn import model, tree
+from k31fn.hf.transforms import DEPTHWISE, HEADS_PADDED, ROW, SAME, TRANSPOSED, Transform
+from k31fn.params import Constant, ParamSpec
+
+__all__ = ["ROWS", "Entry", "Row", "Weights", "entries", "specs"]
+
+PREFIX = "language_model."
+
+
+class Row(NamedTuple):
+    """A kind of weight: its name in the checkpoint, its path in the tree, and how they differ in layout."""
+
+    name: str
+    path: str
+    transform: Transform
+
+
+def _layer(name: str, path: str, transform: Transform) -> Row:
+    return Row("model.layers.{i}." + name, "params.layers.{i}." + path, transform)
+
+
+def _attention(path: str) -> tuple[Row, ...]:
+    """Gated MLA, at ``path`` of the layer: Gated DSA holds it beside the indexer.
+
+    The gate and the output projection of KDA have the same names as Gated MLA's.
+    """
+    return (
+        _layer("self_attn.q_a_proj.weight", f"{path}.w_qa", TRANSPOSED),
+        _layer("self_attn.q_a_layernorm.weight", f"{path}.q_norm", SAME),
+        _layer("self_attn.q_b_proj.weight", f"{path}.w_qb", TRANSPOSED),
+        _layer("self_attn.kv_a_proj_with_mqa.weight", f"{path}.w_kva", TRANSPOSED),
+        _layer("self_attn.kv_a_layernorm.weight", f"{path}.kv_norm", SAME),
+        _layer("self_attn.kv_b_proj.weight", f"{path}.w_kvb", TRANSPOSED),
+        _layer("self_attn.g_proj.weight", f"{path}.w_g", TRANSPOSED),
+        _layer("self_attn.o_proj.weight", f"{path}.w_o", TRANSPOSED),
+    )
+
+
+ROWS = (
+    Row("model.embed_tokens.weight", "params.embedding.weight", SAME),
+    Row("model.output_attn_res_proj.weight", "params.final_mix.query", ROW),
+    Row("model.output_attn_res_norm.weight", "params.final_mix.norm", SAME),
+    Row("model.norm.weight", "params.final_norm.weight", SAME),
+    Row("lm_head.weight", "params.head", TRANSPOSED),
+    _layer("self_attention_res_proj.weight", "attn_mix.query", ROW),
+    _layer("self_attention_res_norm.weight", "attn_mix.norm", SAME),
+    _layer("input_layernorm.weight", "attn_norm.weight", SAME),
+    _layer("mlp_res_proj.weight", "ffn_mix.query", ROW),
+    _layer("mlp_res_norm.weight", "ffn_mix.norm", SAME),
+    _layer("post_attention_layernorm.weight", "ffn_norm.weight", SAME),
+    _layer("self_attn.q_proj.weight", "attn.w_q", TRANSPOSED),
+    _layer("self_attn.k_proj.weight", "attn.w_k", TRANSPOSED),
+    _layer("self_attn.v_proj.weight", "attn.w_v", TRANSPOSED),
+    _layer("self_attn.q_conv1d.weight", "attn.conv_q.weight", DEPTHWISE),
+    _layer("self_attn.k_conv1d.weight", "attn.conv_k.weight", DEPTHWISE),
+    _layer("self_attn.v_conv1d.weight", "attn.conv_v.weight", DEPTHWISE),
+    _layer("self_attn.f_a_proj.weight", "attn.w_fa", TRANSPOSED),
+    _layer("self_attn.f_b_proj.weight", "attn.w_fb", TRANSPOSED),
+    _layer("self_attn.dt_bias", "attn.dt_bias", SAME),
+    _layer("self_attn.A_log", "attn.A_log", HEADS_PADDED),
+    _layer("self_attn.b_proj.weight", "attn.w_b", TRANSPOSED),
+    _layer("self_attn.o_norm.weight", "attn.o_norm", SAME),
+    *_attention("attn"),
+    *_attention("attn.attn"),
+    _layer("self_attn.indexer.wq_b.weight", "attn.indexer.w_q", TRANSPOSED),
+    _layer("self_attn.indexer.wk.weight", "attn.indexer.w_k", TRANSPOSED),
+    _layer("self_attn.indexer.k_norm.weight", "attn.indexer.k_norm_weight", SAME),
+    _layer("self_attn.indexer.k_norm.bias", "attn.indexer.k_norm_bias", SAME),
+    _layer("self_attn.indexer.weights_proj.weight", "attn.indexer.w_w", TRANSPOSED),
+    _layer("mlp.gate_proj.weight", "ffn.w_gate", TRANSPOSED),
+    _layer("mlp.up_proj.weight", "ffn.w_up", TRANSPOSED),
+    _layer("mlp.down_proj.weight", "ffn.w_down", TRANSPOSED),
+    _layer("block_sparse_moe.gate.weight", "ffn.router.weight", TRANSPOSED),
+    Row("model.layers.{m}.block_sparse_moe.gate.e_score_correction_bias", "balance", SAME),
+    _layer("block_sparse_moe.routed_expert_down_proj.weight", "ffn.latent_down", TRANSPOSED),
+    _layer("block_sparse_moe.experts.{j}.w1.weight", "ffn.experts.w_gate", TRANSPOSED),
+    _layer("block_sparse_moe.experts.{j}.w3.weight", "ffn.experts.w_up", TRANSPOSED),
+    _layer("block_sparse_moe.experts.{j}.w2.weight", "ffn.experts.w_down", TRANSPOSED),
+    _layer("block_sparse_moe.routed_expert_norm.weight", "ffn.norm.weight", SAME),
+    _layer("block_sparse_moe.routed_expert_up_proj.weight", "ffn.latent_up", TRANSPOSED),
+    _layer("block_sparse_moe.shared_experts.gate_proj.weight", "ffn.shared.w_gate", TRANSPOSED),
+    _layer("block_sparse_moe.shared_experts.up_proj.weight", "ffn.shared.w_up", TRANSPOSED),
+    _layer("block_sparse_moe.shared_experts.down_proj.weight", "ffn.shared.w_down", TRANSPOSED),
+)
+
+
+@tree.dataclass
+class Weights:
+    """What a checkpoint holds: the parameters and the routers' balance, ``()`` without MoE layers."""
+
+    params: Any
+    balance: Any
+
+
+class Entry(NamedTuple):
+    """A leaf and where it is stored.
+
+    Attributes:
+        path: of the leaf.
+        spec: of the leaf.
+        row: the kind of weight.
+        names: the tensors, several if ``stacked``.
+        stacked: whether each tensor is one element of the leaf's first dimension.
+    """
+
+    path: str
+    spec: ParamSpec
+    row: Row
+    names: tuple[str, ...]
+    stacked: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what one tensor stands for."""
+        return self.spec.shape[1:] if self.stacked else self.spec.shape
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of each tensor in the checkpoint."""
+        return self.row.transform.stored_shape(self.shape)
+
+
+def specs(cfg: model.Config) -> Weights:
+    """Declares all that a checkpoint of ``cfg`` holds.
+
+    Raises:
+        ValueError: ``cfg`` has an MTP layer.
+    """
+    if cfg.num_mtp_layers:
+        raise ValueError(
+            f"model.Config.num_mtp_layers={cfg.num_mtp_layers}: K3's checkpoint format has no MTP layer; set it to 0, "
+            "and for an export replace params.mtp by () and leave out the last row of the balance"
+        )
+    bias = (len(model.moe_layers(cfg)), cfg.moe.num_experts)
+    balance = ParamSpec(bias, ("", ""), Constant(0.0), torch.float32) if bias[0] else ()
+    return Weights(model.specs(cfg), balance)
+
+
+def entries(cfg: model.Config, rows: tuple[Row, ...] = ROWS) -> list[Entry]:
+    """Every leaf of ``cfg`` with the names of its tensors.
+
+    Raises:
+        ValueError: leaves that no row or several rows cover, and names that several leaves have, all listed.
+    """
+    patterns = [re.compile(re.escape(row.path).replace(r"\{i\}", r"(?P<i>\d+)")) for row in rows]
+    found, wrong = [], []
+    for path, spec in tree.flatten_with_paths(specs(cfg)):
+        matches = [(row, m) for row, pattern in zip(rows, patterns, strict=True) if (m := pattern.fullmatch(path))]
+        if len(matches) != 1:
+            wrong.append(f"{path} is covered by {len(matches)} rows {[row.name for row, _ in matches]}")
+        found += [_entry(cfg, path, spec, row, match.groupdict()) for row, match in matches[:1]]
+    names = Counter(name for entry in found for name in entry.names)
+    wrong += [f"{name} is the name of {count} leaves" for name, count in names.items() if count > 1]
+    if wrong:
+        raise ValueError(f"k31fn.hf.table needs one row per leaf and one leaf per name; {len(wrong)}: {wrong[:20]}")
+    return found
+
+
+def _entry(cfg: model.Config, path: str, spec: ParamSpec, row: Row, layer: dict[str, str]) -> Entry:
+    pattern = PREFIX + row.name.replace("{i}", layer.get("i", ""))
+    if "{j}" in pattern:
+        return Entry(path, spec, row, tuple(pattern.replace("{j}", str(j)) for j in range(spec.shape[0])), True)
+    if "{m}" in pattern:
+        return Entry(path, spec, row, tuple(pattern.replace("{m}", str(m)) for m in model.moe_layers(cfg)), True)
+    return Entry(path, spec, row, (pattern,), False)

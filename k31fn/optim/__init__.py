@@ -1,0 +1,34 @@
+"""Optimisers as pairs of functions over parameter trees (see :mod:`k31fn.optim.transform`).
+
+::
+
+    transform = combine(specs, muon(specs), adamw(specs, where=lambda path, spec: "matrix" not in spec.tags))
+    state = transform.init(params)
+
+    grads, norm = clip_by_global_norm(grads, 1.0, specs=specs)
+    lr = warmup_cosine(step, peak=5e-3, num_steps=1000, warmup_steps=10)
+    params, state = transform.update(grads, state, params, lr=lr, skip=non_finite(norm))
+"""
+
+from k31fn.optim.adamw import AdamWState, adamw
+from k31fn.optim.clip import clip_by_global_norm, global_norm
+from k31fn.optim.muon import MuonState, muon, orthogonalize
+from k31fn.optim.schedule import warmup_cosine
+from k31fn.optim.transform import Transform, Update, Where, combine, non_finite, select
+
+__all__ = [
+    "AdamWState",
+    "MuonState",
+    "Transform",
+    "Update",
+    "Where",
+    "adamw",
+    "clip_by_global_norm",
+    "combine",
+    "global_norm",
+    "muon",
+    "non_finite",
+    "orthogonalize",
+    "select",
+    "warmup_cosine",
+]

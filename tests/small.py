@@ -1,0 +1,39 @@
+"""A small K3.1 with every kind of layer, for tests of the whole model."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from k31fn import model, params, random
+from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mla, mlp
+
+D = 16
+
+
+def config(**changes: Any) -> model.Config:
+    """KDA, DSA, KDA, DSA; AttnRes blocks of two; all but the first MoE; a top-k smaller than the documents."""
+    attention = mla.Config(D, 2, q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
+    base = model.Config(
+        vocab_size=19,
+        hidden_size=D,
+        num_layers=4,
+        full_attention_layers=(1, 3),
+        kda=kda.Config(D, num_heads=2, head_dim=4),
+        full_attention=dsa.Config(attention, indexer.Config(D, 8, num_heads=2, head_dim=4), topk=4),
+        dense=mlp.Config(D, 24),
+        moe=latent_moe.Config(D, latent_size=8, expert_size=6, shared_size=10, num_experts=5, top_k=2),
+        residual=attn_res.Config(block_size=2, query_std=0.1),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def weights(cfg: model.Config, dtype: torch.dtype = torch.float64, seed: int = 0) -> model.Params[torch.Tensor]:
+    """Initial values, ten times as large as for training where they are small, so that no part is nearly absent."""
+    drawn = params.init(model.specs(cfg), random.key(seed), dtype=dtype)
+    return params.tree.map(lambda w: w * 10 if w.ndim > 1 and float(w.std()) < 0.05 else w, drawn)
+
+
+def tokens(batch: int, length: int, seed: int = 1, vocab_size: int = 19) -> torch.Tensor:
+    """Random token ids."""
+    return random.bits(random.key(seed), (batch, length)) % vocab_size
