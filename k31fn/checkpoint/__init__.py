@@ -1,0 +1,9 @@
+"""Checkpoints: :class:`Checkpointer` saves a tree of tensors in the background and restores it checked bit by bit.
+
+Files are written by orbax in a process of its own (:mod:`k31fn.checkpoint.writer`, which also describes the folder);
+the training process never imports orbax or jax.
+"""
+
+from k31fn.checkpoint.checkpointer import Checkpointer, CheckpointError, DamagedCheckpointError
+
+__all__ = ["CheckpointError", "Checkpointer", "DamagedCheckpointError"]

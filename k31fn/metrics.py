@@ -1,0 +1,139 @@
+"""The record of a run: ``metrics.jsonl``, one JSON object a line, and the line that a terminal shows.
+
+A record is a dict with ``step`` and any of the names below or others. One line is one record, so a file that is still
+being written can be read, and a run that was killed has lost at most the line it was writing.
+
+==========================  ==========================================================
+``step``                    index of the step, from 0
+``train/loss``              nats per token (bytes, with the byte tokenizer)
+``train/indexer_kl``        nats per query
+``heldout/loss``            on the held-out split, after that step
+``grad_norm``               before clipping
+``lr``                      of that step
+``tokens_per_second``       of all ranks
+``moe/load_max_over_mean``  the busiest expert's tokens over the mean; 1 is balanced
+==========================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["append", "read", "rewind", "step_line"]
+
+# JSON has no such numbers; as text every reader takes the line, and a diverged loss stays visible.
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_AS_NUMBER = {text: float(text) for text in _NOT_FINITE.values()}
+
+_COLUMNS = (("loss", "train/loss"), ("kl", "train/indexer_kl"), ("grad", "grad_norm"), ("lr", "lr"))
+
+
+def append(path: str | Path, record: Mapping[str, Any]) -> None:
+    """Adds a record at the end of the file, all of it or nothing.
+
+    Args:
+        path: the file; made if it is missing.
+        record: ``step`` (an int of at least 0) and numbers or text by name.
+
+    Raises:
+        ValueError: no step, or a value that is neither a number nor text.
+        OSError: the file cannot be written, such as on a full disk.
+    """
+    step = record.get("step")
+    if type(step) is not int or step < 0:
+        raise ValueError(f"metrics record has step={step!r}; it needs an int of at least 0")
+    line = json.dumps({name: _encode(name, value) for name, value in record.items()}).encode() + b"\n"
+    with open(path, "ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            written = file.write(line)
+            if written < len(line):
+                file.write(line[written:])  # says why it was cut short
+        except OSError as error:
+            file.truncate(before)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a file, in order. A last line without its end, torn when a run was killed, is left out.
+
+    Raises:
+        ValueError: there is no such file, or a line is not a record; names the line.
+    """
+    return [record for _, record in _lines(Path(path))]
+
+
+def rewind(path: str | Path, step: int) -> None:
+    """Removes the records of steps ``>= step``, and a torn last line, before a run is resumed at ``step``.
+
+    Atomic: a new file takes the old one's place. Does nothing if there is no file.
+
+    Raises:
+        ValueError: a line is not a record; names the line.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    kept = [line for line, record in _lines(path) if record["step"] < step]
+    temporary = path.with_name(f"{path.name}.rewound")
+    with open(temporary, "wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def step_line(record: Mapping[str, Any], num_steps: int | None = None) -> str:
+    """A record as one line of fixed width: lines of one run stand in columns.
+
+    ``step  120/1000  loss  1.8432  kl  0.0123  grad  0.5120  lr  0.0049   4,213 tok/s  load  1.3200``; values that the
+    record lacks are left out.
+    """
+    total = "" if num_steps is None else f"/{num_steps}"
+    parts = [f"step {record['step']:>{max(len(total) - 1, 5)}}{total}"]
+    parts += [f"{label} {_number(record[name])}" for label, name in _COLUMNS if name in record]
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second']:>9,.0f} tok/s")
+    if "moe/load_max_over_mean" in record:
+        parts.append(f"load {_number(record['moe/load_max_over_mean'])}")
+    return "  ".join(parts)
+
+
+def _number(value: float) -> str:
+    """In seven characters; a negative number with an exponent takes eight."""
+    if math.isfinite(value) and value != 0 and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.1e}"
+    fitting = (text for decimals in (4, 3, 2, 1, 0) if len(text := f"{value:.{decimals}f}") <= 7)
+    return next(fitting, f"{value:.1e}").rjust(7)
+
+
+def _encode(name: str, value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NOT_FINITE[str(float(value))]
+    if isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(
+        f"metrics {name}={value!r} ({type(value).__name__}) must be a number or text; take float() of a tensor"
+    )
+
+
+def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Each whole line and its record."""
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is not a file; a run writes its metrics there")
+    *lines, _torn = path.read_bytes().split(b"\n")
+    return [(line + b"\n", _parse(path, number, line)) for number, line in enumerate(lines, 1)]
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        record = json.loads(line)
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            return {n: _AS_NUMBER.get(v, v) if isinstance(v, str) else v for n, v in record.items()}
+    raise ValueError(f"{path}:{number}: not a metrics record: {line[:80]!r}")

@@ -1,0 +1,200 @@
+"""Loss curves: ``python -m k31fn.plot RUN [RUN...] [--out FILE]`` compares runs in one picture.
+
+A run is a folder with a ``metrics.jsonl``. Above, training loss (smoothed, the raw values faint behind it) and held-out
+loss (dots, dashed); below, where recorded, the indexer's KL and the router's load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from k31fn import metrics
+
+__all__ = ["compare", "main", "save_loss_plot"]
+
+_GRID = {"color": "#d0d0d0", "linewidth": 0.6}
+_PANELS = (("indexer KL, nats", "train/indexer_kl"), ("expert load, max / mean", "moe/load_max_over_mean"))
+
+
+class Series(NamedTuple):
+    """One metric of one run: the steps that have it, and its values; values that are not finite are left out."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+def save_loss_plot(run: str | Path) -> Path:
+    """Draws ``RUN/loss.png`` from the run's metrics, and returns its path.
+
+    Raises:
+        ValueError: the run has no metrics.
+        ImportError: matplotlib is not installed.
+    """
+    return compare([run], Path(run) / "loss.png")
+
+
+def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
+    """Draws the loss curves of several runs into one picture; its format follows from the name's ending.
+
+    The picture is written under another name and moved to its place, so a viewer never sees half of it.
+
+    Raises:
+        ValueError: a run has no metrics, or ``out`` is of a kind that matplotlib does not write.
+        ImportError: matplotlib is not installed.
+    """
+    records = {name: _records(Path(run)) for name, run in _names([Path(r) for r in runs]).items()}
+    figure = _draw(records)
+    out = Path(out)
+    kinds = sorted(figure.canvas.get_supported_filetypes())
+    if out.suffix[1:] not in kinds:
+        raise ValueError(f"--out {str(out)!r} must end in one of {', '.join('.' + k for k in kinds)}")
+    temporary = out.with_name(f".{out.stem}.partial{out.suffix}")
+    try:
+        figure.savefig(temporary, dpi=150)
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return out
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        near = sorted(str(p.parent) for p in run.glob("*/metrics.jsonl"))[-3:] if run.is_dir() else []
+        hint = f"runs below it: {', '.join(near)}" if near else "give the folder of a run, such as runs/NAME/TIME"
+        raise ValueError(f"{str(run)!r} has no metrics.jsonl; {hint}")
+    records = metrics.read(path)
+    if not any("train/loss" in r or "heldout/loss" in r for r in records):
+        raise ValueError(f"{str(path)!r} has no loss in its {len(records)} records; the run has not made a step yet")
+    return records
+
+
+def _names(runs: list[Path]) -> dict[str, Path]:
+    """A legend entry for each run: the shortest ending of its path, of two names or more, that no other run has.
+
+    Runs are ``runs/NAME/TIME``, and a time alone would say little.
+    """
+    parts = [run.resolve().parts for run in runs]
+    if len(set(parts)) < len(parts):
+        raise ValueError("a run is given twice; give each once")
+
+    def name(own: tuple[str, ...]) -> str:
+        longest = max(len(p) for p in parts)
+        endings = (own[-n:] for n in range(2, longest + 1))
+        return "/".join(next(e for e in endings if sum(p[-len(e) :] == e for p in parts) == 1))
+
+    return {name(own): run for own, run in zip(parts, runs, strict=True)}
+
+
+def _series(records: list[dict[str, Any]], name: str) -> Series:
+    pairs = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
+    steps, values = np.array([s for s, _ in pairs], dtype=float), np.array([v for _, v in pairs], dtype=float)
+    finite = np.isfinite(values)
+    return Series(steps[finite], values[finite])
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over a centred window of 1/25 of the run, which does not lag.
+
+    At the start, where a loss falls steeply, the window narrows to stay centred; at the end it is cut.
+    """
+    index = np.arange(len(values))
+    back = np.minimum(len(values) // 50, index)
+    ahead = np.minimum(back, index[::-1])
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return (total[index + ahead + 1] - total[index - back]) / (back + ahead + 1)
+
+
+def _draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+    except ImportError as error:
+        raise ImportError(f"no plot: {error}; pip install 'k31fn[train]' adds matplotlib") from error
+    panels = [(label, name) for label, name in _PANELS if any(len(_series(r, name).steps) for r in runs.values())]
+    figure = Figure(figsize=(8.4, 6.4 if panels else 4.4), layout="constrained")
+    grid = figure.add_gridspec(2 if panels else 1, len(panels) or 1, height_ratios=[5, 3] if panels else [1])
+    loss = figure.add_subplot(grid[0, :])
+    below = [figure.add_subplot(grid[1, i]) for i in range(len(panels))]
+    for i, (run, records) in enumerate(runs.items()):
+        prefix, held_out_colour = (f"{run} ", f"C{i}") if len(runs) > 1 else ("", "C1")
+        _draw_loss(loss, records, prefix, f"C{i}", held_out_colour)
+        for axes, (_, name) in zip(below, panels, strict=True):
+            _draw_panel(axes, _series(records, name), f"C{i}")
+    _finish_loss(loss, runs)
+    for axes, (label, name) in zip(below, panels, strict=True):
+        _finish(axes, label)
+        if name == "train/indexer_kl" and all((_series(r, name).values > 0).all() for r in runs.values()):
+            axes.set_yscale("log")
+    return figure
+
+
+def _draw_loss(axes: Any, records: list[dict[str, Any]], prefix: str, colour: str, held_out_colour: str) -> None:
+    train, held_out = _series(records, "train/loss"), _series(records, "heldout/loss")
+    axes.plot(train.steps, train.values, color=colour, alpha=0.22, linewidth=0.8)
+    axes.plot(train.steps, _smooth(train.values), color=colour, linewidth=1.6, label=f"{prefix}train")
+    if len(held_out.steps):
+        last = held_out.values[-1]
+        label = f"{prefix}held out, last {last:.3f}"
+        axes.plot(held_out.steps, held_out.values, "o--", color=held_out_colour, markersize=4, linewidth=1, label=label)
+
+
+def _draw_panel(axes: Any, series: Series, colour: str) -> None:
+    axes.plot(series.steps, series.values, color=colour, alpha=0.22, linewidth=0.8)
+    axes.plot(series.steps, _smooth(series.values), color=colour, linewidth=1.4)
+
+
+def _finish_loss(axes: Any, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """A logarithmic scale where the loss falls far, as most of a run goes on in the last tenth of the fall.
+
+    Single spikes do not set the limits.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    shown = [_smooth(_series(r, "train/loss").values) for r in runs.values()]
+    shown += [_series(r, "heldout/loss").values for r in runs.values()]
+    values = np.concatenate(shown)  # none if every loss was NaN
+    low, high = (values.min(), values.max()) if len(values) else (0.0, 0.0)
+    if low > 0 and high > 1.5 * low:
+        axes.set_yscale("log")
+        axes.set_ylim(low * 0.92, high * 1.08)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="y", which="minor", left=False)
+    _finish(axes, "loss, nats per token")
+    axes.legend(frameon=False, fontsize=9)
+    axes.set_title(next(iter(runs)) if len(runs) == 1 else "", fontsize=10, loc="left")
+
+
+def _finish(axes: Any, label: str) -> None:
+    axes.set_xlabel("step", fontsize=9)
+    axes.set_ylabel(label, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(True, **_GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m k31fn.plot", description="Compares the loss curves of runs.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/tiny/2026-01-31-120000")
+    parser.add_argument("--out", default="loss.png", metavar="FILE", help="the picture (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        print(compare(options.runs, options.out))
+    except (ValueError, ImportError, OSError) as error:
+        print(f"k31fn.plot: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

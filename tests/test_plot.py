@@ -1,0 +1,123 @@
+"""The plots hold the runs' numbers, smoothing does not lag, and mistakes are one clear error each."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from k31fn import metrics, plot
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="no matplotlib")
+
+
+def make_run(folder: Path, losses: list[float], **more: float) -> Path:
+    folder.mkdir(parents=True)
+    for step, loss in enumerate(losses):
+        record = {"step": step, "train/loss": loss, **more}
+        if step % 10 == 9:
+            record["heldout/loss"] = loss + 0.1
+        metrics.append(folder / "metrics.jsonl", record)
+    return folder
+
+
+def test_save_loss_plot_writes_a_picture_and_nothing_else(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "tiny" / "t0", list(np.linspace(5.5, 1.5, 40)))
+    assert plot.save_loss_plot(run) == run / "loss.png"
+    data = (run / "loss.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
+    assert width >= 1200
+    assert height >= 600
+    assert sorted(p.name for p in run.iterdir()) == ["loss.png", "metrics.jsonl"]
+
+
+def test_figure_holds_the_numbers_of_each_run(tmp_path: Path) -> None:
+    runs = {
+        "tiny/t0": [{"step": i, "train/loss": 3.0 - i / 10} for i in range(10)] + [{"step": 9, "heldout/loss": 2.5}],
+        "tiny/t1": [
+            {"step": i, "train/loss": 2.0, "train/indexer_kl": 0.1, "moe/load_max_over_mean": 1.5} for i in (0, 1)
+        ],
+    }
+    loss, kl, load = plot._draw(runs).axes
+    labels = [t.get_text() for t in loss.get_legend().get_texts()]
+    assert labels == ["tiny/t0 train", "tiny/t0 held out, last 2.500", "tiny/t1 train"]
+    raw = [line for line in loss.get_lines() if line.get_alpha() is not None]
+    np.testing.assert_array_equal(raw[0].get_xydata(), [(i, 3.0 - i / 10) for i in range(10)])
+    colours = [line.get_color() for line in loss.get_lines()]
+    assert colours == ["C0", "C0", "C0", "C1", "C1"]
+    np.testing.assert_array_equal(kl.get_lines()[-1].get_xydata(), [(0, 0.1), (1, 0.1)])
+    np.testing.assert_array_equal(load.get_lines()[-1].get_xydata(), [(0, 1.5), (1, 1.5)])
+    assert len(plot._draw({"tiny/t0": runs["tiny/t0"]}).axes) == 1  # no empty panels
+
+
+def test_smoothing_keeps_lines_straight_and_averages_noise() -> None:
+    line = np.linspace(5.0, 1.0, 500)
+    smooth = plot._smooth(line)
+    np.testing.assert_allclose(smooth[:490], line[:490], rtol=0, atol=1e-12)  # a trailing mean would be 10 steps late
+    noise = np.random.default_rng(0).normal(size=500)
+    assert plot._smooth(noise)[20:480].std() < 0.35 * noise.std()  # 1/sqrt(21) = 0.22
+    np.testing.assert_allclose(plot._smooth(noise)[250], noise[240:261].mean())
+    for few in ([], [1.0], [1.0, 2.0]):
+        np.testing.assert_array_equal(plot._smooth(np.array(few)), few)
+
+
+def test_a_spike_or_nan_does_not_hide_the_curve(tmp_path: Path) -> None:
+    losses = list(np.linspace(5.5, 1.5, 1000))
+    losses[500], losses[501] = 1e4, float("nan")
+    records = [{"step": i, "train/loss": x} for i, x in enumerate(losses)]
+    figure = plot._draw({"a/b": [*records, {"step": 1000, "train/loss": float("inf")}]})
+    assert figure.axes[0].get_ylim()[1] < 1e3
+    assert np.isfinite(figure.axes[0].get_lines()[0].get_ydata()).all()
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [[2.0], [2.0, 2.0], [0.0, 0.0], [-1.0, 1.0], [float("nan")] * 3],
+    ids=["one", "flat", "zero", "negative", "nan"],
+)
+def test_odd_runs_are_drawn_without_a_warning(tmp_path: Path, losses: list[float]) -> None:
+    run = make_run(tmp_path / "a" / "b", losses, **{"train/indexer_kl": 0.0})
+    assert plot.save_loss_plot(run).exists()
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / name / "t0", [3.0, 2.0]) for name in ("tiny", "wide")]
+    out = tmp_path / "both.svg"
+    assert plot.main([*map(str, runs), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    assert "<svg" in out.read_text()
+
+
+def test_legend_names_are_the_shortest_that_differ() -> None:
+    assert list(plot._names([Path("/r/tiny/t0"), Path("/r/wide/t0")])) == ["tiny/t0", "wide/t0"]
+    assert list(plot._names([Path("/r/tiny/t0"), Path("/q/tiny/t0")])) == ["r/tiny/t0", "q/tiny/t0"]
+
+
+def test_mistakes_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "tiny" / "t0", [3.0, 2.0])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "metrics.jsonl").touch()
+    cases = {
+        (str(tmp_path / "absent"),): "has no metrics.jsonl; give the folder of a run",
+        (str(run.parent),): f"has no metrics.jsonl; runs below it: {run}",
+        (str(empty),): "has no loss in its 0 records",
+        (str(run), str(run)): "a run is given twice",
+        (str(run), "--out", str(tmp_path / "x.xyz")): "must end in one of",
+        (str(run), "--out", str(tmp_path / "no" / "x.png")): "No such file or directory",
+    }
+    for arguments, message in cases.items():
+        assert plot.main(arguments) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("k31fn.plot: ")
+        assert message in line
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "tiny"]
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "tiny" / "t0", [3.0])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"k31fn\[train\]"):
+        plot.save_loss_plot(run)
