@@ -21,6 +21,7 @@ __all__ = [
     "is_batched_here",
     "is_tracked",
     "level",
+    "reinterpret",
     "transforms_active",
 ]
 
@@ -77,3 +78,22 @@ def current_level() -> int:
 def level(x: torch.Tensor) -> int:
     """The transform level that ``x`` belongs to, 0 for a plain tensor."""
     return max(0, _C.maybe_get_level(x))
+
+
+class _Reinterpret(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[torch.Tensor, int]:
+        return _Reinterpret.apply(*args), in_dims[0]
+
+
+def reinterpret(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x.view(dtype)`` for a dtype of the same size, which vmap of torch 2.11 refuses; without gradient."""
+    return _Reinterpret.apply(x, dtype)

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
+from k31fn._functorch import reinterpret
 from k31fn.typing import Float, Int, Tensor
 
 __all__ = ["bits", "fold_in", "key", "normal", "split", "truncated_normal", "uniform"]
@@ -258,25 +258,9 @@ def _half_normal(words: Tensor, tail: float) -> Tensor:
 
 def _log2(x: Tensor) -> Tensor:
     """log2 of positive normal float32 numbers: exponent plus a polynomial of the mantissa, error 1e-7 and roundings."""
-    field = _Reinterpret.apply(x, torch.int32)
-    mantissa = _Reinterpret.apply((field & 0x7FFFFF) | 0x3F800000, torch.float32)
+    field = reinterpret(x, torch.int32)
+    mantissa = reinterpret((field & 0x7FFFFF) | 0x3F800000, torch.float32)
     return ((field >> 23) - 127).to(torch.float32).add_(_polynomial(mantissa - 1.5, _LOG2))
-
-
-class _Reinterpret(torch.autograd.Function):
-    """``x.view(dtype)``, which vmap of torch 2.11 refuses. Only of numbers without a gradient."""
-
-    @staticmethod
-    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.view(dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
-        return _Reinterpret.apply(*args), in_dims[0]
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:

@@ -1,5 +1,6 @@
 """The device functions on the CPU, with a stand-in for torch_npu, and on CUDA where there is one."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -138,3 +139,27 @@ def test_cuda() -> None:
     assert device.memory_allocated(gpu) == before
     assert device.peak_memory(gpu) >= before + (1 << 20)
     assert device.num_cores(gpu) > 1
+
+
+def test_keep_heap_keeps_freed_memory():
+    """A freed 20 MB block stays with the process; it went back to the system before."""
+    code = (
+        "import ctypes, resource\n"
+        "from k31fn import device\n"
+        "device.keep_heap()\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.malloc.restype = ctypes.c_void_p\n"
+        "libc.free.argtypes = [ctypes.c_void_p]\n"
+        "size = 20_000_000\n"
+        "def fill():\n"
+        "    block = libc.malloc(size)\n"
+        "    ctypes.memset(block, 1, size)\n"
+        "    libc.free(block)\n"
+        "fill()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "fill()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+    )
+    faults = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+        assert int(faults) < 100  # of the 4883 pages

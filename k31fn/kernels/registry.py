@@ -108,7 +108,7 @@ def _refusal(impl: Implementation, device: str, args: tuple[Any, ...], kwargs: d
 
 @contextlib.contextmanager
 def use_impl(**names: str) -> Iterator[None]:
-    """Chooses implementations by op name: ``with use_impl(experts="reference"): ...``.
+    """Chooses implementations by op name: ``with use_impl(grouped_matmul="reference"): ...``.
 
     Raises:
         ValueError: an unknown op or implementation; the message lists the known ones.

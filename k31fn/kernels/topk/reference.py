@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from k31fn._functorch import reinterpret
 from k31fn.precision import upcast
 from k31fn.typing import Bool, Float, Int, Tensor
 
@@ -47,7 +48,7 @@ _LOWEST_FINITE = -0x7F800000 << _POSITION_BITS  # keys of -inf lie below: its or
 
 def _distinct_keys(scores: Float[Tensor, "*rows S"]) -> Int[Tensor, "*rows S"]:
     """Ordered bits of the score above the position counted from the end."""
-    bits = (upcast(scores) + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into +0.0
+    bits = reinterpret(upcast(scores) + 0.0, torch.int32)  # + 0.0 turns -0.0 into +0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats descend in their bits
     from_end = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device)
     return (ordered.to(torch.int64) << _POSITION_BITS) | from_end

@@ -1,0 +1,36 @@
+"""Kimi K3's text model: 93 layers, of which 24 have Gated MLA and the others KDA (arXiv 2607.24653)."""
+
+from k31fn import model as text
+from k31fn.layers import attn_res, kda, latent_moe, mla, mlp
+
+
+def model() -> text.Config:
+    """2,779.48B parameters, 104.19B active."""
+    hidden_size, num_layers = 7168, 93
+    every_fourth = range(3, num_layers, 4)
+    return text.Config(
+        vocab_size=163840,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        full_attention_layers=(*every_fourth, num_layers - 1),
+        kda=kda.Config(hidden_size=hidden_size, num_heads=96, head_dim=128),
+        full_attention=mla.Config(
+            hidden_size=hidden_size,
+            num_heads=96,
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+        ),
+        dense=mlp.Config(hidden_size, intermediate_size=33792),
+        moe=latent_moe.Config(
+            hidden_size,
+            latent_size=3584,
+            expert_size=3072,
+            shared_size=2 * 3072,
+            num_experts=896,
+            top_k=16,
+        ),
+        residual=attn_res.Config(block_size=12),
+    )

@@ -1,0 +1,84 @@
+"""Recipes and models from the files of ``configs/`` and of run folders."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import runpy
+from pathlib import Path
+from typing import Any, TypeVar
+
+from k31fn import model
+from k31fn.config.codec import from_dict
+from k31fn.config.recipe import Recipe
+
+__all__ = ["load", "load_recipe"]
+
+_T = TypeVar("_T")
+
+
+def load(path: str | Path) -> model.Config:
+    """The model of a config file: what its ``model()`` returns.
+
+    Raises:
+        ValueError: there is no such file, it is not a Python file, or it defines no ``model()`` that returns a
+            :class:`k31fn.model.Config`. An error raised by the file itself comes through.
+    """
+    return _call(path, "model", model.Config)
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """The recipe of a config file (what its ``train()`` returns) or of a run's ``config.json``, which runs no code.
+
+    Raises:
+        ValueError: as :func:`load`, or the JSON has an unknown, missing or wrong field; names it.
+    """
+    file = Path(path)
+    if file.suffix != ".json":
+        return _call(path, "train", Recipe)
+    _must_exist(file)
+    try:
+        return from_dict(Recipe, json.loads(file.read_bytes()))
+    except OSError as error:
+        raise ValueError(f"config file {str(file)!r} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"config file {str(file)!r} is not JSON: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"config file {str(file)!r}: {error}") from error
+
+
+def _call(path: str | Path, function: str, cls: type[_T]) -> _T:
+    file = Path(path)
+    _must_exist(file)
+    if file.suffix != ".py":
+        raise ValueError(f"config file {str(file)!r} must be a Python file (.py) that defines {function}()")
+    build: Any = runpy.run_path(str(file.resolve())).get(function)
+    if not callable(build):
+        raise ValueError(
+            f"config file {str(file)!r} defines no {function}(); add `def {function}() -> {_full_name(cls)}:`"
+        )
+    config = build()
+    if not isinstance(config, cls):
+        raise ValueError(
+            f"config file {str(file)!r}: {function}() returned {_full_name(type(config))}, not {_full_name(cls)}"
+        )
+    return config
+
+
+def _must_exist(file: Path) -> None:
+    if file.is_file():
+        return
+    if (file / "config.json").is_file():
+        raise ValueError(f"{str(file)!r} is a run folder; its config is {str(file / 'config.json')!r}")
+    folder = file.parent
+    here = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
+    known = {p.stem: p for p in (*Path("configs").glob("*.py"), *(folder / name for name in here))}
+    nearest = [str(known[n]) for n in difflib.get_close_matches(file.stem, known, n=3, cutoff=0.6)]
+    raise ValueError(
+        f"config file {str(file)!r} does not exist; in its directory: {', '.join(here) or 'none'}"
+        + (f"; nearest: {', '.join(nearest)}" if nearest else "")
+    )
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

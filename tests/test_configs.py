@@ -1,0 +1,63 @@
+"""The config files, against what is published about each model."""
+
+from pathlib import Path
+
+import pytest
+
+from k31fn import config, model, params
+from k31fn.layers import attn_res, dsa, mla
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+NAMES = ("tiny", "k3", "k31_pro", "k31_pro_reduced_npu")
+
+
+@pytest.fixture(scope="module")
+def cfgs():
+    return {name: config.load(CONFIGS / f"{name}.py") for name in NAMES}
+
+
+def test_every_config_file_is_tested_here():
+    assert sorted(p.stem for p in CONFIGS.glob("*.py")) == sorted(NAMES)
+
+
+def test_k3(cfgs):
+    """Layer numbers count from 0; the report's count from 1."""
+    cfg = cfgs["k3"]
+    assert [i + 1 for i in cfg.full_attention_layers] == [*range(4, 93, 4), 93]
+    assert (cfg.num_layers, len(cfg.full_attention_layers)) == (93, 24)
+    assert isinstance(cfg.full_attention, mla.Config)
+    assert cfg.full_attention.scale == 192**-0.5
+    assert isinstance(cfg.residual, attn_res.Config)
+    opens = [i for i, layer in enumerate(model.layer_configs(cfg)) if layer.opens_block]
+    assert opens == [0, 12, 24, 36, 48, 60, 72, 84]
+    assert (cfg.moe.num_experts, cfg.moe.top_k, cfg.moe.shared_size) == (896, 16, 6144)
+    assert (cfg.moe.beta, cfg.moe.linear_beta, cfg.moe.scale) == (4.0, 25.0, 1.0)
+    assert (cfg.kda.gate_lower_bound, cfg.kda.conv_width, cfg.norm_eps) == (-5.0, 4, 1e-5)
+
+
+def test_k31_differs_from_k3_in_its_indexers_only(cfgs):
+    full = cfgs["k31_pro"].full_attention
+    assert isinstance(full, dsa.Config)
+    assert full.attn == cfgs["k3"].full_attention
+    assert (full.indexer.num_heads, full.indexer.head_dim, full.topk) == (32, 128, 2048)
+    assert full.indexer.norm_eps == cfgs["k3"].norm_eps
+    rest = [name for name in vars(cfgs["k3"]) if getattr(cfgs["k3"], name) != getattr(cfgs["k31_pro"], name)]
+    assert rest == ["full_attention"]
+
+
+def test_reduced(cfgs):
+    small, full = cfgs["k31_pro_reduced_npu"], cfgs["k31_pro"]
+    assert [i + 1 for i in small.full_attention_layers] == [4, 8]
+    assert (small.num_layers, small.moe.num_experts, small.moe.top_k) == (8, 64, 16)
+    assert [layer.opens_block for layer in model.layer_configs(small)] == [True] + [False] * 7
+    assert (small.kda, small.full_attention, small.dense) == (full.kda, full.full_attention, full.dense)
+    assert params.count(model.specs(small)) == 22_302_797_120
+
+
+def test_tiny(cfgs):
+    cfg = cfgs["tiny"]
+    assert 1.1e6 < params.count(model.specs(cfg)) < 1.3e6
+    assert cfg.vocab_size == 257
+    assert (cfg.num_layers, cfg.full_attention_layers) == (4, (3,))
+    assert isinstance(cfg.full_attention, dsa.Config)
+    assert cfg.full_attention.topk == 64  # below the 256 tokens that it trains on

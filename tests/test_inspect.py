@@ -1,0 +1,150 @@
+"""Counts of parameters and bytes: the published numbers exactly, and small models against tensors that are there."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from k31fn import config, inspect, model, params, random, tree
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+
+
+@functools.cache
+def summary(name):
+    return inspect.summarise(config.load(CONFIGS / f"{name}.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active", "text"),
+    [
+        ("k3", 2_779_484_393_568, 104_189_530_208, ("2,779.48B", "104.19B")),
+        ("k31_pro", 2_779_662_919_776, 104_368_056_416, ("2,779.66B", "104.37B")),
+    ],
+)
+def test_published_totals(name, total, active, text):
+    found = summary(name)
+    assert (found.total, found.active) == (total, active)
+    assert sum(found.parts.values()) == total
+    lines = inspect.render(found).splitlines()
+    for label, number in zip(("total", "active per token"), text, strict=True):
+        assert next(line for line in lines if line.strip().startswith(label)).endswith(number)
+
+
+def test_published_parts():
+    """Per layer: KDA 443,740,384, Gated MLA 232,196,096, indexer 7,438,592; per expert 33,030,144."""
+    parts = summary("k31_pro").parts
+    assert parts["KDA"] == 69 * 443_740_384
+    assert parts["full attention"] == 24 * 232_196_096
+    assert parts["indexer"] == 24 * 7_438_592
+    assert parts["routed experts"] == 92 * 896 * 33_030_144
+    assert parts["shared experts"] == 92 * 3 * 7168 * 6144
+    assert parts["dense MLP"] == 3 * 7168 * 33792
+    assert parts["router"] == 92 * 7168 * 896
+    assert parts["latent projections"] == 92 * (2 * 7168 * 3584 + 3584)
+    assert parts["AttnRes"] == (2 * 93 + 1) * 2 * 7168
+    assert parts["norms"] == (2 * 93 + 1) * 7168
+    assert parts["head"] == parts["embedding"] == 163840 * 7168
+    assert "indexer" not in summary("k3").parts
+
+
+def test_active_by_definition():
+    """Without the embedding table and with 2 of 8 experts, counted on a model built that way."""
+    cfg = config.load(CONFIGS / "tiny.py")
+    few = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, num_experts=2, top_k=1))
+    router_rows = 3 * 128 * (8 - 2)
+    assert inspect.summarise(cfg).active == params.count(model.specs(few)) - 257 * 128 + router_rows
+
+
+def test_bytes_against_tensors():
+    """The tiny model as it is: weights, and what the optimisers would hold for each of its tensors."""
+    cfg = config.load(CONFIGS / "tiny.py")
+    specs = model.specs(cfg)
+    weights = params.init(specs, random.key(0))
+    found = inspect.summarise(cfg)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert found.weight_bytes[dtype] == sum(x.nbytes for x in tree.leaves(weights) if x.dtype == dtype)
+    masters = [x.float() for x in tree.leaves(weights) if x.dtype == torch.bfloat16]
+    moments = [torch.zeros_like(x, dtype=torch.float32) for x in tree.leaves(weights)]
+    one = sum(x.nbytes for x in moments)
+    assert found.gradient_bytes == one
+    assert found.adamw_bytes == sum(x.nbytes for x in masters) + 2 * one
+    matrices = params.select(weights, specs, lambda _, spec: "matrix" in spec.tags)
+    assert found.muon_bytes == found.adamw_bytes - 4 * sum(x.numel() for x in matrices.values())
+
+
+def test_frozen_weights_have_no_state(monkeypatch):
+    cfg = config.load(CONFIGS / "tiny.py")
+    before = inspect.summarise(cfg)
+    specs = model.specs(cfg)
+    frozen = dataclasses.replace(specs.head, tags=frozenset({"frozen"}))
+    monkeypatch.setattr(model, "specs", lambda _: dataclasses.replace(specs, head=frozen))
+    after = inspect.summarise(cfg)
+    size = 257 * 128
+    assert before.gradient_bytes - after.gradient_bytes == 4 * size
+    assert before.adamw_bytes - after.adamw_bytes == before.muon_bytes - after.muon_bytes == 12 * size
+    assert after.weight_bytes == before.weight_bytes
+
+
+def test_nothing_is_allocated():
+    class NoTensors(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} ran")
+
+    with NoTensors():
+        inspect.render(inspect.summarise(config.load(CONFIGS / "k31_pro_reduced_npu.py")))
+
+
+def test_layers():
+    found = summary("k31_pro")
+    assert inspect.pattern(found.attention) == "23 x (KDA KDA KDA DSA), DSA"
+    assert inspect.pattern(found.ffn) == "dense, 92 x MoE"
+    assert found.opens == (0, 12, 24, 36, 48, 60, 72, 84)
+    assert inspect.pattern(summary("k3").attention) == "23 x (KDA KDA KDA MLA), MLA"
+    text = inspect.render(found)
+    assert "93: 69 KDA, 24 DSA; 1 dense, 92 MoE" in text
+    assert "open at layers 0, 12, 24, 36, 48, 60, 72, 84" in text
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        ("", ""),
+        ("a", "a"),
+        ("aa", "2 x a"),
+        ("abab", "2 x (a b)"),
+        ("aaab", "3 x a, b"),
+        ("abcd", "a, b, c, d"),
+        ("aabaabb", "2 x (a a b), b"),
+    ],
+)
+def test_pattern(kinds, text):
+    assert inspect.pattern(tuple(kinds)) == text
+
+
+class TestCommand:
+    def test_it_runs_anywhere(self, tmp_path):
+        command = [sys.executable, "-m", "k31fn.inspect", str(CONFIGS / "k31_pro.py")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "2,779.66B" in done.stdout
+        assert "104.37B" in done.stdout
+
+    def test_errors_are_one_line(self, capsys, tmp_path):
+        wrong = tmp_path / "wrong.py"
+        wrong.write_text("")
+        for path, message in ((CONFIGS / "k31.py", "does not exist"), (wrong, "defines no model()")):
+            assert inspect.main([str(path)]) == 2
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert err.startswith("error: config file")
+            assert message in err
+            assert err.count("\n") == 1
