@@ -45,14 +45,14 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mall
 _PEAK_RATES = {"NVIDIA H200": PeakRates(bf16_flops=790e12, bytes=4.3e12)}
 
 
-def keep_heap() -> None:
-    """Lets the C allocator keep memory that tensors on the CPU freed, for the whole process.
+def keep_heap(device: torch.device) -> None:
+    """Lets the C allocator keep memory that tensors on the CPU freed, for the whole process; nothing for other devices.
 
     By default glibc gives each temporary of half a megabyte back to the system, and the next one faults its pages in
     again: 5 to 10% of the step of configs/tiny.py on two cores. Elsewhere than on glibc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
+    if device.type == "cpu" and mallopt is not None:
         for option, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26), (_M_MMAP_THRESHOLD, 2**25)):
             mallopt(option, value)
 

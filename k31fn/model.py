@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from k31fn import tree
 from k31fn.autodiff import remat as rematerialise
 from k31fn.layers import attn_res, block, dsa, embedding, kda, latent_moe, losses, mla, mlp, mtp, norm, plain_residual
 from k31fn.layers.linear import linear
+from k31fn.layers.router import NUM_BINS
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec, TruncatedNormal
 from k31fn.segments import Segments
@@ -86,6 +87,9 @@ class Config:
     indexer_reduction: Literal["sum", "mean"] = "mean"
 
     def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.Config.{name}={getattr(self, name)} must be positive; set it to 1 or more")
         for name in ("kda", "full_attention", "dense", "moe"):
             size = getattr(self, name).hidden_size
             if size != self.hidden_size:
@@ -100,6 +104,8 @@ class Config:
             raise ValueError(f"model.Config.num_dense_layers={self.num_dense_layers} must be 0..{self.num_layers}")
         if self.num_mtp_layers not in (0, 1):
             raise ValueError(f"model.Config.num_mtp_layers={self.num_mtp_layers} must be 0 or 1")
+        if self.indexer_reduction not in ("sum", "mean"):
+            raise ValueError(f"model.Config.indexer_reduction={self.indexer_reduction!r} unknown; use 'sum' or 'mean'")
 
 
 def layer_configs(cfg: Config) -> tuple[block.Config, ...]:
@@ -194,7 +200,12 @@ def apply(
         segments: packed documents; None: one document per row.
         remat: "layer" keeps only each layer's input (and its routes and top-k sets) for the backward.
         sh: sharding.
+
+    Raises:
+        ValueError: parameters of another number of layers, a None leaf, segments of another shape than the tokens, a
+            bias of another number of experts, an unknown ``remat``.
     """
+    _check(params, cfg, tokens, segments, remat)
     scheme = block.module_of(cfg.residual)
     carry = scheme.start(embedding.apply(params.embedding, tokens, _embedding(cfg), sh=sh))
     segments = seg.whole(*tokens.shape, device=tokens.device) if segments is None else segments
@@ -207,6 +218,16 @@ def apply(
     residual = scheme.finish(params.final_mix, carry, cfg.residual)
     hidden = norm.apply(params.final_norm, residual, norm.Config(cfg.hidden_size, cfg.norm_eps))
     return Output(hidden, residual, *_collect(reports, cfg, hidden))
+
+
+def _check(params: Params[Tensor], cfg: Config, tokens: Tensor, segments: Segments | None, remat: Remat) -> None:
+    tree.leaves(params)  # refuses None
+    if (given := len(params.layers)) != cfg.num_layers:
+        raise ValueError(f"model.Config.num_layers={cfg.num_layers}, but params has {given} layers; use their config")
+    if segments is not None:
+        seg.check_shape(segments, tokens)
+    if remat not in get_args(Remat):
+        raise ValueError(f"remat={remat!r} unknown; use 'none' or 'layer'")
 
 
 def _run_layer(cfg: block.Config, sh: Sharding, params: Any, carry: Any, segments: Segments, bias: Any) -> Any:
@@ -227,7 +248,7 @@ def _collect(reports: list[block.Aux], cfg: Config, like: Tensor) -> tuple[Tenso
     return (
         torch.stack(kl) if kl else like.new_zeros((0,)),
         torch.stack(load) if load else none,
-        torch.stack(histogram) if histogram else none[..., None],
+        torch.stack(histogram) if histogram else none[..., None].expand(-1, -1, NUM_BINS),
     )
 
 
@@ -259,9 +280,14 @@ def make_batch(tokens: Int[Tensor, "B T"], segments: Segments | None = None, *, 
     """A step of one micro-batch, checked on the host: labels are the next token of the same document.
 
     Raises:
-        ValueError: a token outside the vocabulary, or segments that do not ascend or leave a document empty.
+        ValueError: tokens that are not integers ``[B, T]``, a token outside the vocabulary, segments of another shape,
+            or segments that do not ascend or leave a document empty.
     """
+    if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tokens have shape {list(tokens.shape)} and {tokens.dtype}; expected [B, T], int64 or int32")
     embedding.check_tokens(tokens, vocab_size, "tokens")
+    if segments is not None:
+        seg.check_shape(segments, tokens)
     segments = seg.whole(*tokens.shape, device=tokens.device) if segments is None else seg.from_ids(segments.ids)
     labels = seg.next_token_labels(tokens, segments)
     return Batch(tokens, labels, segments, (labels >= 0).sum(), seg.valid(segments).sum())
@@ -273,9 +299,8 @@ class Losses(NamedTuple):
     Attributes:
         lm: summed token cross-entropy.
         mtp: the same of the MTP layer, 0 without one.
-        kl: indexer KL per full-attention layer, summed over valid queries ``[layers]``.
-        load: real tokens per expert ``[M E]``.
-        histogram: the router's required biases ``[M E bins]``.
+        kl: indexer KL per full-attention layer, an MTP layer last, summed over valid queries ``[layers]``.
+        load, histogram: as in :class:`Output`, an MTP layer last.
     """
 
     lm: Tensor
@@ -297,32 +322,35 @@ def loss(
     """The training loss of a micro-batch, already divided by the denominators of the whole step.
 
     ``CE / num_labels + indexer_weight * reduce_layers(KL) / num_queries + mtp_weight * CE_mtp / num_labels``: the sum
-    over micro-batches and ranks is the loss of the step, however the tokens are split. With no valid label it is 0.
+    over micro-batches and ranks is the loss of the step, however the tokens are split. Without valid labels both CE
+    are 0; the indexers still learn.
     """
     out = apply(params, batch.tokens, cfg, balance=balance, segments=batch.segments, remat=remat, sh=sh)
     lm = losses.linear_cross_entropy(out.hidden, params.head, batch.labels).total
-    kl = out.kl.sum() if cfg.indexer_reduction == "sum" else out.kl.sum() / max(1, out.kl.shape[0])
-    total = losses.mean(lm, batch.num_labels) + cfg.indexer_weight * losses.mean(kl, batch.num_queries)
     parts = Losses(lm, torch.zeros_like(lm), out.kl, out.load, out.histogram)
-    if not cfg.num_mtp_layers:
-        return total, parts
-    extra = mtp.apply(
-        params.mtp,
-        out.residual,
-        batch.tokens,
-        _mtp(cfg),
-        embed=params.embedding,
-        segments=batch.segments,
-        bias=quantile.bias_of(balance, cfg.num_layers),
-        sh=sh,
-    )
-    mtp_loss = losses.linear_cross_entropy(extra.hidden, params.head, mtp.labels(batch.labels)).total
-    total = total + cfg.mtp_weight * losses.mean(mtp_loss, batch.num_labels)
-    return total, parts._replace(
-        mtp=mtp_loss,
-        load=torch.cat([out.load, extra.aux.load[None]]),
-        histogram=torch.cat([out.histogram, extra.aux.histogram[None]]),
-    )
+    if cfg.num_mtp_layers:
+        run, bias = functools.partial(_run_mtp, _mtp(cfg), sh), quantile.bias_of(balance, cfg.num_layers)
+        arguments = params.mtp, out.residual, batch.tokens, params.embedding, batch.segments, bias
+        extra = (rematerialise(run) if remat == "layer" else run)(*arguments)
+        parts = Losses(
+            lm=lm,
+            mtp=losses.linear_cross_entropy(extra.hidden, params.head, mtp.labels(batch.labels)).total,
+            kl=torch.cat([out.kl, extra.aux.kl[None]]) if isinstance(extra.aux.kl, Tensor) else out.kl,
+            load=torch.cat([out.load, extra.aux.load[None]]),
+            histogram=torch.cat([out.histogram, extra.aux.histogram[None]]),
+        )
+    kl = parts.kl.sum() if cfg.indexer_reduction == "sum" else parts.kl.sum() / max(1, len(parts.kl))
+    total = losses.mean(lm, batch.num_labels) + cfg.indexer_weight * losses.mean(kl, batch.num_queries)
+    if cfg.num_mtp_layers:
+        total = total + cfg.mtp_weight * losses.mean(parts.mtp, batch.num_labels)
+    return total, parts
+
+
+def _run_mtp(
+    cfg: mtp.Config, sh: Sharding, params: Any, h: Tensor, tokens: Tensor, embed: Any, segments: Segments, bias: Any
+) -> mtp.Output:
+    """``mtp.apply`` with every tensor as an argument, as remat needs it."""
+    return mtp.apply(params, h, tokens, cfg, embed=embed, segments=segments, bias=bias, sh=sh)
 
 
 @tree.dataclass
@@ -350,6 +378,7 @@ def extend(
 
     Cutting a document anywhere gives the values of the whole.
     """
+    _check(params, cfg, tokens, None, "none")
     scheme = block.module_of(cfg.residual)
     carry = scheme.start(embedding.apply(params.embedding, tokens, _embedding(cfg), sh=sh))
     states = []

@@ -18,6 +18,7 @@ from k31fn.typing import Bool, Int, Tensor
 
 __all__ = [
     "Segments",
+    "check_shape",
     "cu_seqlens",
     "document_start",
     "from_cu_seqlens",
@@ -135,6 +136,19 @@ def from_ids(ids: Int[Tensor, "B T"]) -> Segments:
     )
     _refuse(ids > before + 1, ids, lambda b: f"skips a number: document {b + 1} is empty; number without gaps")
     return Segments(ids, _position(ids))
+
+
+def check_shape(segments: Segments, tokens: Int[Tensor, "B T"]) -> None:
+    """Refuses a packing of another batch: fewer rows would broadcast, and the counts of tokens be wrong.
+
+    Raises:
+        ValueError: the segments are not ``[B, T]`` of ``tokens``.
+    """
+    if segments.ids.shape != tokens.shape:
+        raise ValueError(
+            f"segments have shape {list(segments.ids.shape)}, the tokens [B, T]={list(tokens.shape)}; every row "
+            "needs its own packing of the same length"
+        )
 
 
 def window(segments: Segments, start: int, stop: int) -> Segments:

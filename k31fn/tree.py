@@ -62,13 +62,18 @@ def dataclass(cls: _C) -> _C:
     def optree_split(node: Any) -> tuple[list[Any], tuple[Any, ...], tuple[str, ...]]:
         return (*split(node), children)
 
+    def torch_split(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        if absent := [n for n in children if getattr(node, n) is None]:
+            raise ValueError(f"{cls.__qualname__}.{absent[0]} is None: None is not a leaf; write () for an absent part")
+        return split(node)
+
     def split_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         return [(torch_pytree.GetAttrKey(n), getattr(node, n)) for n in children], split(node)[1]
 
     optree.register_pytree_node(cls, optree_split, rebuild, path_entry_type=optree.GetAttrEntry, namespace=_NAMESPACE)
     torch_pytree.register_pytree_node(
         cls,
-        split,
+        torch_split,
         lambda values, aux: rebuild(aux, values),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=split_with_keys,

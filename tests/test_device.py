@@ -144,9 +144,9 @@ def test_cuda() -> None:
 def test_keep_heap_keeps_freed_memory():
     """A freed 20 MB block stays with the process; it went back to the system before."""
     code = (
-        "import ctypes, resource\n"
+        "import ctypes, resource, torch\n"
         "from k31fn import device\n"
-        "device.keep_heap()\n"
+        "device.keep_heap(torch.device('cpu'))\n"
         "libc = ctypes.CDLL(None)\n"
         "libc.malloc.restype = ctypes.c_void_p\n"
         "libc.free.argtypes = [ctypes.c_void_p]\n"

@@ -1,7 +1,9 @@
 """The whole text model: golden values of K3, packing, decoding, gradients, remat, balance, bad input."""
 
 import dataclasses
+import gc
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from k31fn import autodiff, balance, hf, model, params, random, segments, tree
-from k31fn.layers import attn_res, mtp, router
-from k31fn.testing import assert_close_trees, check_grads
+from k31fn.layers import attn_res, block, dsa, indexer, mlp, mtp, plain_residual, router
+from k31fn.testing import assert_close_trees, check_grads, live_bytes
 from tests import small
 
 GOLDEN = Path(__file__).parent / "golden" / "k3_text_tiny"
@@ -174,6 +176,21 @@ def test_changing_one_document_leaves_the_other():
     assert not torch.allclose(*(_hidden(cfg, p, t)[:, 9:20] for t in (tok, other)))  # without boundaries they do differ
 
 
+def test_rows_and_flattened_rows_have_the_same_gradient():
+    """D05: offsets [0, T, 2T] over two rows, and over one row of 2T; other offsets are refused by segments."""
+    cfg, tok = small.config(num_mtp_layers=1), small.tokens(2, 9)
+    p, state = small.weights(cfg), model.init_balance(cfg)
+
+    def gradient(tok):
+        packing = segments.from_cu_seqlens([0, 9, 18], batch=tok.shape[0], length=tok.shape[1])
+        batch = model.make_batch(tok, packing, vocab_size=cfg.vocab_size)
+        return autodiff.value_and_grad(lambda p: model.loss(p, batch, cfg, balance=state)[0])(p)
+
+    rows, flat = gradient(tok), gradient(tok.reshape(1, 18))
+    scale = max(float(g.abs().max()) for g in tree.leaves(rows))
+    assert_close_trees(flat, rows, rtol=0, atol=1e-12 * scale)
+
+
 def test_later_tokens_do_not_reach_earlier_ones():
     cfg = small.config()
     p, tok = small.weights(cfg), small.tokens(1, 20)
@@ -238,6 +255,50 @@ def test_remat_changes_no_bit_and_keeps_decisions():
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(grads_r), strict=True))
     by_transform = torch.func.grad(_loss(cfg, tok, remat="layer"))(p)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(by_transform), strict=True))
+
+
+def _peak(f):
+    gc.collect()
+    with live_bytes() as live:
+        f()
+    return live.peak
+
+
+def test_remat_per_layer_holds_one_layer_and_the_stream():
+    """Gradients, one stream of [B T D] per layer and 1.3 of the largest layer's own peak; without remat a multiple."""
+    num_layers, width, size = 6, 32, (2, 32)
+    attention = dataclasses.replace(small.config().full_attention.attn, hidden_size=width)
+    cfg = small.config(
+        hidden_size=width,
+        num_layers=num_layers,
+        full_attention_layers=(1, 5),
+        kda=dataclasses.replace(small.config().kda, hidden_size=width),
+        full_attention=dsa.Config(attention, indexer.Config(width, 8, num_heads=2, head_dim=4), topk=4),
+        dense=mlp.Config(width, 24),
+        moe=dataclasses.replace(small.config().moe, hidden_size=width),
+        residual=attn_res.Config(block_size=4, query_std=0.1),
+    )
+    p = small.weights(cfg, torch.float32)
+
+    def of_layer(i):
+        bias = torch.zeros(cfg.moe.num_experts) if i else ()
+        x = torch.randn(*size, width)
+        carry = attn_res.Carry(x, (x.clone(),) if i else ())
+        out, pull = autodiff.vjp(
+            lambda p, carry: block.apply(p, carry, model.layer_configs(cfg)[i], bias=bias)[0], p.layers[i], carry
+        )
+        pull(tree.map(torch.ones_like, out))
+
+    own = max(_peak(lambda i=i: of_layer(i)) for i in range(3))  # dense with KDA, MoE with DSA, MoE with KDA
+    gradients = sum(w.nbytes for w in tree.leaves(p))
+    bound = gradients + num_layers * math.prod(size) * width * 4 + 1.3 * own
+    tok = small.tokens(*size)
+    with_remat, without = (
+        _peak(lambda remat=remat: autodiff.value_and_grad(_loss(cfg, tok, remat=remat))(p))
+        for remat in ("layer", "none")
+    )
+    assert with_remat <= bound
+    assert without > 1.5 * bound
 
 
 def test_per_sample_gradients_over_packings():
@@ -316,6 +377,21 @@ def test_no_valid_label():
     assert not any(g.any() for g in tree.leaves(grads))
 
 
+@pytest.mark.parametrize("num_labels", [0, 7])
+def test_tokens_without_labels_train_the_indexers_only(num_labels):
+    """D16: no label in a micro-batch, of a step with some and of one with none; queries there are."""
+    cfg = small.config(num_mtp_layers=1)
+    p = small.weights(cfg)
+    batch = model.make_batch(small.tokens(1, 9), vocab_size=cfg.vocab_size)
+    masked = torch.full_like(batch.labels, -100)
+    batch = dataclasses.replace(batch, labels=masked, num_labels=torch.tensor(num_labels))
+    step = autodiff.value_and_grad(lambda p: model.loss(p, batch, cfg, balance=model.init_balance(cfg)), has_aux=True)
+    (value, parts), grads = step(p)
+    torch.testing.assert_close(value, parts.kl.mean() / 9, rtol=1e-14, atol=0)
+    assert value > 0
+    assert all(bool(g.any()) == (".indexer." in path) for path, g in tree.flatten_with_paths(grads))
+
+
 def test_balance_is_an_explicit_output():
     """D24, D25: the state after three steps is what the steps computed; a layer without balancing keeps its bias."""
     cfg, tok = small.config(), small.tokens(2, 12)
@@ -359,8 +435,43 @@ def test_mtp_predicts_the_token_after_the_next():
     assert parts.load.shape[0] == len(model.moe_layers(cfg)) == 4
     without = model.loss(p, batch, dataclasses.replace(cfg, mtp_weight=0.0), balance=state)[0]
     torch.testing.assert_close(value, without + cfg.mtp_weight * parts.mtp / 7, rtol=1e-12, atol=0)
-    unused = [path for path, g in tree.flatten_with_paths(grads.mtp) if not g.any() and "experts" not in path]
-    assert all(".indexer." in path for path in unused)  # the MTP layer's indexer has no loss of its own
+    assert parts.kl.shape == (3,)  # two DSA layers and the MTP layer's, whose indexer learns as theirs do (D11)
+    assert all(g.any() for path, g in tree.flatten_with_paths(grads.mtp) if "experts" not in path)
+    recomputed = autodiff.value_and_grad(lambda p: model.loss(p, batch, cfg, balance=state, remat="layer")[0])(p)
+    assert_close_trees(recomputed, (value, grads), rtol=0, atol=0)
+
+
+def test_mtp_reads_nothing_of_the_next_document():
+    """D06: the first document's terms do not know the second's tokens, though an MTP layer reads one token ahead."""
+    cfg = small.config(num_mtp_layers=1)
+    p, tok, h = small.weights(cfg), small.tokens(1, 9), random.normal(random.key(2), (1, 9, 16), dtype=torch.float64)
+    packing = segments.from_lengths([[5, 3]], 9)
+    layer = mtp.Config(block.Config(cfg.full_attention, cfg.moe, plain_residual.Config()))
+    bias = torch.zeros(cfg.moe.num_experts)
+
+    def hidden(tok):
+        return mtp.apply(p.mtp, h, tok, layer, embed=p.embedding, segments=packing, bias=bias).hidden
+
+    other = tok.clone()
+    other[0, 5:] = (other[0, 5:] + 1) % 19
+    torch.testing.assert_close(hidden(other)[:, :5], hidden(tok)[:, :5], rtol=0, atol=1e-12)
+    alone = mtp.apply(p.mtp, h[:, :5], tok[:, :5], layer, embed=p.embedding, bias=bias).hidden
+    torch.testing.assert_close(alone, hidden(tok)[:, :5], rtol=0, atol=1e-12)
+
+
+def test_an_mtp_layer_may_be_the_only_moe_layer():
+    cfg = small.config(num_dense_layers=4, num_mtp_layers=1)
+    batch = model.make_batch(small.tokens(1, 6), vocab_size=19)
+    parts = model.loss(small.weights(cfg), batch, cfg, balance=model.init_balance(cfg))[1]
+    assert parts.load.sum() == 6 * cfg.moe.top_k
+    assert parts.histogram.shape == (1, cfg.moe.num_experts, router.NUM_BINS)
+
+
+def test_a_dense_model_reports_no_layers():
+    cfg = small.config(num_dense_layers=4)
+    out = model.apply(small.weights(cfg), small.tokens(1, 6), cfg, balance=model.init_balance(cfg))
+    assert out.load.shape == (0, 5)
+    assert out.histogram.shape == (0, 5, router.NUM_BINS)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -373,6 +484,8 @@ def test_mtp_predicts_the_token_after_the_next():
         ({"full_attention_layers": (1, 7)}, "full_attention_layers"),
         ({"num_dense_layers": 9}, "num_dense_layers=9"),
         ({"num_mtp_layers": 2}, "num_mtp_layers=2"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"num_layers": 0}, "num_layers=0"),
     ],
 )
 def test_bad_config(change, words):
@@ -390,6 +503,26 @@ def test_bad_batches():
     empty = segments.Segments(torch.tensor([[1, 1, 3, 3]]), torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="document 2 is empty"):
         model.make_batch(tok, empty, vocab_size=19)
+    with pytest.raises(ValueError, match=r"segments have shape \[1, 4\], the tokens \[B, T\]=\[2, 4\]"):
+        model.make_batch(small.tokens(2, 4), segments.whole(1, 4), vocab_size=19)  # half the queries would be counted
+
+
+def test_bad_arguments():
+    cfg, tok = small.config(), small.tokens(1, 4)
+    p, state = small.weights(cfg), model.init_balance(cfg)
+    with pytest.raises(ValueError, match=r"num_layers=4, but params has 3 layers"):
+        model.apply(dataclasses.replace(p, layers=p.layers[:3]), tok, cfg, balance=state)
+    with pytest.raises(ValueError, match=r"segments have shape \[1, 5\]"):
+        model.apply(p, tok, cfg, balance=state, segments=segments.whole(1, 5))
+    three_heads = dataclasses.replace(cfg.full_attention.attn, num_heads=3)
+    of_three = dataclasses.replace(cfg, full_attention=dataclasses.replace(cfg.full_attention, attn=three_heads))
+    with pytest.raises(ValueError, match=r"mla w_kvb: 16 columns do not divide into num_heads=3 heads of 8"):
+        model.apply(p, tok, of_three, balance=state)
+    odd = dataclasses.replace(cfg, kda=dataclasses.replace(cfg.kda, head_dim=3))
+    with pytest.raises(ValueError, match=r"8 columns do not divide into num_heads=2 heads of 3"):
+        model.apply(p, tok, odd, balance=state)
+    with pytest.raises(ValueError, match=r"router: bias \[4\] for num_experts=5"):
+        model.apply(p, tok, cfg, balance=balance.init(model.moe_layers(cfg), 4))
 
 
 def test_none_leaf():
@@ -397,3 +530,7 @@ def test_none_leaf():
     p = dataclasses.replace(small.weights(cfg), head=None)
     with pytest.raises(ValueError, match="head' is None"):
         autodiff.value_and_grad(lambda p: p.embedding.weight.sum())(p)
+    with pytest.raises(ValueError, match="head' is None"):
+        model.apply(p, small.tokens(1, 4), cfg, balance=model.init_balance(cfg))
+    with pytest.raises(ValueError, match=r"Params\.head is None"):
+        torch.func.grad(lambda p: p.embedding.weight.sum())(p)

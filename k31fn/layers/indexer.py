@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple
 from k31fn import tree
 from k31fn.autodiff import stop_gradient
 from k31fn.kernels.norm import layer_norm
-from k31fn.layers.linear import linear
+from k31fn.layers.linear import linear, split_heads
 from k31fn.params import Constant, Normal, ParamSpec
 from k31fn.precision import upcast
 from k31fn.typing import Float, Leaf, Tensor
@@ -110,7 +110,7 @@ def apply(params: Params[Tensor], x: Float[Tensor, "B T D"], cq: Float[Tensor, "
     x, cq = stop_gradient(x), stop_gradient(cq)
     weight_scale = cfg.num_heads**-0.5 if cfg.weight_scale is None else cfg.weight_scale
     return IndexerOut(
-        q=linear(cq, params.w_q).unflatten(-1, (-1, cfg.head_dim)),
+        q=split_heads(linear(cq, params.w_q), cfg.num_heads, cfg.head_dim, "indexer w_q"),
         k=layer_norm(linear(x, params.w_k), params.k_norm_weight, params.k_norm_bias, cfg.norm_eps),
         w=linear(upcast(x), params.w_w) * weight_scale,
     )

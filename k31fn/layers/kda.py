@@ -27,7 +27,7 @@ from k31fn.kernels.gated_norm import gated_norm
 from k31fn.kernels.kda import MIN_LOG_DECAY, TILE, kda
 from k31fn.kernels.short_conv import short_conv
 from k31fn.layers import short_conv as conv
-from k31fn.layers.linear import linear
+from k31fn.layers.linear import linear, split_heads
 from k31fn.parallel.collectives import psum, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec, SoftplusInverse, Uniform
@@ -211,8 +211,10 @@ def _mix(
 
     def convolved(w: Any, taps: conv.Params[Tensor], before: Tensor | tuple[()]) -> tuple[Tensor, Tensor]:
         projected = linear(x, w)
-        y = short_conv(projected, taps.weight, ids, before)
-        return y.unflatten(-1, (-1, cfg.head_dim)), conv.advance(before, projected, cfg.conv)
+        y = split_heads(
+            short_conv(projected, taps.weight, ids, before), cfg.num_heads, cfg.head_dim, "kda w_q, w_k, w_v"
+        )
+        return y, conv.advance(before, projected, cfg.conv)
 
     before = (state.conv_q, state.conv_k, state.conv_v) if isinstance(state, State) else ((), (), ())
     q, conv_q = convolved(params.w_q, params.conv_q, before[0])
@@ -222,7 +224,7 @@ def _mix(
     beta = torch.sigmoid(upcast(linear(x, params.w_b)))
     q, k = _l2_norm(q, cfg.l2_eps, cfg.head_dim**-0.5), _l2_norm(k, cfg.l2_eps)
     o, s = kda(q, k, v, g, beta, ids, state.s if isinstance(state, State) else ())
-    gate = linear(x, params.w_g).unflatten(-1, (-1, cfg.head_dim))
+    gate = split_heads(linear(x, params.w_g), cfg.num_heads, cfg.head_dim, "kda w_g")
     o = gated_norm(o, gate, pvary(params.o_norm, sh.heads), cfg.norm_eps)
     y = psum(linear(o.flatten(-2), params.w_o), sh.heads)
     return y, State(conv_q, conv_k, conv_v, s)
@@ -230,7 +232,7 @@ def _mix(
 
 def _log_decay(z: Float[Tensor, "B T HK"], params: Params[Tensor], cfg: Config) -> Float[Tensor, "B T H K"]:
     """``g = bound * sigmoid(exp(A_log) (z + dt_bias))`` in float32: a rounded A_log would change the decay's rate."""
-    z = (upcast(z) + upcast(params.dt_bias)).unflatten(-1, (-1, cfg.head_dim))
+    z = split_heads(upcast(z) + upcast(params.dt_bias), cfg.num_heads, cfg.head_dim, "kda w_fb")
     return cfg.gate_lower_bound * torch.sigmoid(upcast(params.A_log).exp()[:, None] * z)
 
 

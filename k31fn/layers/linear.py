@@ -16,7 +16,7 @@ from k31fn.kernels.experts import grouped_matmul
 from k31fn.params import LowRank, Quantized
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["dequantize", "grouped_linear", "linear"]
+__all__ = ["dequantize", "grouped_linear", "linear", "split_heads"]
 
 
 def linear(x: Float[Tensor, "*rows I"], w: Any) -> Float[Tensor, "*rows2 O"]:
@@ -80,7 +80,27 @@ def dequantize(w: Quantized[Tensor], dtype: torch.dtype) -> Float[Tensor, "*expe
     return w.codes.to(dtype) * w.scales.to(dtype).repeat_interleave(rows // groups, dim=-2)
 
 
-def _check_features(name: str, x: Tensor, w: Tensor) -> None:
+def split_heads(
+    x: Float[Tensor, "*rows HK"], num_heads: int, head_dim: int, name: str
+) -> Float[Tensor, "*rows H {head_dim}"]:
+    """The columns of a projection by head; a rank may hold an equal share of the ``num_heads``.
+
+    Raises:
+        ValueError: the columns are not whole heads, or their number does not divide ``num_heads``: the weights are
+            those of another config.
+    """
+    local, rest = divmod(x.shape[-1], head_dim)
+    if rest or not local or num_heads % local:
+        raise ValueError(
+            f"{name}: {x.shape[-1]} columns do not divide into num_heads={num_heads} heads of {head_dim}; the "
+            f"parameters are of another config: {num_heads} heads have {num_heads * head_dim} columns"
+        )
+    return x.unflatten(-1, (local, head_dim))
+
+
+def _check_features(name: str, x: Tensor, w: Any) -> None:
+    if not isinstance(w, Tensor):
+        raise ValueError(f"{name}: the weight is {w!r}; a leaf is a Tensor, Quantized or LowRank, never None")
     if w.ndim < 2 or x.shape[-1] != w.shape[-2]:
         raise ValueError(
             f"{name}: x {list(x.shape)} has {x.shape[-1]} features, the weight [..., in, out]={list(w.shape)} does not "

@@ -22,7 +22,7 @@ import torch
 from k31fn import tree
 from k31fn.kernels.attention import attention
 from k31fn.kernels.norm import rms_norm
-from k31fn.layers.linear import linear
+from k31fn.layers.linear import linear, split_heads
 from k31fn.parallel.collectives import psum, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec
@@ -207,9 +207,10 @@ def project(
     if isinstance(state, State):
         c = torch.cat([state.c, c.to(state.c.dtype)], dim=1)
         kr = torch.cat([state.kr, kr.to(state.kr.dtype)], dim=1)
-    kv = linear(pvary(c, sh.heads), params.w_kvb).unflatten(-1, (-1, cfg.qk_nope_head_dim + cfg.v_head_dim))
+    kv = linear(pvary(c, sh.heads), params.w_kvb)
+    kv = split_heads(kv, cfg.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim, "mla w_kvb")
     k, v = kv.split([cfg.qk_nope_head_dim, cfg.v_head_dim], dim=-1)
-    q = q.unflatten(-1, (-1, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim))
+    q = split_heads(q, cfg.num_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim, "mla w_qb")
     return cq, Heads(q, k, pvary(kr, sh.heads), v), State(c, kr)
 
 

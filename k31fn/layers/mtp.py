@@ -6,8 +6,8 @@ For the trunk's state ``h_t`` and the next token's embedding ``e_{t+1}``::
     y_t = RMSNorm_out(Layer(u)_t),   scored by the shared head against token t + 2
 
 as in DeepSeek-V3 (arXiv 2412.19437, section 2.2) and the public loaders of K3. The layer has a plain residual: it
-stands behind the trunk's final mix, outside of the AttnRes blocks. The last token of a document sees another
-document's embedding; it has no label.
+stands behind the trunk's final mix, outside of the AttnRes blocks. ``e_{t+1}`` is zero for the last token of a
+document, which has no label.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from k31fn.layers.linear import linear
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
 from k31fn.segments import Segments
-from k31fn.typing import Float, Int, Leaf
+from k31fn.typing import Bool, Float, Int, Leaf
 
 __all__ = ["Config", "Output", "Params", "apply", "labels", "specs"]
 
@@ -92,10 +92,18 @@ def apply(
     """
     vocab = embedding.Config(embed.weight.shape[0], cfg.layer.hidden_size)
     following = embedding.apply(embed, torch.roll(tokens, -1, dims=1), vocab, sh=sh)
+    following = torch.where(_has_next(tokens, segments)[..., None], following, 0)
     e = norm.apply(params.embedding_norm, following, _norm(cfg))
     u = linear(torch.cat([e, norm.apply(params.hidden_norm, h, _norm(cfg))], dim=-1), params.w_join)
     y, aux = block.apply(params.layer, plain_residual.start(u), cfg.layer, segments=segments, bias=bias, sh=sh)
     return Output(norm.apply(params.final_norm, plain_residual.finish((), y, plain_residual.Config()), _norm(cfg)), aux)
+
+
+def _has_next(tokens: Int[Tensor, "B T"], segments: Segments | None) -> Bool[Tensor, "B T"]:
+    """Whether the token after a token belongs to its document."""
+    ids = torch.ones_like(tokens) if segments is None else segments.ids
+    following = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
+    return (ids == following) & (ids > 0)
 
 
 def labels(next_labels: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:

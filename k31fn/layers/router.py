@@ -23,9 +23,11 @@ from k31fn.precision import upcast
 from k31fn.segments import Segments
 from k31fn.typing import Bool, Float, Int, Leaf, Tensor
 
-__all__ = ["Config", "Params", "Routing", "apply", "specs"]
+__all__ = ["NUM_BINS", "Config", "Params", "Routing", "apply", "specs"]
 
 NUM_BINS = 1000
+"""Of the histogram of required biases."""
+
 _TINY = 1e-20  # K3's guard of the renormalisation
 
 
@@ -102,8 +104,16 @@ def apply(
     Args:
         bias: of each expert, added for the choice only.
         segments: None: no padding.
+
+    Raises:
+        ValueError: the bias is of another number of experts.
     """
     del sh
+    if bias.shape[-1] != cfg.num_experts:
+        raise ValueError(
+            f"router: bias {list(bias.shape)} for num_experts={cfg.num_experts}; it is the balance state of another "
+            "config: take that of model.init_balance(cfg) or of the checkpoint of this model"
+        )
     scores = torch.sigmoid(linear(upcast(x), params.weight))
     valid = torch.ones_like(x[..., 0], dtype=torch.bool) if segments is None else segments.ids > 0
     topk_idx, load, histogram = decision("router", _choose, scores, bias, valid, cfg)

@@ -3,7 +3,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from k31fn import autodiff, tree
-from k31fn.layers.linear import dequantize, grouped_linear, linear
+from k31fn.layers.linear import dequantize, grouped_linear, linear, split_heads
 from k31fn.params import LowRank, Quantized
 
 IN, OUT, RANK, EXPERTS = 12, 10, 2, 3
@@ -111,3 +111,19 @@ def test_linear_refuses_forward_mode():
     x, w = torch.randn(3, IN), torch.randn(IN, OUT)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="reverse-mode only"):
         linear(x, w)
+
+
+def test_a_weight_that_is_no_leaf_is_refused():
+    with pytest.raises(ValueError, match="linear: the weight is None"):
+        linear(torch.ones(2, 3), None)
+
+
+def test_columns_split_into_whole_heads_of_an_equal_share():
+    x = torch.arange(12.0)[None]
+    assert torch.equal(split_heads(x, 3, 4, "w"), x.view(1, 3, 4))
+    assert split_heads(x, 6, 4, "w").shape == (1, 3, 4)  # half of six heads, as a rank of two holds them
+    for num_heads, head_dim in ((3, 5), (4, 4), (2, 4), (1, 24)):
+        with pytest.raises(
+            ValueError, match=rf"w: 12 columns do not divide into num_heads={num_heads} heads of {head_dim}"
+        ):
+            split_heads(x, num_heads, head_dim, "w")
