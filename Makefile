@@ -6,11 +6,13 @@ STAMP  := $(VENV)/.k31fn-installed
 # ARGS is passed to pytest: make test ARGS='-k kda -x'
 ARGS   ?=
 
-# One thread per process: the suite is parallel over processes, and thread counts change nothing but speed.
-export OMP_NUM_THREADS = 1
+# One thread per test process: the suite is parallel over processes. Training takes all cores; waiting threads sleep,
+# since spinning ones make a loaded machine many times slower.
+test test-slow: export OMP_NUM_THREADS = 1
+export OMP_WAIT_POLICY = PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env lint types imports test test-slow format clean
+.PHONY: help env train lint types imports test test-slow format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +37,10 @@ imports: env ## the import rule (import-linter)
 
 test: lint types imports ## everything but slow tests, at most 12 minutes; ARGS='-k kda' passes options to pytest
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 --durations-min 2 -m "not slow" $(ARGS)
+
+train: env ## train a small K3.1 on real text to the end: curve, samples, checkpoints (ARGS='--steps 300')
+	$(BIN)/python train.py configs/tiny.py $(ARGS)
+	$(BIN)/python -m k31fn.sample runs/tiny --count 3 --save
 
 test-slow: env ## the slow tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)

@@ -48,7 +48,7 @@ def train() -> Recipe:
         model=model(),
         data=data.Config(path="stdlib"),
         optimizer=Optimizer(kind="muon", peak_lr=5e-3, warmup_steps=20),
-        steps=1500,
+        steps=1000,
         batch_size=4,
         length=256,
     )

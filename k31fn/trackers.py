@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,20 +36,43 @@ class NoTracker:
 
 
 class TensorBoard:
-    """Writes TensorBoard events; make one with :func:`tensorboard`."""
+    """Writes TensorBoard events; make one with :func:`tensorboard`.
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    Raises:
+        OSError: the events cannot be written, such as on a full disk; from any method, perhaps later than the event.
+    """
+
+    def __init__(self, make_writer: Callable[[str], Any], directory: Path) -> None:
+        self._directory = directory
+        self._uncaught = threading.excepthook
+        threading.excepthook = self._of_thread
+        with self._naming_the_directory():
+            self._writer = make_writer(str(directory))
 
     def log(self, step: int, record: Mapping[str, Any]) -> None:
         """One scalar per number; infinite and NaN values stay, TensorBoard shows them as such."""
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer.add_scalar(name, value, step)
+        with self._naming_the_directory():
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                    self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Writes out what is still held."""
-        self._writer.close()
+        with self._naming_the_directory():
+            self._writer.close()
+        threading.excepthook = self._uncaught
+
+    @contextlib.contextmanager
+    def _naming_the_directory(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._directory)) from error
+
+    def _of_thread(self, args: Any) -> None:
+        """The writer's thread keeps what went wrong for the next call to raise; its traceback would add nothing."""
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            self._uncaught(args)
 
 
 def tensorboard(directory: str | Path, *, warn: Callable[[str], object], resumed_at: int | None = None) -> Tracker:
@@ -64,4 +90,5 @@ def tensorboard(directory: str | Path, *, warn: Callable[[str], object], resumed
     except ImportError as error:
         warn(f"no TensorBoard events: {error}; pip install 'k31fn[train]' adds them")
         return NoTracker()
-    return TensorBoard(SummaryWriter(str(directory), purge_step=resumed_at, flush_secs=10))
+    writer = functools.partial(SummaryWriter, purge_step=resumed_at, flush_secs=10)
+    return TensorBoard(writer, Path(directory))

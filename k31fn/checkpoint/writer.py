@@ -22,6 +22,7 @@ or died, the writer finishes what it was asked to do and exits. It is started wi
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import hashlib
 import importlib
@@ -215,6 +216,12 @@ def _one_line(error: BaseException, most: int = 300) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def _cause(error: BaseException) -> str:
+    """What went wrong; of a full disk only that, where tensorstore says a paragraph."""
+    full = os.strerror(errno.ENOSPC)
+    return full if full in str(error) else f"{type(error).__name__}: {_one_line(error, 700)}"
+
+
 def _checkpointer() -> Any:
     """Not compressed: random mantissas shrink by 8% and take three times as long."""
     import orbax.checkpoint as ocp
@@ -259,7 +266,7 @@ def main(options: str) -> int:
             _OPERATIONS[request.pop("op")](directory, buffer, keep, **request)
         except Exception as error:  # the other process says what it means
             damaged = isinstance(error, DamagedError)
-            text = _one_line(error, 800) if damaged else f"{type(error).__name__}: {_one_line(error, 700)}"
+            text = _one_line(error, 800) if damaged else _cause(error)
             answer = {"error": text, "damaged": damaged}
         with contextlib.suppress(BrokenPipeError):  # the training process is gone; stdin ends next
             os.write(answers, json.dumps(answer, ensure_ascii=False).encode() + b"\n")

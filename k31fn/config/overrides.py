@@ -18,8 +18,8 @@ def override(config: _T, args: Sequence[str], *, prog: str, description: str = "
 
     Where a field allows several classes (attention, residual), the config's own class stays and its fields can be set.
     A field declared with ``field(metadata={"flat": True})`` adds its own fields without its name before them.
-    ``--help`` in ``args`` prints every field with its value and exits. An unknown or mistyped field prints what is wrong
-    and the nearest names, and exits with status 2.
+    ``--help`` in ``args`` prints every field with its value and exits. An unknown or mistyped field prints what is
+    wrong and the nearest names, and exits with status 2.
 
     Raises:
         ValueError: a value that the config refuses.

@@ -129,7 +129,8 @@ class Recipe:
         if self.batch_size % self.micro_batches:
             divisors = [d for d in range(1, self.batch_size + 1) if self.batch_size % d == 0]
             raise ValueError(
-                f"micro_batches={self.micro_batches} does not divide batch_size={self.batch_size}; use one of {divisors}"
+                f"micro_batches={self.micro_batches} does not divide batch_size={self.batch_size}; "
+                f"use one of {divisors}"
             )
         if self.trainable == "indexer" and not isinstance(self.model.full_attention, dsa.Config):
             raise ValueError("trainable='indexer': model.full_attention has no indexer; make it a dsa.Config")

@@ -1,0 +1,1 @@
+"""Short, tested examples; the README shows them."""

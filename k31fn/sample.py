@@ -1,0 +1,197 @@
+"""Text from a trained run: ``python -m k31fn.sample RUN --prompt "def "``.
+
+Decodes token by token with the model's functional state. A run's ``config.json`` and newest checkpoint are all that is
+read; no code of the run is executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from k31fn import balance, data, device, model, random, trainer
+from k31fn.checkpoint import Checkpointer, CheckpointError
+from k31fn.config import Recipe
+from k31fn.trainer import folder
+from k31fn.typing import Float, Int
+
+__all__ = ["choose", "generate", "load", "main"]
+
+
+def load(run: Path, *, where: torch.device) -> tuple[Recipe, model.Params[Tensor], balance.State]:
+    """Recipe, parameters and router biases of a run's newest checkpoint.
+
+    Raises:
+        ValueError: it is no run folder, or has no complete checkpoint.
+        CheckpointError: the checkpoint is damaged.
+    """
+    recipe = folder.recipe_of(run)
+    with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
+        step = checkpoints.latest()
+        if step is None:
+            raise ValueError(f"{run} has no complete checkpoint yet; train it first")
+        state = trainer.abstract_state(recipe)
+        wanted = {"params": state.params, "balance": state.balance}
+        restored = checkpoints.restore(step, wanted, partial=True, device=where)
+    return recipe, restored["params"], restored["balance"]
+
+
+def choose(
+    logits: Float[Tensor, "B Z"], key: Int[Tensor, "2"], *, temperature: float = 1.0, top_p: float = 1.0
+) -> Int[Tensor, "B"]:
+    """A token per row: the most likely one at temperature 0, else drawn from softmax(logits / temperature).
+
+    Only the fewest tokens, most likely first, whose probabilities add up to at least ``top_p`` are drawn from. A row's
+    draw depends on its number and not on the other rows.
+
+    Raises:
+        ValueError: ``temperature`` is negative or ``top_p`` outside (0, 1].
+    """
+    if not temperature >= 0 or not 0 < top_p <= 1:
+        raise ValueError(f"temperature={temperature} must be at least 0 and top_p={top_p} in (0, 1]")
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    scaled = logits.to(torch.float64) / temperature
+    probs, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
+    upto = probs.cumsum(dim=-1)
+    kept = 1 + (upto[:, :-1] < top_p).sum(dim=-1, keepdim=True)
+    mass = upto.gather(-1, kept - 1)
+    point = random.uniform(key, (len(logits), 1), dtype=torch.float64) * mass
+    place = (upto <= point).sum(dim=-1, keepdim=True)
+    return order.gather(-1, torch.minimum(place, kept - 1)).squeeze(-1)
+
+
+@torch.no_grad()
+def generate(
+    params: model.Params[Tensor],
+    cfg: model.Config,
+    state: balance.State,
+    prompt: Int[Tensor, "B T"],
+    *,
+    num_tokens: int,
+    key: Int[Tensor, "2"],
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    end_token: int = -1,
+    emit: Callable[[Tensor], object] = lambda tokens: None,
+) -> Int[Tensor, "B N"]:
+    """The tokens after each prompt, N = ``num_tokens`` or fewer.
+
+    The prompt is read in one call, then one token at a time: both extend the same decoding state.
+
+    Args:
+        params: the model's parameters; their dtype is that of the decoding.
+        cfg: the model's config.
+        state: the routers' biases.
+        prompt: one document per row, all of one length.
+        num_tokens: how many at most.
+        key: of the draws; the same key gives the same tokens.
+        temperature: see :func:`choose`.
+        top_p: see :func:`choose`.
+        end_token: a row that has drawn it repeats it; ends when all rows have. None is -1.
+        emit: gets each column ``[B]`` as it is drawn.
+
+    Raises:
+        ValueError: an empty prompt, or a number out of its range.
+    """
+    if prompt.shape[1] < 1 or num_tokens < 1:
+        raise ValueError(f"prompt of {prompt.shape[1]} tokens, num_tokens={num_tokens}: both must be at least 1")
+    decoding = model.init_state(cfg, len(prompt), dtype=params.head.dtype, device=prompt.device)
+    tokens, drawn = prompt, []
+    ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    for i in range(num_tokens):
+        scores, decoding = model.extend(params, tokens, cfg, decoding, balance=state)
+        chosen = choose(scores[:, -1], random.fold_in(key, i), temperature=temperature, top_p=top_p)
+        chosen = torch.where(ended, end_token, chosen)
+        ended = chosen == end_token
+        emit(chosen)
+        drawn.append(chosen)
+        if end_token >= 0 and bool(ended.all()):
+            break
+        tokens = chosen[:, None]
+    return torch.stack(drawn, dim=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a prompt and what the model makes of it, token by token; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        "python -m k31fn.sample", description="Text from a trained run, up to the end of the document.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    where = "run folder such as runs/tiny/20260101-120000, or a folder of runs such as runs/tiny: the newest of them"
+    parser.add_argument("run", type=Path, metavar="RUN", help=where)
+    parser.add_argument("--prompt", default="def ", help="text to go on with")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens to draw, at most")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
+    parser.add_argument("--top-p", type=float, default=0.95, help="draw from the most likely tokens of this mass")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same text")
+    parser.add_argument("--count", type=int, default=1, help="samples, of seeds SEED, SEED + 1, ...")
+    parser.add_argument("--save", action="store_true", help="write them to RUN/samples.txt too")
+    parser.add_argument("--device", default="", help="cpu, cuda, npu; if empty, the best of this machine")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; a small model's decoding gains from none")
+    args = parser.parse_args(argv)
+    try:
+        _run(args)
+    except (ValueError, OSError, CheckpointError) as error:
+        print(f"sample: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print()
+        return 130
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.count < 1:
+        raise ValueError(f"count={args.count} must be at least 1")
+    if args.threads < 1:
+        raise ValueError(f"threads={args.threads} must be at least 1")
+    torch.set_num_threads(args.threads)
+    where = device.parse(args.device) if args.device else device.default()
+    keys = [random.key(args.seed + i, device=where) for i in range(args.count)]
+    run = folder.resolve(args.run)
+    recipe, params, state = load(run, where=where)
+    texts = []
+    for i, key in enumerate(keys):
+        if args.count > 1:
+            print(f"--- seed {args.seed + i}")
+        texts.append(_print_sample(args, key, recipe, params, state))
+    if args.save:
+        file = run / "samples.txt"
+        heads = (f"--- seed {args.seed + i}" for i in range(args.count))
+        folder.write(file, "".join(f"{head}\n{text}\n" for head, text in zip(heads, texts, strict=True)))
+        print(f"samples: {file}")
+
+
+def _print_sample(
+    args: argparse.Namespace, key: Tensor, recipe: Recipe, params: model.Params[Tensor], state: balance.State
+) -> str:
+    """Prints a sample as it is drawn; returns it with its prompt."""
+    tokenizer = data.ByteTokenizer()
+    prompt = torch.from_numpy(tokenizer.encode(args.prompt).astype("int64"))[None].to(key.device)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in several tokens
+    shown: list[str] = []
+
+    def show(tokens: Tensor) -> None:
+        # The prompt is shown with the first token, when all arguments have proved right.
+        text = ("" if shown else args.prompt) + decoder.decode(tokenizer.decode_bytes(tokens.cpu()))
+        shown.append(text)
+        print(text, end="", flush=True)
+
+    generate(
+        params, recipe.model, state, prompt, num_tokens=args.tokens, key=key, temperature=args.temperature,
+        top_p=args.top_p, end_token=tokenizer.end_token, emit=show,
+    )  # fmt: skip
+    shown.append(decoder.decode(b"", final=True))
+    print(shown[-1])
+    return "".join(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

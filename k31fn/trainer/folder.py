@@ -1,0 +1,120 @@
+"""Run folders: ``runs/<name>/<time>/``.
+
+A run writes ``config.json``, ``metrics.jsonl``, ``loss.png``, ``checkpoints/`` and ``events/`` (TensorBoard) there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from k31fn.config import Recipe, load_recipe, to_dict
+
+__all__ = ["CONFIG", "new", "newest", "open_existing", "recipe_of", "resolve", "write"]
+
+CONFIG = "config.json"
+
+
+def new(root: Path, recipe: Recipe) -> Path:
+    """A new folder for a run of ``recipe``, with its ``config.json``.
+
+    Raises:
+        OSError: it cannot be made or written; nothing of it is left then.
+    """
+    parent = root / recipe.name
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    names = itertools.chain([stamp], (f"{stamp}-{n}" for n in itertools.count(1)))
+    folder = next(parent / name for name in names if _made(parent / name))
+    try:
+        write(folder / CONFIG, json.dumps(to_dict(recipe), indent=2) + "\n")
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def newest(root: Path, recipe: Recipe) -> Path | None:
+    """The newest run of the recipe's name, or None.
+
+    Raises:
+        ValueError: it belongs to another recipe; names the fields.
+    """
+    runs = _runs(root / recipe.name)
+    return open_existing(runs[-1], recipe) if runs else None
+
+
+def open_existing(folder: Path, recipe: Recipe) -> Path:
+    """``folder`` if it is a run of ``recipe``.
+
+    Raises:
+        ValueError: it is no run folder, or belongs to another recipe; names the fields.
+    """
+    saved = recipe_of(folder)
+    if saved != recipe:
+        fields = _differences("", to_dict(saved), to_dict(recipe))
+        raise ValueError(
+            f"{folder} belongs to another config: {'; '.join(fields[:6])}{' ...' if len(fields) > 6 else ''}; "
+            f"{folder / CONFIG} alone goes on with it, a config file without --resume starts a new run"
+        )
+    return folder
+
+
+def recipe_of(folder: Path) -> Recipe:
+    """The recipe that a run wrote down.
+
+    Raises:
+        ValueError: ``folder`` is no run folder, or its ``config.json`` does not load.
+    """
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is not a run folder: it has no {CONFIG}")
+    return load_recipe(folder / CONFIG)
+
+
+def _made(folder: Path) -> bool:
+    """Whether the folder is new: another run may take a name at the same moment."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def resolve(path: Path) -> Path:
+    """``path`` if it is a run folder; if it is a folder of runs, the newest of them.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if (path / CONFIG).is_file():
+        return path
+    runs = _runs(path)
+    if not runs:
+        raise ValueError(f"{path} is neither a run folder nor a folder of runs: there is no {CONFIG}")
+    return runs[-1]
+
+
+def write(file: Path, text: str) -> None:
+    """Writes ``text`` to a temporary file and renames it to ``file``."""
+    temporary = file.with_name(file.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, file)
+
+
+def _runs(folder: Path) -> list[Path]:
+    """The run folders in a folder, oldest first."""
+    found = [p.parent for p in folder.glob(f"*/{CONFIG}")]
+    return sorted(found, key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)])  # 10 comes after 9
+
+
+def _differences(at: str, there: Any, here: Any) -> list[str]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        names = [*there, *(n for n in here if n not in there)]
+        return [d for n in names for d in _differences(f"{at}.{n}" if at else n, there.get(n), here.get(n))]
+    return [] if there == here else [f"{at} is {there!r} there, {here!r} here"]

@@ -1,0 +1,124 @@
+"""What a run records of its steps, without making a step wait for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from k31fn import metrics, trackers
+from k31fn.trainer.console import View
+from k31fn.trainer.step import Metrics
+
+__all__ = ["MAX_NON_FINITE", "Log", "NonFiniteError"]
+
+MAX_NON_FINITE = 3
+
+
+class NonFiniteError(RuntimeError):
+    """Several steps in a row were not finite; none of them changed the parameters."""
+
+
+class _Pending(NamedTuple):
+    """A step whose numbers are perhaps still on the device."""
+
+    step: int
+    read: Callable[[], list[float]]
+    lr: float
+    tokens_per_second: float
+
+
+class Log:
+    """Writes the numbers of a step when the next one has been queued, so that the device always has work."""
+
+    def __init__(self, file: Path, tracker: trackers.Tracker, view: View) -> None:
+        self._file = file
+        self._tracker = tracker
+        self._view = view
+        self._pending: _Pending | None = None
+        self._clock = time.perf_counter()
+        self._non_finite = 0
+
+    def push(self, step: int, numbers: Metrics, lr: float, tokens: int) -> None:
+        """Keeps a step that has been queued, and writes the one before.
+
+        Raises:
+            NonFiniteError: the one before was the last of several in a row that were not finite.
+            OSError: the file cannot be written.
+        """
+        read = _to_host(torch.stack(numbers))
+        before, values = self._pending, self._pending.read() if self._pending else []
+        now = time.perf_counter()  # the step before has ended: from push to push it is a step's time
+        self._pending = _Pending(step, read, lr, tokens / (now - self._clock))
+        self._clock = now
+        if before:
+            self._write_step(before, values)
+            self._check(before.step)
+
+    def flush(self) -> None:
+        """Writes the step that is kept, if there is one.
+
+        Raises:
+            NonFiniteError: as :meth:`push`.
+            OSError: the file cannot be written.
+        """
+        if self._pending:
+            last, self._pending = self._pending, None
+            self._write_step(last, last.read())
+            self._check(last.step)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """A record to the file and to the tracker."""
+        metrics.append(self._file, record)
+        self._tracker.log(record["step"], record)
+
+    def restart_clock(self) -> None:
+        """Leaves what was done since the last step (an evaluation) out of tokens per second."""
+        self._clock = time.perf_counter()
+
+    def _write_step(self, pending: _Pending, numbers: list[float]) -> None:
+        values = dict(zip(Metrics._fields, numbers, strict=True))
+        record: dict[str, Any] = {
+            "step": pending.step,
+            "train/loss": values["loss"],
+            "train/indexer_kl": values["indexer_kl"],
+            "grad_norm": values["grad_norm"],
+            "lr": pending.lr,
+            "tokens_per_second": pending.tokens_per_second,
+            "moe/load_max_over_mean": values["load_max_over_mean"],
+            "skipped": int(values["skipped"]),
+        }
+        self.write(record)
+        self._view.step(record)
+        if values["skipped"]:
+            reason = (
+                "a gradient or the loss was not finite" if values["non_finite"] else "it had no label to learn from"
+            )
+            self._view.note(f"step {pending.step} skipped: {reason}; nothing was changed")
+        self._non_finite = self._non_finite + 1 if values["non_finite"] else 0
+
+    def _check(self, step: int) -> None:
+        if self._non_finite >= MAX_NON_FINITE:
+            raise NonFiniteError(
+                f"{MAX_NON_FINITE} steps in a row up to step {step} were not finite and changed nothing; lower "
+                "optimizer.peak_lr, or look at the text"
+            )
+
+
+def _to_host(x: Tensor) -> Callable[[], list[float]]:
+    """Starts copying ``x`` to the host, behind the work queued so far and no later work; the result waits for it."""
+    if x.is_cpu:
+        return x.tolist
+    copy = x.to("cpu", non_blocking=True)
+    copied = torch.Event(device=x.device)
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return copy.tolist()
+
+    return read

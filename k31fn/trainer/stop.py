@@ -1,0 +1,35 @@
+"""Ending a run from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["Stop"]
+
+
+class Stop:
+    """Set by SIGINT (Ctrl-C) and SIGTERM while a run goes on: it ends after the step under way, saved.
+
+    Attributes:
+        signal: name of the signal that came; empty before.
+    """
+
+    def __init__(self) -> None:
+        self.signal = ""
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """Listens in the block; a second signal of the same kind acts as it did before."""
+        self._previous = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number).name
+        signal.signal(number, self._previous[signal.Signals(number)])

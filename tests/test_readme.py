@@ -1,0 +1,24 @@
+"""The README's first example runs, and what it names exists."""
+
+import re
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_first_example_runs(capsys):
+    example = README.split("```python\n")[1].split("```")[0]
+    assert len(example.strip().splitlines()) <= 20
+    exec(compile(example, "README.md", "exec"), {})
+    assert "torch.Size([2, 64, 64])" in capsys.readouterr().out
+
+
+def test_links_and_commands_exist():
+    root = Path(__file__).parents[1]
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (root / target).exists(), target
+    for module in re.findall(r"python -m (k31fn[\w.]*)", README):
+        assert (root / (module.replace(".", "/") + ".py")).exists(), module
+    makefile = (root / "Makefile").read_text(encoding="utf-8")
+    for goal in re.findall(r"^make (\S+)", README, flags=re.MULTILINE):
+        assert re.search(rf"^{goal}:", makefile, flags=re.MULTILINE), goal

@@ -1,0 +1,249 @@
+"""Runs from end to end through the command line's ``main``: ends of every kind, and going on bit for bit."""
+
+import contextlib
+import itertools
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from k31fn import data, model, trainer
+from k31fn.trainer import run
+from tests.trainer import runs
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@pytest.fixture(scope="session")
+def config(text, tmp_path_factory):
+    """A config file; a run of it makes 10 steps, of two micro-batches each."""
+    recipe = runs.recipe(text, micro_batches=2)
+    return runs.write_config(tmp_path_factory.mktemp("config") / "small.py", recipe)
+
+
+@pytest.fixture(scope="module")
+def straight(config, tmp_path_factory):
+    """A run of 10 steps that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert trainer.main([config, "--runs", str(folder)]) == 0
+    return runs.only_run(folder)
+
+
+@pytest.fixture
+def no_plot(monkeypatch):
+    monkeypatch.setattr(run.plot, "save_loss_plot", lambda folder: None)
+
+
+def during_step(monkeypatch, step, action):
+    """Calls ``action`` when the rows of a step are read."""
+    read = data.Dataset.batch_at
+
+    def batch_at(self, number):
+        if number == step:
+            action()
+        return read(self, number)
+
+    monkeypatch.setattr(data.Dataset, "batch_at", batch_at)
+
+
+def during_evaluation(monkeypatch, done, action):
+    score = run.heldout_loss
+
+    def scored(recipe, state, *args, **kwargs):
+        if int(state.step) == done:
+            action()
+        return score(recipe, state, *args, **kwargs)
+
+    monkeypatch.setattr(run, "heldout_loss", scored)
+
+
+def same_run(a, b):
+    assert runs.saved(a, 10) == runs.saved(b, 10)
+    assert runs.records(a) == runs.records(b)
+    return True
+
+
+def test_what_a_run_leaves(straight):
+    assert {p.name for p in straight.iterdir()} == {"config.json", "metrics.jsonl", "loss.png", "checkpoints", "events"}
+    records = runs.records(straight)
+    steps = [r for r in records if "train/loss" in r]
+    assert [r["step"] for r in steps] == list(range(10))
+    names = {"step", "train/loss", "train/indexer_kl", "grad_norm", "lr", "moe/load_max_over_mean", "skipped"}
+    assert all(set(r) == names for r in steps)
+    assert [r["step"] for r in records if "heldout/loss" in r] == [3, 7, 9]
+    assert records[-1].keys() == {"step", "heldout/ngram4_loss"}
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"] - 1
+    assert [s for s in (3, 6, 9, 10) if runs.saved(straight, s)] == [3, 6, 9, 10]
+    assert any(p.name.startswith("events.out.tfevents") for p in (straight / "events").iterdir())
+
+
+def test_the_balance_is_saved(straight):
+    """Case D24: the biases of the step, not the initial zeros."""
+    zeros = runs.saved_digest(torch.zeros(1, 5))
+    after3, after6 = (runs.saved(straight, s, "balance")["balance.bias"] for s in (3, 6))
+    assert len({zeros, after3, after6}) == 3
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_ended_by_signals_it_goes_on_by_the_printed_command(config, straight, tmp_path, monkeypatch, capsys):
+    """In a step, in one after which a checkpoint is due, and in evaluations, which are then made again."""
+    arguments = [config, "--runs", str(tmp_path)]
+    done = 0
+    for number, when, at, then in [
+        (signal.SIGTERM, during_step, 4, 5),
+        (signal.SIGINT, during_step, 5, 6),
+        (signal.SIGINT, during_evaluation, 8, 8),
+        (signal.SIGTERM, during_evaluation, 10, 10),
+    ]:
+        with monkeypatch.context() as patch:
+            when(patch, at, lambda number=number: os.kill(os.getpid(), number))
+            handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+            assert trainer.main(arguments) == 0
+            assert handlers == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+        lines = capsys.readouterr().out.splitlines()
+        assert (f"goes on after step {done - 1}" in lines) == (done > 0)
+        assert lines[-2] == f"stopped by {number.name} after {then} steps, saved; to go on:"
+        python, script, *arguments = shlex.split(lines[-1])
+        assert os.path.samefile(python, sys.executable)
+        assert (script, arguments) == ("train.py", [str(runs.only_run(tmp_path) / "config.json")])
+        assert [r["step"] for r in runs.records(runs.only_run(tmp_path)) if "train/loss" in r] == list(range(then))
+        done = then
+    assert trainer.main(arguments) == 0
+    assert "all steps are done" in capsys.readouterr().out
+    assert same_run(runs.only_run(tmp_path), straight)
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_killed_between_checkpoints(config, straight, tmp_path):
+    """What was after the last checkpoint is done again, and its records are written once."""
+    command = [sys.executable, "train.py", config, "--runs", str(tmp_path)]
+    with subprocess.Popen(command, cwd=runs.REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("step     7/10"):
+                process.kill()
+                break
+    folder = runs.only_run(tmp_path)
+    assert not (folder / "checkpoints" / "10").exists()
+    assert trainer.main([config, "--runs", str(tmp_path), "--resume", "auto"]) == 0
+    assert same_run(folder, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_any_moment(config, straight, tmp_path):
+    """Training process and writer together, again and again, until the run is through."""
+    command = [
+        sys.executable,
+        "train.py",
+        config,
+        "--runs",
+        str(tmp_path),
+        "--resume",
+        "auto",
+        "--checkpoint-every",
+        "1",
+    ]
+    newest = kills = 0
+    for attempt in range(60):
+        process = subprocess.Popen(command, cwd=runs.REPOSITORY, stdout=subprocess.PIPE, text=True)
+        shown = 0
+        for line in process.stdout:
+            shown += line.startswith("step ")
+            if shown > 2 + attempt % 3:
+                for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(child), signal.SIGKILL)
+                process.kill()
+                kills += 1
+                break
+        process.stdout.close()
+        if process.wait() == 0:
+            break
+        steps = [int(p.name) for p in (runs.only_run(tmp_path) / "checkpoints").iterdir() if p.name.isdecimal()]
+        assert max(steps, default=0) >= newest
+        newest = max(steps, default=0)
+    assert kills > 2
+    assert runs.saved(runs.only_run(tmp_path), 10) == runs.saved(straight, 10)
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_a_complete_run_says_so_and_is_left_alone(straight, capsys):
+    before = (straight / "metrics.jsonl").read_bytes()
+    checkpoints = sorted(os.listdir(straight / "checkpoints"))
+    assert trainer.main([str(straight / "config.json")]) == 0
+    out = capsys.readouterr().out
+    assert "all steps are done" in out
+    recorded = [r["heldout/loss"] for r in runs.records(straight) if "heldout/loss" in r][-1]
+    assert f"held-out loss {recorded:.4f} nats per byte" in out
+    assert (straight / "metrics.jsonl").read_bytes() == before
+    assert sorted(os.listdir(straight / "checkpoints")) == checkpoints
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_a_second_ctrl_c_breaks_off_a_step(config, tmp_path, monkeypatch, capsys):
+    """The state that the step was writing into is not saved."""
+    with monkeypatch.context() as patch:
+        calls, loss = [], model.loss
+
+        def interrupted(*args, **kwargs):
+            calls.append(0)
+            if len(calls) == 9:  # the fifth step's first micro-batch
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+            return loss(*args, **kwargs)
+
+        patch.setattr(model, "loss", interrupted)
+        assert trainer.main([config, "--runs", str(tmp_path)]) == 130
+    captured = capsys.readouterr()
+    assert captured.err == "train.py: interrupted\n"
+    assert sorted(os.listdir(runs.only_run(tmp_path) / "checkpoints")) == [".lock", "3"]
+
+
+class TestNonFinite:
+    @pytest.fixture
+    def harmed(self, monkeypatch):
+        """Makes the loss of these steps infinite, by their second micro-batch."""
+
+        def harm(numbers):
+            loss, calls = model.loss, itertools.count()
+
+            def sometimes(*args, **kwargs):
+                total, parts = loss(*args, **kwargs)
+                step, micro = divmod(next(calls), 2)
+                return (total * float("inf") if micro and step in numbers else total), parts
+
+            monkeypatch.setattr(model, "loss", sometimes)
+
+        return harm
+
+    @pytest.mark.usefixtures("no_plot")
+    def test_three_in_a_row_stop_the_run_with_the_last_good_state(
+        self, config, straight, tmp_path, monkeypatch, capsys, harmed
+    ):
+        harmed(range(3, 10))
+        assert trainer.main([config, "--runs", str(tmp_path)]) == 1
+        captured = capsys.readouterr()
+        assert captured.err.startswith("train.py: 3 steps in a row up to step 5 were not finite")
+        assert "step 4 skipped: a gradient or the loss was not finite" in captured.out
+        folder = runs.only_run(tmp_path)
+        for part in ("params", "balance", "opt_state"):
+            assert runs.saved(folder, 6, part) == runs.saved(straight, 3, part)
+        assert [r["step"] for r in runs.records(folder) if "train/loss" in r] == list(range(6))
+        monkeypatch.undo()
+        assert trainer.main([str(folder / "config.json")]) == 0
+        assert "goes on after step 5" in capsys.readouterr().out
+
+    @pytest.mark.usefixtures("no_plot")
+    def test_two_in_a_row_do_not_but_the_last_three_do(self, config, tmp_path, capsys, harmed):
+        harmed({2, 3, 5, 7, 8, 9})
+        assert trainer.main([config, "--runs", str(tmp_path)]) == 1
+        assert capsys.readouterr().out.count("skipped: a gradient or the loss") == 6
+        folder = runs.only_run(tmp_path)
+        skipped = [r["skipped"] for r in runs.records(folder) if "skipped" in r]
+        assert skipped == [0, 0, 1, 1, 0, 1, 0, 1, 1, 1]
+        assert runs.saved(folder, 10, "params") == runs.saved(folder, 9, "params")
