@@ -13,6 +13,13 @@ def test_first_example_runs(capsys):
     assert "torch.Size([2, 64, 64])" in capsys.readouterr().out
 
 
+def test_sharding_example_runs(capsys):
+    example = README.split("## Sharding")[1].split("```python\n")[1].split("```")[0]
+    exec(compile(example, "README.md", "exec"), {})
+    simulated, threads = (line.split() for line in capsys.readouterr().out.strip().splitlines())
+    assert simulated[1:] == threads[1:]
+
+
 def test_links_and_commands_exist():
     root = Path(__file__).parents[1]
     for target in re.findall(r"\]\(([^)#:]+)\)", README):

@@ -9,7 +9,7 @@ import jaxtyping
 import pytest
 import torch
 
-from k31fn import balance, config, data, model, random, sample, trainer
+from k31fn import balance, config, data, model, random, sample, trainer, tree
 from k31fn.checkpoint import Checkpointer, DamagedCheckpointError
 from k31fn.trainer import folder
 from tests import small
@@ -173,7 +173,8 @@ def once_loaded(run):
 @pytest.fixture
 def loaded(once_loaded, monkeypatch):
     """Loads the run once for many tests: a reader of checkpoints takes a second to start."""
-    monkeypatch.setattr(sample, "load", lambda *args, **kwargs: once_loaded)
+    recipe, *state = once_loaded
+    monkeypatch.setattr(sample, "load", lambda run, *, where: (recipe, *tree.map(lambda x: x.to(where), state)))
 
 
 @needs_orbax

@@ -1,1 +1,80 @@
-"""Sharding annotations and named-axis collectives."""
+"""Parallelism: meshes, partition specs and named-axis collectives.
+
+    mesh = Mesh(fsdp=2, tp=2)
+
+    def layer(axes, params, x):                     # one rank's arrays
+        return mlp.apply(params, x, cfg, sh=Sharding(mlp=axes.tp))
+
+    specs = partition(mlp.specs(cfg), AxisRules(spread=()), mesh)
+    y = shard_map(layer, mesh, (specs, P("fsdp")), P("fsdp"))(params, x)
+
+* :class:`Mesh`, :class:`MeshAxes`: the ranks and the views of them.
+* :class:`P`, :class:`AxisRules`, :func:`partition`: how trees of arrays are split.
+* :class:`Sharding`: what a layer takes as ``sh``.
+* :func:`shard_map` and :mod:`~k31fn.parallel.collectives`: functions of one rank's arrays, in one process or many.
+* :func:`start`, :func:`wait`: collectives that overlap with what runs between.
+* :func:`record_collectives`, :func:`check_invariance`: what tests ask.
+"""
+
+from k31fn.parallel.collectives import (
+    all_gather,
+    all_gather_invariant,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pmax,
+    ppermute,
+    pslice,
+    psum,
+    psum_scatter,
+    pvary,
+    ragged_all_to_all,
+)
+from k31fn.parallel.mesh import Mesh, MeshAxes
+from k31fn.parallel.overlap import Pending, start, wait
+from k31fn.parallel.partition import AxisRules, P, local_shape, partition, tile, tiles
+from k31fn.parallel.processes import axes_of_process, exchange_json, start_processes, stop_processes
+from k31fn.parallel.record import Event, Record, check_invariance, note_event, record_collectives
+from k31fn.parallel.shard_map import shard_map
+from k31fn.parallel.sharding import UNSHARDED, Axis, Sharding
+from k31fn.parallel.threads import each_rank
+
+__all__ = [
+    "UNSHARDED",
+    "Axis",
+    "AxisRules",
+    "Event",
+    "Mesh",
+    "MeshAxes",
+    "P",
+    "Pending",
+    "Record",
+    "Sharding",
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "axes_of_process",
+    "axis_index",
+    "axis_size",
+    "check_invariance",
+    "each_rank",
+    "exchange_json",
+    "local_shape",
+    "note_event",
+    "partition",
+    "pmax",
+    "ppermute",
+    "pslice",
+    "psum",
+    "psum_scatter",
+    "pvary",
+    "ragged_all_to_all",
+    "record_collectives",
+    "shard_map",
+    "start",
+    "start_processes",
+    "stop_processes",
+    "tile",
+    "tiles",
+    "wait",
+]

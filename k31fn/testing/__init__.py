@@ -3,6 +3,8 @@
 * :func:`check_grads`: gradients, first and second, against finite differences.
 * :func:`assert_close_trees`: two trees of tensors, the worst leaf named first.
 * :func:`assert_op_matches`: an implementation of an operator against its reference.
+* :func:`assert_sharded_equals_dense`: a function of one rank's arrays, on a mesh, against one device.
+* :func:`spawn_ranks`: processes of a gloo group to run it on.
 * :func:`live_bytes`: peak memory of live tensors, on any device.
 
 Everything raises ``AssertionError`` for a wrong number and ``ValueError`` for a wrong call.
@@ -11,13 +13,19 @@ Everything raises ``AssertionError`` for a wrong number and ``ValueError`` for a
 from k31fn.testing.gradients import check_grads
 from k31fn.testing.memory import Largest, LiveBytes, live_bytes
 from k31fn.testing.operators import assert_op_matches
+from k31fn.testing.ranks import Ranks, spawn_ranks
+from k31fn.testing.sharded import ShardedReport, assert_sharded_equals_dense
 from k31fn.testing.trees import assert_close_trees
 
 __all__ = [
     "Largest",
     "LiveBytes",
+    "Ranks",
+    "ShardedReport",
     "assert_close_trees",
     "assert_op_matches",
+    "assert_sharded_equals_dense",
     "check_grads",
     "live_bytes",
+    "spawn_ranks",
 ]

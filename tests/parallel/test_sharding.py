@@ -7,6 +7,7 @@ import torch
 from torch.func import grad, vmap
 
 from k31fn.parallel.collectives import psum, pvary
+from k31fn.parallel.mesh import Mesh
 from k31fn.parallel.sharding import UNSHARDED, Axis, Sharding
 
 
@@ -42,6 +43,11 @@ def test_a_collective_over_one_rank_is_an_identity(collective, axis):
 
 
 @pytest.mark.parametrize("collective", [psum, pvary])
-def test_a_collective_over_more_ranks_is_refused(collective):
-    with pytest.raises(ValueError, match=f"{collective.__name__} over axis 'tp' of size 2: only one rank"):
+def test_an_axis_that_is_bound_to_no_ranks_is_refused(collective):
+    with pytest.raises(ValueError, match=f"{collective.__name__} over axis 'tp' of size 2: not bound to ranks"):
         collective(torch.ones(2), Axis("tp", 2))
+
+
+def test_a_tuple_of_axes_is_split_too():
+    axes = Mesh(fsdp=4, tp=2, ep=4).axes()
+    assert Sharding(experts=axes.ep, heads=axes.cp).axes() == {"experts": axes.ep}

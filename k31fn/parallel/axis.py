@@ -1,0 +1,77 @@
+"""Mesh axes as objects, and what a collective over them asks of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+__all__ = ["Axis", "Axes", "Channel", "Host", "active"]  # noqa: RUF022 (by subject)
+
+
+@runtime_checkable
+class Channel(Protocol):
+    """The ranks that one tuple of axes spans, seen from one of them."""
+
+    size: int
+    index: int
+
+    def start(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
+        """Issues ``op`` on plain tensors; the function returned waits for the result."""
+        ...
+
+
+@runtime_checkable
+class Host(Protocol):
+    """What a backend ties an axis to: a token per axis (the simulated mesh) or channels (threads, process groups)."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Atomic axes of the mesh, outermost first."""
+        ...
+
+    def token(self, name: str) -> Tensor | None:
+        """The rank's index as a tensor that is batched over exactly this axis; None if ranks are real."""
+        ...
+
+    def channel(self, names: tuple[str, ...]) -> Channel:
+        """The channel over these axes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named mesh axis of ``size`` ranks. An axis in a ``Sharding`` is an object, never a name to look up.
+
+    Attributes:
+        name: of the atomic axis.
+        size: number of ranks.
+        host: what :func:`k31fn.parallel.shard_map` bound it to; None outside of it, where no collective can run.
+    """
+
+    name: str
+    size: int
+    host: Host | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"Axis({self.name!r}).size={self.size}: an axis has at least one rank")
+
+
+Axes = Axis | tuple[Axis, ...]
+"""What a collective goes over: an axis, or a tuple of atomic axes in the mesh's order; ``()`` is one rank."""
+
+
+def active(axes: Axes) -> tuple[Axis, ...]:
+    """The axes of more than one rank.
+
+    Raises:
+        ValueError: an axis named twice.
+    """
+    some = tuple(a for a in (axes if isinstance(axes, tuple) else (axes,)) if a.size > 1)
+    names = [a.name for a in some]
+    if len(set(names)) != len(names):
+        raise ValueError(f"axes {names}: an axis is named twice; name each once, in the mesh's order")
+    return some

@@ -1,0 +1,173 @@
+"""Ranks as processes: gloo, NCCL or HCCL, as ``k31fn.device`` says.
+
+Groups are made when a tuple of axes is first used, by its members only. Nothing but tensors travels: Python values go
+as JSON bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from k31fn import device as devices
+from k31fn.parallel.axis import Axes
+from k31fn.parallel.collectives import all_gather
+from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
+
+__all__ = ["axes_of_process", "exchange_json", "start_processes", "stop_processes"]
+
+
+def start_processes(device_type: str, *, timeout: float | int = 600.0) -> None:
+    """Joins the process group that ``torchrun`` (or its environment variables) describes.
+
+    Args:
+        device_type: ``cpu``, ``cuda`` or ``npu``; decides the backend.
+        timeout: seconds after which a collective that a rank does not join raises.
+    """
+    backend = devices.process_group_backend(device_type)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+
+
+def stop_processes() -> None:
+    """Leaves the process group."""
+    dist.destroy_process_group()
+
+
+def axes_of_process(mesh: Mesh) -> tuple[MeshAxes, Coordinate]:
+    """The mesh's axes bound to this process, and its coordinate.
+
+    Raises:
+        ValueError: the mesh does not have as many ranks as there are processes.
+    """
+    mesh.check_world(dist.get_world_size())
+    host = _Host(mesh, tuple(a.name for a in mesh.axes().atoms))
+    return mesh.axes(host), mesh.coordinate(dist.get_rank())
+
+
+def exchange_json(value: Any, axis: Axes, *, device: torch.device | str = "cpu") -> list[Any]:
+    """What each rank of ``axis`` passed, in rank order; any JSON value, sent as bytes. For threads as well.
+
+    Args:
+        value: of this rank.
+        axis: over which; all its ranks must call.
+        device: on which the bytes travel: that of the process group's backend.
+    """
+    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    sizes = all_gather(torch.tensor([data.numel()], device=device), axis).tolist()
+    padded = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))
+    rows = all_gather(padded[None], axis)
+    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+
+@dataclass(eq=False)
+class _Host:
+    mesh: Mesh
+    names: tuple[str, ...]
+    channels: dict[tuple[str, ...], _Channel] = field(default_factory=dict)
+
+    def token(self, name: str) -> Tensor | None:
+        return None
+
+    def channel(self, names: tuple[str, ...]) -> _Channel:
+        if names not in self.channels:
+            me = dist.get_rank()
+            mine = self.mesh.coordinate(me)
+            others = [n for n in self.names if n not in names]
+            ranks = [r for r, c in enumerate(self.mesh.coordinates()) if all(c[n] == mine[n] for n in others)]
+            group: Any = dist.new_group(ranks, use_local_synchronization=True) if others else dist.group.WORLD
+            self.channels[names] = _Channel(group, len(ranks), ranks.index(me), f"over {names} on rank {me} at {mine}")
+        return self.channels[names]
+
+
+# torch 2.13 renames these; the old names, all that 2.11 has, warn there
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(eq=False)
+class _Channel:
+    group: Any
+    size: int
+    index: int
+    where: str  # for messages
+
+    def start(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
+        with self._named(op):
+            finish = self._issue(op, x.detach().contiguous(), kw)
+
+        def named() -> Tensor:
+            with self._named(op):
+                return finish()
+
+        return named
+
+    @contextlib.contextmanager
+    def _named(self, op: str) -> Iterator[None]:
+        """The backend's errors (a timeout, a lost peer) say which collective it was, and on which rank."""
+        try:
+            yield
+        except RuntimeError as e:
+            e.add_note(f"in {op} {self.where}")
+            raise
+
+    def _issue(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
+        match op:
+            case "psum" | "pmax":
+                y = x.clone()
+                kind = dist.ReduceOp.SUM if op == "psum" else dist.ReduceOp.MAX
+                return _then(dist.all_reduce(y, kind, group=self.group, async_op=True), lambda: y)
+            case "all_gather" | "all_gather_invariant":
+                return self._all_gather(x, kw["dim"])
+            case "psum_scatter":
+                return self._psum_scatter(x, kw["dim"])
+            case "pslice":
+                part = x.chunk(self.size, kw["dim"])[self.index].clone()
+                return lambda: part
+            case "all_to_all":
+                parts = torch.stack(x.chunk(self.size, kw["split"]))
+                y = torch.empty_like(parts)
+                work = dist.all_to_all_single(y, parts, group=self.group, async_op=True)
+                return _then(work, lambda: torch.cat(y.unbind(0), kw["concat"]))
+            case "ragged_all_to_all":
+                y = x.new_empty(sum(kw["recv"]), *x.shape[1:])
+                sizes = list(kw["recv"]), list(kw["send"])
+                return _then(dist.all_to_all_single(y, x, *sizes, group=self.group, async_op=True), lambda: y)
+            case "ppermute":
+                return self._ppermute(x, kw["perm"])
+            case _:
+                raise ValueError(f"{op} over process groups: no such collective")
+
+    def _all_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        y = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        work = _gather(y, x, group=self.group, async_op=True)
+        return _then(work, lambda: y if dim == 0 else torch.cat(y.chunk(self.size), dim))
+
+    def _psum_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        parts = x if dim == 0 else torch.cat(x.chunk(self.size, dim))
+        y = parts.new_empty(parts.shape[0] // self.size, *parts.shape[1:])
+        return _then(_reduce_scatter(y, parts, group=self.group, async_op=True), lambda: y)
+
+    def _ppermute(self, x: Tensor, perm: tuple[tuple[int, int], ...]) -> Callable[[], Tensor]:
+        targets, sources = ([b for a, b in perm if a == self.index], [a for a, b in perm if b == self.index])
+        flat = x.flatten() if targets else x.new_empty(0)
+        y = torch.empty_like(x) if sources else torch.zeros_like(x)
+        received = y.flatten() if sources else x.new_empty(0)
+        recv, send = ([x.numel() if r in some else 0 for r in range(self.size)] for some in (sources, targets))
+        work = dist.all_to_all_single(received, flat, recv, send, group=self.group, async_op=True)
+        return _then(work, lambda: received.view(x.shape) if sources else y)
+
+
+def _then(work: Any, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def finish() -> Tensor:
+        work.wait()
+        return result()
+
+    return finish

@@ -1,0 +1,35 @@
+"""One rank of :func:`k31fn.testing.ranks.spawn_ranks`: reads the folders of jobs from stdin and runs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from k31fn.parallel import start_processes
+from k31fn.testing.ranks import answer, perform, write_tensors
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs jobs until stdin closes."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    start_processes("cpu", timeout=float(sys.argv[1]))
+    for line in sys.stdin:
+        job = Path(line.strip())
+        try:
+            tensors, value = perform(job)
+        except Exception:
+            answer(job, rank, {"error": traceback.format_exc()})
+        else:
+            write_tensors(tensors, job / f"out.{rank}.safetensors")
+            answer(job, rank, {"value": value})
+
+
+if __name__ == "__main__":
+    main()
