@@ -20,7 +20,7 @@ class View:
     """Prints to standard output; in a terminal the lines scroll above a progress bar."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False, soft_wrap=True, emoji=False)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

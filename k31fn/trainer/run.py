@@ -123,16 +123,18 @@ class _Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Saves what is not saved. An error that ends the block stays the one that is seen; others are notes of it."""
+        """Saves what is not saved, whatever else fails; the first error is the one that is seen, others its notes."""
         self._view.end()
+        first = error
         for end in (self._log.flush, self.save, self._tracker.close):
             try:
                 end()
             except (NonFiniteError, CheckpointError, OSError) as another:
-                if error is None:
-                    raise
-                if str(another) not in (str(error), *getattr(error, "__notes__", ())):
-                    error.add_note(str(another))
+                first = first or another
+                if str(another) not in (str(first), *getattr(first, "__notes__", ())):
+                    first.add_note(str(another))
+        if first is not None and error is None:
+            raise first
 
     def steps(self, stop: Stop) -> None:
         """All steps that remain, with what happens between them; ends early after a signal."""
@@ -142,19 +144,20 @@ class _Run:
             if self.done and self.done % recipe.eval_every == 0 and self.done not in self._scored:
                 self._evaluate_some(stop)
                 continue
-            step, state, self.state = self.done, self.state, None
             lr = optim.warmup_cosine(
-                step,
+                self.done,
                 peak=o.peak_lr,
                 num_steps=recipe.steps,
                 warmup_steps=min(o.warmup_steps, recipe.steps),
                 final_fraction=o.final_fraction,
             )
-            rows = self._corpus.dataset.batch_at(step)
-            assert state is not None
-            self.state, numbers = step_fn(state, make_batches(recipe, rows, self._device), lr)
-            self.done = step + 1
-            self._log.push(step, numbers, lr, rows.tokens.numel())
+            rows = self._corpus.dataset.batch_at(self.done)
+            batches = make_batches(recipe, rows, self._device)
+            assert self.state is not None
+            state, self.state = self.state, None
+            self.state, numbers = step_fn(state, batches, lr)
+            self.done += 1
+            self._log.push(self.done - 1, numbers, lr, rows.tokens.numel())
             if self.done % recipe.checkpoint_every == 0 or self.done == recipe.steps:
                 self._log.flush()  # a step in a checkpoint is not made again: its record must be there
                 self.save()

@@ -245,8 +245,10 @@ def small_disk(tmp_path):
         (700_000, "checkpoints", r"\[3(, 6)?\]"),
     ],
 )
-def test_a_full_disk(config, small_disk, capsys, monkeypatch, room, file, complete):
+def test_a_full_disk(small_disk, tmp_path, capsys, monkeypatch, room, file, complete):
     monkeypatch.setattr(run.plot, "save_loss_plot", lambda folder: None)
+    text = runs.write_text(tmp_path / "text")
+    config = runs.write_config(tmp_path / "small.py", runs.recipe(text))
     filler = small_disk / "filler"
     filler.write_bytes(bytes(2**21 - room))
     assert trainer.main([config, "--runs", str(small_disk)]) == 1
@@ -260,5 +262,8 @@ def test_a_full_disk(config, small_disk, capsys, monkeypatch, room, file, comple
     if complete:
         assert re.search(f"complete steps: {complete}", err)
     filler.unlink()
+    (text / "more.txt").write_text("x = 3")
     assert trainer.main([str(where / "config.json")]) == 0  # with room again
+    changed = f"the text of data.path={str(text)!r} has changed since the checkpoint"
+    assert (changed in capsys.readouterr().out) == (complete.startswith("\\["))
     assert [r["step"] for r in runs.records(where) if "train/loss" in r] == list(range(10))
