@@ -6,10 +6,8 @@ STAMP  := $(VENV)/.k31fn-installed
 # ARGS is passed to pytest: make test ARGS='-k kda -x'
 ARGS   ?=
 
-# One thread per test process: the suite is parallel over processes. Training takes all cores; waiting threads sleep,
-# since spinning ones make a loaded machine many times slower.
+# One thread per test process: the suite is parallel over processes. Training takes all cores.
 test test-slow: export OMP_NUM_THREADS = 1
-export OMP_WAIT_POLICY = PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help env train lint types imports test test-slow format clean

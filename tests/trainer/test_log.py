@@ -80,6 +80,7 @@ def test_what_could_not_be_written_does_not_hide_the_next(log, tmp_path, monkeyp
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_on_cuda_nothing_waits(log, tmp_path, text):
     """torch raises at any operation that waits. The ragged expert product reads its sizes, so the other one runs."""
     device = torch.device("cuda")
