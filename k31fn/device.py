@@ -49,7 +49,8 @@ def keep_heap(device: torch.device) -> None:
     """Lets the C allocator keep memory that tensors on the CPU freed, for the whole process; nothing for other devices.
 
     By default glibc gives each temporary of half a megabyte back to the system, and the next one faults its pages in
-    again: 5 to 10% of the step of configs/tiny.py on two cores. Elsewhere than on glibc this does nothing.
+    again: 8 to 10% of the loss and gradient of configs/tiny.py (two paired runs, one thread, medians). Elsewhere than
+    on glibc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if device.type == "cpu" and mallopt is not None:
