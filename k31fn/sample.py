@@ -79,6 +79,7 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     end_token: int = -1,
+    vocab_size: int | None = None,
     emit: Callable[[Tensor], object] = lambda tokens: None,
 ) -> Int[Tensor, "B N"]:
     """The tokens after each prompt, N = ``num_tokens`` or fewer.
@@ -95,6 +96,7 @@ def generate(
         temperature: see :func:`choose`.
         top_p: see :func:`choose`.
         end_token: a row that has drawn it repeats it; ends when all rows have. None is -1.
+        vocab_size: only tokens below it are drawn; None: all that the head has, which may be padded.
         emit: gets each column ``[B]`` as it is drawn.
 
     Raises:
@@ -107,7 +109,7 @@ def generate(
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     for i in range(num_tokens):
         scores, decoding = model.extend(params, tokens, cfg, decoding, balance=state)
-        chosen = choose(scores[:, -1], random.fold_in(key, i), temperature=temperature, top_p=top_p)
+        chosen = choose(scores[:, -1, :vocab_size], random.fold_in(key, i), temperature=temperature, top_p=top_p)
         chosen = torch.where(ended, end_token, chosen)
         ended = chosen == end_token
         emit(chosen)
@@ -186,7 +188,7 @@ def _print_sample(
 
     generate(
         params, recipe.model, state, prompt, num_tokens=args.tokens, key=key, temperature=args.temperature,
-        top_p=args.top_p, end_token=tokenizer.end_token, emit=show,
+        top_p=args.top_p, end_token=tokenizer.end_token, vocab_size=tokenizer.vocab_size, emit=show,
     )  # fmt: skip
     shown.append(decoder.decode(b"", final=True))
     print(shown[-1])

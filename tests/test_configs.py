@@ -57,7 +57,7 @@ def test_reduced(cfgs):
 def test_tiny(cfgs):
     cfg = cfgs["tiny"]
     assert 1.1e6 < params.count(model.specs(cfg)) < 1.3e6
-    assert cfg.vocab_size == 257
+    assert cfg.vocab_size == 264
     assert (cfg.num_layers, cfg.full_attention_layers) == (4, (3,))
     assert isinstance(cfg.full_attention, dsa.Config)
     assert cfg.full_attention.topk == 64  # below the 256 tokens that it trains on

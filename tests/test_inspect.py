@@ -60,7 +60,7 @@ def test_active_by_definition():
     cfg = config.load(CONFIGS / "tiny.py")
     few = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, num_experts=2, top_k=1))
     router_rows = 3 * 128 * (8 - 2)
-    assert inspect.summarise(cfg).active == params.count(model.specs(few)) - 257 * 128 + router_rows
+    assert inspect.summarise(cfg).active == params.count(model.specs(few)) - 264 * 128 + router_rows
 
 
 def test_bytes_against_tensors():
@@ -87,7 +87,7 @@ def test_frozen_weights_have_no_state(monkeypatch):
     frozen = dataclasses.replace(specs.head, tags=frozenset({"frozen"}))
     monkeypatch.setattr(model, "specs", lambda _: dataclasses.replace(specs, head=frozen))
     after = inspect.summarise(cfg)
-    size = 257 * 128
+    size = 264 * 128
     assert before.gradient_bytes - after.gradient_bytes == 4 * size
     assert before.adamw_bytes - after.adamw_bytes == before.muon_bytes - after.muon_bytes == 12 * size
     assert after.weight_bytes == before.weight_bytes

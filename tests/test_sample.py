@@ -142,6 +142,13 @@ class TestGenerate:
         alone = sample.generate(weights, cfg, state, prompt[:1], num_tokens=12, key=random.key(1), end_token=end)
         assert alone.shape[1] == free[0].tolist().index(end) + 1
 
+    def test_padded_rows_of_the_vocabulary_are_never_drawn(self, parts):
+        weights, cfg, state = parts
+        prompt = small.tokens(3, 4) % 5
+        few = {"num_tokens": 12, "key": random.key(1), "temperature": 5.0}
+        assert sample.generate(weights, cfg, state, prompt, **few).amax() >= 5
+        assert sample.generate(weights, cfg, state, prompt, vocab_size=5, **few).amax() < 5
+
     def test_bad_calls(self, parts):
         for prompt, num_tokens in ((small.tokens(1, 3)[:, :0], 2), (small.tokens(1, 3), 0)):
             with pytest.raises(ValueError, match="both must be at least 1"):
