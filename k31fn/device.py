@@ -21,6 +21,7 @@ __all__ = [
     "keep_heap",
     "memory_allocated",
     "num_cores",
+    "of_rank",
     "parse",
     "peak_memory",
     "peak_rates",
@@ -29,7 +30,8 @@ __all__ = [
     "synchronize",
 ]
 
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "cpu:gloo,npu:hccl"}
+# Beside the device's own, gloo: for what ranks agree on and exchange on the host, without waiting for the device.
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
 class PeakRates(NamedTuple):
@@ -76,6 +78,24 @@ def parse(name: str) -> torch.device:
     if not count or (colon and int(index) >= count):
         raise ValueError(f"device={name!r} is not on this machine ({count} of kind {kind!r}); use '{default()}'")
     return torch.device(name)  # for an NPU, torch knows the name since _count imported torch_npu
+
+
+def of_rank(device: torch.device, local_rank: int) -> torch.device:
+    """The device of one of this machine's processes, made the current one: ``cuda:3`` of ``cuda``; the CPU is shared.
+
+    Raises:
+        ValueError: ``device`` has an index already, or the machine has too few.
+    """
+    if device.type == "cpu":
+        return device
+    count = _count(device.type)
+    if str(device) != device.type or local_rank >= count:
+        raise ValueError(
+            f"device='{device}' for process {local_rank} of this machine, which has {count} of kind {device.type!r}: "
+            f"name the kind alone, and start at most {count} processes on it"
+        )
+    _module(device.type).set_device(local_rank)
+    return torch.device(device.type, local_rank)
 
 
 def synchronize(device: torch.device) -> None:

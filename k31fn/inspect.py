@@ -7,24 +7,29 @@ Everything comes from the specs; no weight is allocated. Counting rules:
 * Weights in the dtype of their spec: bfloat16, and the float32 islands.
 * AdamW keeps a float32 master copy of each bfloat16 weight, and two moments in float32. Muon keeps the master copy and
   one momentum for matrices; the other weights stay with AdamW. Frozen weights have neither.
+
+With a mesh (``--mesh.fsdp 8 --mesh.tp 2``) also what one of its ranks holds, in the dtypes of the trainer, and what it
+sends in a step: :mod:`k31fn.trainer.traffic` runs that rank's step on meta tensors.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from k31fn import config, model, tree
 from k31fn.layers import attn_res, dsa, kda, latent_moe
+from k31fn.parallel import Mesh
 from k31fn.params import ParamSpec
+from k31fn.trainer import traffic
 
-__all__ = ["PARTS", "Summary", "main", "pattern", "render", "summarise"]
+__all__ = ["PARTS", "Summary", "main", "pattern", "render", "render_rank", "summarise"]
 
 # Part of the model by path, the first that fits; {kda} and {full} stand for the numbers of these layers.
 _PARTS = (
@@ -77,8 +82,7 @@ class Summary:
 def summarise(cfg: model.Config) -> Summary:
     """Counts the model that ``cfg`` describes."""
     layers = model.layer_configs(cfg)
-    attention = tuple("KDA" if isinstance(c.attention, kda.Config) else _full(cfg) for c in layers)
-    ffn = tuple("MoE" if isinstance(c.ffn, latent_moe.Config) else "dense" for c in layers)
+    attention, ffn = _layer_kinds(cfg)
     rules = _rules(attention, ffn)
     leaves = tree.flatten_with_paths(model.specs(cfg))
     parts, stored = Counter[str](), Counter[torch.dtype]()
@@ -98,6 +102,12 @@ def summarise(cfg: model.Config) -> Summary:
         adamw_bytes=sum(_optimiser_bytes(spec, moments=2) for spec in trained),
         muon_bytes=sum(_optimiser_bytes(spec, moments=1 if "matrix" in spec.tags else 2) for spec in trained),
     )
+
+
+def _layer_kinds(cfg: model.Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    layers = model.layer_configs(cfg)
+    attention = tuple("KDA" if isinstance(c.attention, kda.Config) else _full(cfg) for c in layers)
+    return attention, tuple("MoE" if isinstance(c.ffn, latent_moe.Config) else "dense" for c in layers)
 
 
 def _full(cfg: model.Config) -> str:
@@ -188,17 +198,144 @@ def _bytes(size: int) -> str:
     return f"{size / 1e3:,.2f} kB"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the summary of a config file; returns the exit status, 2 if there is no such config."""
-    parser = argparse.ArgumentParser(prog="python -m k31fn.inspect", description="what a config's model consists of")
-    parser.add_argument("config", help="a Python file that defines model(), such as configs/k31_pro.py")
-    path = parser.parse_args(arguments).config
+def render_rank(recipe: config.Recipe) -> str:
+    """What one rank of the recipe's mesh holds and sends in a step, as a table of text."""
+    mesh = recipe.mesh
+    ranks = [traffic.held(recipe, i) for i in range(mesh.pp)]
+    most = max(range(mesh.pp), key=lambda i: sum(x.weight + x.gradient + x.optimizer for x in ranks[i]))
+    sizes = " x ".join(f"{name} {n}" for name, n in dataclasses.asdict(mesh).items() if n > 1 and name != "ep")
+    lines = [
+        f"mesh        {sizes or 'one rank'} = {mesh.world_size} ranks" + (f", ep {mesh.ep}" if mesh.ep > 1 else "")
+    ]
+    stage = f" of stage rank {most}, which holds most" if mesh.pp > 1 else ""
+    lines += [
+        "",
+        f"{f'bytes of a rank{stage}':<42}{'weights':>12}{'gradients':>12}{recipe.optimizer.kind + ' state':>14}",
+    ]
+    lines += _bytes_by_part(recipe.model, ranks[most])
+    lines += ["", "parts of the weights, one layer of each kind"]
+    lines += _shapes(recipe.model, ranks[most])
+    pieces = "1 micro-batch" if recipe.micro_batches == 1 else f"{recipe.micro_batches} micro-batches"
+    step = f"{recipe.batch_size} x {recipe.length} tokens, {pieces}, {recipe.compute}, remat {recipe.remat}"
+    lines += ["", f"sent by a rank in a step of {step}, balanced routes"]
+    found = traffic.volumes(recipe)
+    busiest = max(range(mesh.pp), key=lambda i: found[i].nbytes.total())
+    if mesh.pp > 1:
+        lines.append(f"  (stage rank {busiest}, which sends most)")
+    lines += _sent(found[busiest])
+    return "\n".join(lines)
+
+
+def _bytes_by_part(cfg: model.Config, rank: Sequence[traffic.Held]) -> list[str]:
+    attention, ffn = _layer_kinds(cfg)
+    rules = _rules(attention, ffn)
+    sums: dict[str, Counter[str]] = {}
+    for x in rank:
+        for part in (_part(x.path, rules), "total"):
+            sums.setdefault(part, Counter()).update(weight=x.weight, gradient=x.gradient, optimizer=x.optimizer)
+    order = [p for p in (*PARTS, "total") if p in sums]
+    return [
+        f"  {part:<40}" + "".join(f"{_bytes(sums[part][k]):>{w}}" for k, w in zip(_COLUMNS, (12, 12, 14), strict=True))
+        for part in order
+    ]
+
+
+_COLUMNS = ("weight", "gradient", "optimizer")
+
+
+def _shapes(cfg: model.Config, rank: Sequence[traffic.Held]) -> list[str]:
+    """A line per weight, of the first layer of each kind that the rank has."""
+    attention, ffn = _layer_kinds(cfg)
+    seen: dict[tuple[str, str], int] = {}
+    lines = []
+    for x in rank:
+        number = re.match(r"layers\.(\d+)\.", x.path)
+        if number:
+            i = int(number[1])
+            if seen.setdefault((attention[i], ffn[i]), i) != i:
+                continue
+        split = ", ".join("*".join(dim) or "-" for dim in x.axes)
+        lines.append(f"  {x.path:<40}{list(x.shape)!s:>22} -> {list(x.part)!s:<22} ({split})")
+    return lines
+
+
+def _sent(volume: traffic.Volume) -> list[str]:
+    keys = sorted((k for k in volume.calls if volume.calls[k]), key=lambda k: -volume.nbytes[k])
+    lines = [
+        f"  {kind:<22}{' x '.join(axes):<28}{volume.calls[kind, axes]:>9,} calls{_bytes(volume.nbytes[kind, axes]):>14}"
+        for kind, axes in keys
+    ]
+    return lines or ["  nothing"]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """A mesh, and the step that is run on it.
+
+    Attributes:
+        mesh: ranks of each view.
+        pipeline: schedule of ``mesh.pp``.
+        batch_size: rows of a step; 0: the recipe's, or one per data rank and micro-batch.
+        length: tokens of a row; 0: the recipe's, or 8192.
+        micro_batches: pieces of a step; 0: the recipe's, or one per rank of the pipeline.
+        compute: dtype of activations; if empty, the recipe's, or bfloat16.
+        optimizer: muon or adamw; if empty, the recipe's, or muon.
+    """
+
+    mesh: Mesh = field(default_factory=Mesh)
+    pipeline: config.Pipeline = field(default_factory=config.Pipeline)
+    batch_size: int = 0
+    length: int = 0
+    micro_batches: int = 0
+    compute: str = ""
+    optimizer: str = ""
+
+
+def _recipe(path: str, cfg: model.Config, options: _Options) -> config.Recipe:
+    """The step that the options describe, of the config's recipe if it has one."""
+    o = options
     try:
-        cfg = config.load(path)
-    except ValueError as e:
+        base = config.load_recipe(path)
+    except ValueError:  # a config of a model alone
+        micro_batches = o.micro_batches or o.mesh.pp
+        rows = o.mesh.dp * o.mesh.fsdp * micro_batches
+        base = config.Recipe("inspect", cfg, batch_size=rows, length=8192, compute="bfloat16", remat="layer")
+    optimizer = dataclasses.replace(base.optimizer, kind=o.optimizer or base.optimizer.kind)
+    return dataclasses.replace(
+        base,
+        mesh=o.mesh,
+        pipeline=o.pipeline,
+        batch_size=o.batch_size or base.batch_size,
+        length=o.length or base.length,
+        micro_batches=o.micro_batches or (o.mesh.pp if base.name == "inspect" else base.micro_batches),
+        compute=o.compute or base.compute,
+        optimizer=optimizer,
+    )
+
+
+_USAGE = """usage: python -m k31fn.inspect CONFIG [--mesh.fsdp 8 --mesh.tp 2 ...]
+
+CONFIG is a Python file that defines model(), such as configs/k31_pro.py; with --help after it, all options are listed.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the summary of a config file; returns the exit status, 2 if there is no such config or mesh."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    if not args or args[0].startswith("-"):
+        print(_USAGE, end="", file=sys.stderr)
+        return 0 if args and args[0] in ("-h", "--help") else 2
+    try:
+        cfg = config.load(args[0])
+        options = config.override(_Options(), args[1:], prog=f"python -m k31fn.inspect {args[0]}")
+        recipe = _recipe(args[0], cfg, options) if args[1:] else None
+    except (ValueError, ImportError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     print(render(summarise(cfg)))
+    if recipe is not None:
+        print()
+        print(render_rank(recipe))
     return 0
 
 

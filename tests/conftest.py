@@ -4,9 +4,11 @@ jaxtyping and beartype check each annotation of each k31fn function while the te
 before the first import of k31fn, so nothing above it may import k31fn (nor may a pytest plugin).
 """
 
+import importlib.machinery
 import os
 import random
 import sys
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is first imported; test processes are what runs in parallel
 
@@ -16,11 +18,25 @@ if loaded := sorted(m for m in sys.modules if m.partition(".")[0] == "k31fn"):
     raise RuntimeError(f"{loaded} imported before tests/conftest.py: shapes would go unchecked; import it later")
 jaxtyping.install_import_hook("k31fn", "beartype.beartype")
 
+
+class _KernelsUnchecked:
+    """Triton reads the source of its functions, so these may not be wrapped: their modules go around the hook."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        is_kernels = name.startswith("k31fn.kernels.") and name.endswith(".triton")
+        return importlib.machinery.PathFinder.find_spec(name, path, target) if is_kernels else None
+
+
+sys.meta_path.insert(0, _KernelsUnchecked)
+
 import numpy as np
 import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton kernels run in its interpreter; read when triton is first imported
 
 
 @pytest.fixture(autouse=True)

@@ -90,7 +90,11 @@ def test_parse_refuses(name: str, message: str) -> None:
 
 
 def test_process_group_backends() -> None:
-    assert [device.process_group_backend(k) for k in ("cpu", "cuda", "npu")] == ["gloo", "nccl", "cpu:gloo,npu:hccl"]
+    assert [device.process_group_backend(k) for k in ("cpu", "cuda", "npu")] == [
+        "gloo",
+        "cpu:gloo,cuda:nccl",
+        "cpu:gloo,npu:hccl",
+    ]
     with pytest.raises(ValueError, match=r"device_type='tpu' must be one of \['cpu', 'cuda', 'npu'\]"):
         device.process_group_backend("tpu")
 

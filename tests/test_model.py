@@ -1,6 +1,7 @@
 """The whole text model: golden values of K3, packing, decoding, gradients, remat, balance, bad input."""
 
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -38,12 +39,12 @@ class Seen:
         self.inputs, self.carries, self.routes = [], [], []
         connect, route = attn_res.connect, router.apply
 
-        def spy_connect(p, carry, cfg, f, *, opens_block):
+        def spy_connect(p, carry, cfg, f, **options):
             def spy(h):
                 self.inputs.append(h)
                 return f(h)
 
-            carry, aux = connect(p, carry, cfg, spy, opens_block=opens_block)
+            carry, aux = connect(p, carry, cfg, spy, **options)
             self.carries.append(carry)
             return carry, aux
 
@@ -422,6 +423,34 @@ def test_bf16_model_keeps_its_islands():
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_pieces_of_two_stages_make_the_whole_at_every_cut(reduction):
+    cfg = small.config(indexer_reduction=reduction)
+    p, batch, state = small.weights(cfg), model.make_batch(small.tokens(2, 9), vocab_size=19), model.init_balance(cfg)
+    want, whole = model.loss(p, batch, cfg, balance=state)
+    lacks = {"embedding": ("final_mix", "final_norm", "head"), "head": ("embedding",)}
+    for cut in range(cfg.num_layers + 1):
+        first, second = (
+            dataclasses.replace(
+                p,
+                layers=tuple(layer if i in present else () for i, layer in enumerate(p.layers)),
+                **dict.fromkeys(lacks[has], ()),
+            )
+            for has, present in (("embedding", range(cut)), ("head", range(cut, cfg.num_layers)))
+        )
+        run = functools.partial(model.run_layers, cfg=cfg, balance=state, segments=batch.segments)
+        carry, above = run(first, model.start(first, batch.tokens, cfg), layers=range(cut))
+        carry, below = run(second, carry, layers=range(cut, cfg.num_layers))
+        lm = model.lm_loss(second, model.finish(second, carry, cfg).hidden, batch.labels)
+        zero = torch.zeros_like(lm)
+        parts = model.Losses(zero, zero, *above), model.Losses(lm, zero, *below)
+        assert_close_trees(
+            [lm, *map(torch.cat, zip(above, below, strict=True))], [whole.lm, *whole[2:]], rtol=0, atol=0
+        )
+        total = sum(model.weigh(part, batch, cfg) for part in parts)
+        torch.testing.assert_close(total, want, rtol=1e-14, atol=0)
+
+
 def test_mtp_predicts_the_token_after_the_next():
     cfg = small.config(num_mtp_layers=1)
     p, tok = small.weights(cfg), small.tokens(1, 9)
@@ -516,7 +545,7 @@ def test_bad_arguments():
         model.apply(p, tok, cfg, balance=state, segments=segments.whole(1, 5))
     three_heads = dataclasses.replace(cfg.full_attention.attn, num_heads=3)
     of_three = dataclasses.replace(cfg, full_attention=dataclasses.replace(cfg.full_attention, attn=three_heads))
-    with pytest.raises(ValueError, match=r"mla w_kvb: 16 columns do not divide into num_heads=3 heads of 8"):
+    with pytest.raises(ValueError, match=r"mla w_qb: 12 columns do not divide into num_heads=3 heads of 6"):
         model.apply(p, tok, of_three, balance=state)
     odd = dataclasses.replace(cfg, kda=dataclasses.replace(cfg.kda, head_dim=3))
     with pytest.raises(ValueError, match=r"8 columns do not divide into num_heads=2 heads of 3"):

@@ -5,6 +5,7 @@
   as well; these do not, and give the same numbers.
 * :func:`remat`: keep a function's inputs only and run it again in the backward.
 * :func:`decision`: an integer choice (a route, a top-k set) made once and kept by every enclosing :func:`remat`.
+* :func:`split_vjp`: a pullback in two parts, the inputs' and the weights'; :func:`weight_product` marks what it splits.
 * :func:`stop_gradient`, :func:`hessian`.
 
 Forward mode (``torch.func.jvp``, ``jacfwd``, ``torch.func.hessian``) is not supported and says so.
@@ -14,10 +15,14 @@ on another thread, where they have other values, so :func:`remat` captures the c
 """
 
 from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
+from k31fn.autodiff.deferred import weight_product
 from k31fn.autodiff.remat import decision, record_decisions, remat, replay_decisions, saveable
+from k31fn.autodiff.split import SplitWork, check_split, split_vjp
 from k31fn.autodiff.transforms import hessian, value_and_grad, vjp
 
 __all__ = [
+    "SplitWork",
+    "check_split",
     "custom_vjp",
     "decision",
     "hessian",
@@ -25,7 +30,9 @@ __all__ = [
     "remat",
     "replay_decisions",
     "saveable",
+    "split_vjp",
     "stop_gradient",
     "value_and_grad",
     "vjp",
+    "weight_product",
 ]

@@ -145,14 +145,14 @@ class _OpaqueBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.name = inputs[0].rule.name
+        ctx.name, ctx.instead = inputs[0].rule.name, inputs[0].rule.instead
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         raise RuntimeError(
-            f"{ctx.name} is first order only: a second derivative through this fused operator is not defined; use the "
-            "reference implementation (k31fn.kernels.registry.use_impl), which is differentiable to any order"
+            f"{ctx.name} is first order only: a second derivative through it is not defined; use {ctx.instead}, which "
+            "is differentiable to any order"
         )
 
 
@@ -206,16 +206,25 @@ class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
         fn: the function; used for its name and documentation.
         nondiff_argnums: positions of plain Python arguments; they reach ``bwd`` first, in the order of their position.
         opaque: the backward cannot be taped (a kernel). A second derivative then raises instead of being wrong.
+        name: for messages; by default that of ``fn``.
+        instead: what the message about a second derivative recommends.
 
     Raises:
         ValueError: (at a call) ``fwd`` captured a differentiated tensor; its gradient would silently be zero.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, nondiff_argnums: Sequence[int] = (), opaque: bool = False, name: str = ""
+        self,
+        fn: Callable[..., Any],
+        *,
+        nondiff_argnums: Sequence[int] = (),
+        opaque: bool = False,
+        name: str = "",
+        instead: str = "the reference implementation (k31fn.kernels.registry.use_impl)",
     ) -> None:
         self.nondiff_argnums = tuple(sorted(nondiff_argnums))
         self.opaque = opaque
+        self.instead = instead
         self.name = name or getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
         self.fwd: Callable[..., Any] = _no_rule

@@ -122,37 +122,63 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
     names = frozenset(save)
 
     def fwd(given: Any, *args: Any) -> Any:
-        # ``given`` is () in a first run and, in the replay of an enclosing remat, the list of decisions made then.
-        with _tape(_Tape(_Queue(given if isinstance(given, list) else None), _Queue(), names)) as tape:
-            out = f(*args)
-        made, saved = tape.decisions.values, tape.saved.values
-        return (out, made), (args, made, saved, _Ambient(args))
+        out, made, saved = run_recorded(f, args, given, names)
+        return (out, made), (args, made, saved, Ambient(args))
 
     def bwd(residuals: Any, ct: Any) -> tuple[Any, ...]:
         args, made, saved, ambient = residuals
-
-        def replay() -> tuple[Any, ...]:
-            with _tape(_Tape(_Queue(made), _Queue(saved), names)):
-                return vjp_once(f, args, ct[0])
-
-        return (None, *ambient.run(replay))
+        return (None, *ambient.run(lambda: pull_replayed(f, args, ct[0], made, saved, names)))
 
     rule = custom_vjp(f, name=f"remat({getattr(f, '__name__', type(f).__name__)})").defvjp(fwd, bwd)
 
     @functools.wraps(f)
     def wrapped(*args: Any) -> Any:
-        outer = _TAPE.get()
-        if outer is not None and outer.decisions.replaying:
-            return rule(list(outer.decisions.next(rule.name)), *args)[0]
-        out, made = rule((), *args)
-        if outer is not None:
-            outer.decisions.record(rule.name, made)
-        return out
+        return call_recorded(rule, *args)
 
     return wrapped
 
 
-class _Ambient:
+def run_recorded(
+    f: Callable[..., Any], args: tuple[Any, ...], given: Any = (), save: frozenset[str] = frozenset()
+) -> tuple[Any, list[Any], list[Any]]:
+    """``f(*args)``, the decisions made in it, and what ``save`` keeps: all that :func:`pull_replayed` needs.
+
+    Args:
+        f: a function.
+        args: its arguments.
+        given: () in a first run and, in the replay of an enclosing remat, the list of decisions made then.
+        save: names of saveable ops.
+    """
+    with _tape(_Tape(_Queue(given if isinstance(given, list) else None), _Queue(), save)) as tape:
+        out = f(*args)
+    return out, tape.decisions.values, tape.saved.values
+
+
+def pull_replayed(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    ct: Any,
+    made: list[Any],
+    saved: Sequence[Any] = (),
+    save: frozenset[str] = frozenset(),
+) -> tuple[Any, ...]:
+    """The gradients of ``<f(*args), ct>``, by a second run with what the first one decided and saved."""
+    with _tape(_Tape(_Queue(made), _Queue(list(saved)), save)):
+        return vjp_once(f, args, ct)
+
+
+def call_recorded(rule: custom_vjp, *args: Any) -> Any:
+    """The value of a rule that takes decisions first and returns ``(value, decisions)``, on the enclosing tape."""
+    outer = _TAPE.get()
+    if outer is not None and outer.decisions.replaying:
+        return rule(list(outer.decisions.next(rule.name)), *args)[0]
+    out, made = rule((), *args)
+    if outer is not None:
+        outer.decisions.record(rule.name, made)
+    return out
+
+
+class Ambient:
     """What surrounds a forward: its context and its autocast. Passes through a tree as one opaque leaf."""
 
     __slots__ = ("autocast", "context")

@@ -13,8 +13,9 @@ from torch import Tensor
 from k31fn import _functorch, tree
 from k31fn.autodiff.captured import captured_tensors
 from k31fn.autodiff.custom_vjp import differentiable
+from k31fn.autodiff.deferred import Tape, current_tape
 
-__all__ = ["hessian", "value_and_grad", "vjp", "vjp_once"]
+__all__ = ["differentiated", "hessian", "value_and_grad", "vjp", "vjp_by_tape", "vjp_once"]
 
 
 def vjp(f: Callable[..., Any], *args: Any, has_aux: bool = False) -> Any:
@@ -35,7 +36,7 @@ def vjp(f: Callable[..., Any], *args: Any, has_aux: bool = False) -> Any:
     if _functorch.transforms_active():
         out, aux, pull = _vjp_by_transform(f, values, structure, index, has_aux)
     else:
-        out, aux, pull = _vjp_by_tape(f, values, structure, index, has_aux)
+        out, aux, pull = vjp_by_tape(f, values, structure, index, has_aux)
 
     def pull_tree(ct: Any) -> tuple[Any, ...]:
         grads: list[Any] = [()] * len(values)
@@ -53,12 +54,12 @@ def _substitute(values: list[Any], index: list[int], leaves: Sequence[Tensor | N
     return replaced
 
 
-# Set while _vjp_by_tape runs its function: a derivative taken inside must be differentiable itself, also with respect
+# Set while vjp_by_tape runs its function: a derivative taken inside must be differentiable itself, also with respect
 # to tensors that it only captured.
 _TAPING: contextvars.ContextVar[bool] = contextvars.ContextVar("k31fn_taping", default=False)
 
 
-def _differentiated(f: Callable[..., Any], inputs: Sequence[Tensor]) -> bool:
+def differentiated(f: Callable[..., Any], inputs: Sequence[Tensor]) -> bool:
     """Whether an autograd graph outside goes on through a derivative of ``f`` taken here."""
     if not torch.is_grad_enabled():
         return False
@@ -91,7 +92,7 @@ def _vjp_by_transform(
         (primal, aux_tensors), pull = of_leaves(), None
     everything, out_def, num_out, heads, rest = found
     found.clear()
-    nested = _functorch.grad_active() or _differentiated(f, [values[i] for i in index])
+    nested = _functorch.grad_active() or differentiated(f, [values[i] for i in index])
     known = _substitute(_substitute(everything, heads, primal[: len(heads)]), rest, aux_tensors)
 
     def pull_leaves(ct: Any) -> Sequence[Tensor | None]:
@@ -110,10 +111,20 @@ def _cotangents(ct: Any, num_out: int) -> list[Any]:
     return cotangents
 
 
-def _vjp_by_tape(
-    f: Callable[..., Any], values: list[Any], structure: Any, index: list[int], has_aux: bool
+def vjp_by_tape(
+    f: Callable[..., Any],
+    values: list[Any],
+    structure: Any,
+    index: list[int],
+    has_aux: bool,
+    goals: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Any], bool]] | None = None,
 ) -> tuple[Any, Any, Callable[[Any], Sequence[Tensor | None]]]:
-    nested = _differentiated(f, [values[i] for i in index])
+    """Output, aux and pullback to the leaves of ``index``; a gradient is None where there is no dependence.
+
+    With ``goals(outputs, inputs) -> (places, retain)`` the pullback is to these places of the graph instead, and frees
+    nothing if ``retain``.
+    """
+    nested = differentiated(f, [values[i] for i in index])
     token = _TAPING.set(True)
     try:
         with torch.enable_grad():
@@ -135,7 +146,11 @@ def _vjp_by_tape(
         if not heads or not index:
             return [None] * len(index)
         tensors, cts = [outputs[i] for i in heads], [cotangents[i] for i in heads]
-        grads = torch.autograd.grad(tensors, inputs, cts, allow_unused=True, create_graph=nested, retain_graph=nested)
+        to: Any = inputs
+        retain = nested
+        if goals is not None:
+            to, retain = goals(tensors, inputs)
+        grads = torch.autograd.grad(tensors, to, cts, allow_unused=True, create_graph=nested, retain_graph=retain)
         if not nested:
             outputs.clear()
             inputs.clear()
@@ -210,6 +225,10 @@ def vjp_once(f: Callable[..., Any], args: Any, ct: Any) -> tuple[Any, ...]:
 
         grads = torch.func.grad(inner_product, argnums=tuple(range(len(index))))(*[values[i] for i in index])
     else:
-        _, _, pull = _vjp_by_tape(f, values, structure, index, has_aux=False)
+        outer, inner = current_tape(), Tape()
+        _, _, pull = vjp_by_tape(f if outer is None else inner.watch(f), values, structure, index, has_aux=False)
         grads = pull(ct)
+        if outer is not None:  # weight gradients are put off
+            inner.close([values[i] for i in index])
+            outer.children.append(inner)
     return tree.unflatten(structure, _substitute([None] * len(values), index, grads))

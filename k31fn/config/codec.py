@@ -45,12 +45,16 @@ def _fields(cls: type) -> dict[str, Any]:
 
 
 def name_of(cls: type) -> str:
-    """``mla.Config`` of ``k31fn.layers.mla.Config``."""
-    return f"{cls.__module__.rpartition('.')[2]}.{cls.__qualname__}"
+    """``mla.Config`` of ``k31fn.layers.mla.Config``, ``model.Config`` of ``k31fn.model.config.Config``."""
+    return f"{_module(cls)}.{cls.__qualname__}"
+
+
+def _module(cls: type) -> str:
+    return cls.__module__.removesuffix(".config").rpartition(".")[2]
 
 
 def _kind(cls: type) -> str:
-    return cls.__module__.rpartition(".")[2] if cls.__qualname__ == "Config" else cls.__qualname__
+    return _module(cls) if cls.__qualname__ == "Config" else cls.__qualname__
 
 
 def _classes(kind: Any) -> dict[str, type]:

@@ -81,4 +81,4 @@ def _must_exist(file: Path) -> None:
 
 
 def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__.removesuffix('.config')}.{cls.__qualname__}"

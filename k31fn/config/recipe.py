@@ -9,10 +9,13 @@ from typing import Literal, get_args
 import torch
 
 from k31fn import data, model
+from k31fn.config.fits import check_mesh
 from k31fn.layers import dsa
+from k31fn.parallel import Mesh
+from k31fn.parallel.pipeline import ScheduleKind
 from k31fn.precision import Precision
 
-__all__ = ["Optimizer", "Recipe"]
+__all__ = ["Optimizer", "Pipeline", "Recipe"]
 
 _Kind = Literal["adamw", "muon"]
 _Compute = Literal["float32", "bfloat16", "float64"]
@@ -73,8 +76,29 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    """How the micro-batches of a step pass through the stages of ``mesh.pp`` ranks; without effect on one.
+
+    Attributes:
+        schedule: ``1f1b``; ``interleaved``, with several stages per rank; ``zero_bubble``, with split backwards.
+        num_chunks: stages per rank.
+    """
+
+    schedule: ScheduleKind = "1f1b"
+    num_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        _one_of("pipeline.schedule", self.schedule, ScheduleKind)
+        if self.num_chunks < 1 or (self.num_chunks > 1) != (self.schedule == "interleaved"):
+            raise ValueError(
+                f"pipeline.num_chunks={self.num_chunks}: schedule 'interleaved' has 2 or more stages per rank, "
+                f"the others 1; schedule is {self.schedule!r}"
+            )
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """Everything a run depends on: the same recipe gives the same run.
+    """Everything a run depends on: the same recipe gives the same run, on any mesh up to rounding.
 
     Attributes:
         name: runs go to ``runs/<name>/<time>``.
@@ -94,6 +118,8 @@ class Recipe:
         heldout_bytes: held-out bytes scored at the end.
         checkpoint_every: steps between checkpoints.
         keep: checkpoints that are kept.
+        mesh: the ranks and what each view of them splits; a run may go on on another one.
+        pipeline: how stages of layers work together; may change like the mesh.
     """
 
     name: str
@@ -113,6 +139,8 @@ class Recipe:
     heldout_bytes: int = 200_000
     checkpoint_every: int = 200
     keep: int = 2
+    mesh: Mesh = field(default_factory=Mesh)
+    pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
         if not self.name or not all(c.isalnum() or c in "-_." for c in self.name) or self.name.startswith("."):
@@ -134,6 +162,14 @@ class Recipe:
             )
         if self.trainable == "indexer" and not isinstance(self.model.full_attention, dsa.Config):
             raise ValueError("trainable='indexer': model.full_attention has no indexer; make it a dsa.Config")
+        check_mesh(
+            self.mesh,
+            self.model,
+            batch_size=self.batch_size,
+            micro_batches=self.micro_batches,
+            length=self.length,
+            num_chunks=self.pipeline.num_chunks,
+        )
 
     @property
     def precision(self) -> Precision:

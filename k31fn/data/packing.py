@@ -21,6 +21,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from k31fn import segments, tree
 from k31fn.data.tokenizer import Tokenizer
 from k31fn.typing import Int, Tensor
 
-__all__ = ["Corpus", "Dataset", "Example", "pieces"]
+__all__ = ["Corpus", "Dataset", "Example", "draw", "permute", "pieces"]
 
 _ROUNDS = 8  # of the Feistel network, four for each half
 
@@ -42,11 +43,13 @@ class Example:
         tokens: 0 where the row is padding.
         labels: the next token of the same piece; -100 (ignored) at its last token and in padding.
         segments: the pieces of documents in each row.
+        images: of the rows (:class:`k31fn.data.image_packing.Images`), or ``()`` where data has none.
     """
 
     tokens: Int[Tensor, "B T"]
     labels: Int[Tensor, "B T"]
     segments: segments.Segments
+    images: Any = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +144,9 @@ class Dataset:
         tokens, starts, used = np.zeros(shape, np.int64), np.zeros(shape, np.bool_), np.zeros(len(numbers), np.int64)
         epochs, inside = np.divmod(numbers, self.num_rows)
         for epoch in np.unique(epochs):
-            phase, keys = _draw(self.seed, int(epoch), len(self.corpus.tokens))
+            phase, keys = draw(self.seed, int(epoch), len(self.corpus.tokens))
             chosen = np.flatnonzero(epochs == epoch)
-            for row, place in zip(chosen, _permute(inside[chosen], self.num_rows, keys), strict=True):
+            for row, place in zip(chosen, permute(inside[chosen], self.num_rows, keys), strict=True):
                 used[row] = self._fill(tokens[row], starts[row], phase, int(place))
         starts[:, 0] = True
         ids = np.cumsum(starts, axis=1) * (np.arange(self.length) < used[:, None])
@@ -175,13 +178,13 @@ def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[bytes]:
                 yield data
 
 
-def _draw(seed: int, epoch: int, size: int) -> tuple[int, np.ndarray]:
+def draw(seed: int, epoch: int, size: int) -> tuple[int, np.ndarray]:
     """The phase in [0, size) and the round keys of an epoch."""
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(1 + _ROUNDS)
     return int(words[0] % np.uint64(size)), words[1:]
 
 
-def _permute(numbers: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
+def permute(numbers: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """A permutation of [0, size) applied to ``numbers``, by the Feistel network of the module's docstring."""
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)

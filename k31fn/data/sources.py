@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-__all__ = ["Document", "read", "stdlib"]
+__all__ = ["Document", "arrow_files", "file_names", "pyarrow", "read", "stdlib", "text_bytes"]
 
 SECTION = 16384  # bytes; long against a training row, short enough that 1 MB of text makes 60 documents to split
 
@@ -66,7 +66,7 @@ def read(path: str | Path, *, suffixes: Sequence[str], field: str) -> Iterator[D
     elif (root / "state.json").exists() and (root / "dataset_info.json").exists():
         yield from _saved_dataset(root, field)
     else:
-        for name in _names(root, suffixes, lambda name: any(p.startswith(".") for p in PurePosixPath(name).parts)):
+        for name in file_names(root, suffixes, lambda name: any(p.startswith(".") for p in PurePosixPath(name).parts)):
             yield from _file(root / name, name, suffixes, field, alone=False)
 
 
@@ -79,7 +79,7 @@ def stdlib() -> Iterator[Document]:
         ValueError: this Python has no source files of its standard library.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    names = _names(root, [".py"], _not_in_stdlib_corpus) if root.is_dir() else []
+    names = file_names(root, [".py"], _not_in_stdlib_corpus) if root.is_dir() else []
     if not names:
         raise ValueError(f"data.path='stdlib': no source files in {root}; give a file or folder of text")
     for name in names:
@@ -93,7 +93,7 @@ def _not_in_stdlib_corpus(name: str) -> bool:
     return name in _TABLES or path.parts[0] in _TABLES
 
 
-def _names(root: Path, suffixes: Sequence[str], leave_out: Callable[[str], bool]) -> list[str]:
+def file_names(root: Path, suffixes: Sequence[str], leave_out: Callable[[str], bool]) -> list[str]:
     """Relative names of the files with one of these suffixes, sorted; links to folders are not followed."""
 
     def refuse(e: OSError) -> None:
@@ -165,10 +165,11 @@ def _line_text(where: str, line: bytes, field: str) -> bytes:
     if not isinstance(record, dict) or field not in record:
         known = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{where}: no field data.field={field!r}; the line has {known}")
-    return _text(where, field, record[field])
+    return text_bytes(where, field, record[field])
 
 
-def _text(where: str, field: str, value: Any) -> bytes:
+def text_bytes(where: str, field: str, value: Any) -> bytes:
+    """The text of a record's field; ``where`` names the record in errors."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
@@ -180,7 +181,7 @@ def _text(where: str, field: str, value: Any) -> bytes:
 
 
 def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:
-    pa = _pyarrow(path)
+    pa = pyarrow(path)
     import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
 
     try:
@@ -193,12 +194,8 @@ def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:
 
 def _saved_dataset(root: Path, field: str) -> Iterator[Document]:
     """A folder of ``Dataset.save_to_disk``: ``state.json`` lists Arrow stream files in the order of their rows."""
-    pa = _pyarrow(root)
-    try:
-        files = [entry["filename"] for entry in json.loads(_bytes(root / "state.json"))["_data_files"]]
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"data.path: {str(root / 'state.json')!r} does not list the files of a dataset: {e!r}") from e
-    for name in files:
+    pa = pyarrow(root)
+    for name in arrow_files(root):
         path = root / name
         try:
             with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
@@ -208,11 +205,19 @@ def _saved_dataset(root: Path, field: str) -> Iterator[Document]:
             raise ValueError(f"data.path: cannot read {str(path)!r}: {e}") from e
 
 
+def arrow_files(root: Path) -> list[str]:
+    """The Arrow files of a saved dataset, in the order of their rows."""
+    try:
+        return [entry["filename"] for entry in json.loads(_bytes(root / "state.json"))["_data_files"]]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"data.path: {str(root / 'state.json')!r} does not list the files of a dataset: {e!r}") from e
+
+
 def _records(path: Path, name: str, field: str, batches: Iterator[Any]) -> Iterator[Document]:
     row = 0
     for batch in batches:
         for value in batch.column(0).to_pylist():
-            yield from _document(f"{name}:{row}", _text(f"{path}, row {row}", field, value))
+            yield from _document(f"{name}:{row}", text_bytes(f"{path}, row {row}", field, value))
             row += 1
 
 
@@ -221,7 +226,8 @@ def _check_column(path: Path, columns: list[str], field: str) -> None:
         raise ValueError(f"{path}: no column data.field={field!r}; it has {sorted(columns)}")
 
 
-def _pyarrow(path: Path) -> Any:
+def pyarrow(path: Path) -> Any:
+    """The package pyarrow, or an ImportError that says what needs it."""
     try:
         import pyarrow as pa  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
     except ImportError as e:

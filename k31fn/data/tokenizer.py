@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
-__all__ = ["ByteTokenizer", "Tokenizer"]
+__all__ = ["MEDIA_NAMES", "ByteTokenizer", "Tokenizer"]
 
 Tokens = Sequence[int] | np.ndarray | Tensor
 
@@ -28,8 +28,13 @@ class Tokenizer(Protocol):
         """The token after the last one of a document; :meth:`encode` never gives it."""
         ...
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens with a name and a meaning of their own, such as ``<|media_pad|>``; :meth:`encode` gives none."""
+        ...
+
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens of a text as a 1-D array of unsigned integers, without the end token."""
+        """The tokens of a text as a 1-D array of unsigned integers; names of special tokens are text like any other."""
         ...
 
     def decode_bytes(self, tokens: Tokens) -> bytes:
@@ -41,19 +46,30 @@ class Tokenizer(Protocol):
         ...
 
 
+MEDIA_NAMES = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
+"""Special tokens around an image, the last one in place of each of its features."""
+
+
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes, 0 to 255, and the end token 256."""
+    """UTF-8 bytes, 0 to 255, the end token 256, and if ``media`` four tokens for images, 257 to 260."""
+
+    media: bool = False
 
     @property
     def vocab_size(self) -> int:
-        """257."""
-        return 257
+        """257, or 261 with media tokens."""
+        return 257 + len(self.special_tokens)
 
     @property
     def end_token(self) -> int:
         """256."""
         return 256
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The media tokens."""
+        return {name: 257 + i for i, name in enumerate(MEDIA_NAMES)} if self.media else {}
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The bytes; of a str its UTF-8, where a lone surrogate becomes ``?``."""

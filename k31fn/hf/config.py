@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from k31fn import model
+from k31fn.hf import mxfp4
 from k31fn.hf.files import read_json
 from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mla, mlp, plain_residual
 
@@ -66,6 +67,25 @@ _NUMBERS = (
 )
 _LINEAR = ("head_dim", "num_heads", "short_conv_kernel_size", "kda_layers", "full_attn_layers", "gate_lower_bound")
 _DSA = ("index_n_heads", "index_head_dim", "index_topk", "full_attn_layers")
+_MXFP4 = {  # of the package compressed-tensors: weights of routed experts only
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "format": "mxfp4-pack-quantized",
+            "targets": [r"re:.*block_sparse_moe\.experts\.\d+\.w[123]$"],
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "group",
+                "group_size": mxfp4.GROUP,
+                "symmetric": True,
+                "dynamic": False,
+                "scale_dtype": "torch.uint8",
+            },
+        }
+    },
+}
 _LATENT_EPS = "latent_norm_eps"  # ours: K3's file does not say, and its readers differ (1e-6, 1e-5)
 
 # Fields of our configs that a checkpoint need not keep: how it was, or will be, trained.
@@ -97,8 +117,8 @@ def config_from_hf(directory: str | Path) -> model.Config:
     return _parse(text, str(file))
 
 
-def describe(cfg: model.Config, dtype: torch.dtype) -> dict[str, Any]:
-    """The ``config.json`` of a checkpoint of ``cfg`` whose weights have this dtype.
+def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) -> dict[str, Any]:
+    """The ``config.json`` of a checkpoint of ``cfg`` whose weights have this dtype, its routed experts MXFP4 or not.
 
     Raises:
         ValueError: a field of ``cfg`` that matters to the result of the model and that K3's format cannot hold.
@@ -112,6 +132,8 @@ def describe(cfg: model.Config, dtype: torch.dtype) -> dict[str, Any]:
     if lost:
         raise ValueError(f"K3's config.json cannot say: {'; '.join(lost)}; such a model cannot be exported")
     sparse = isinstance(cfg.full_attention, dsa.Config)
+    if quantised:
+        text["quantization_config"] = _MXFP4
     return {
         "architectures": ["KimiK31ForConditionalGeneration" if sparse else "KimiK3ForConditionalGeneration"],
         "model_type": "kimi_k31" if sparse else "kimi_k3",

@@ -1,61 +1,59 @@
-"""safetensors files: a reader that gives each tensor when it is asked for, a writer that holds one at a time.
+"""Folders of safetensors files: what their headers say, a reader of slices, JSON.
 
-Format: https://huggingface.co/docs/safetensors, section "Format". Nothing is unpickled.
+Format: https://huggingface.co/docs/safetensors, section "Format": eight bytes with the length of a JSON header, the
+header, the tensors. Headers are checked whole before a byte of a tensor is read. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
+from k31fn.hf.transforms import Tile
 from k31fn.typing import Tensor
 
-__all__ = [
-    "DTYPES",
-    "INDEX",
-    "SINGLE",
-    "Info",
-    "Output",
-    "Source",
-    "open_source",
-    "read_json",
-    "write_json",
-    "write_tensors",
-]
+__all__ = ["CODES", "DTYPES", "INDEX", "SINGLE", "Info", "Source", "open_source", "read_header", "read_json", "survey"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "U8": torch.uint8}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+_SIZES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+}
+_SIZES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+_MOST = 100_000_000  # bytes of a header, as in the safetensors library
 
 
 class Info(NamedTuple):
-    """What a file says of a tensor. ``dtype`` is the format's code, such as ``BF16``."""
+    """What a header says of a tensor. ``dtype`` is the format's code, such as ``BF16``."""
 
     shape: tuple[int, ...]
     dtype: str
+    file: str
 
 
 class Source(NamedTuple):
-    """The tensors of a checkpoint by name, and how to read one."""
+    """The tensors of a checkpoint by name, and how to read a tile of one: only its bytes are read."""
 
     tensors: dict[str, Info]
-    read: Callable[[str], Tensor]
-
-
-class Output(NamedTuple):
-    """A tensor to write: what is known beforehand, and how to get it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
+    read: Callable[[str, Tile], Tensor]
 
 
 @contextlib.contextmanager
@@ -63,50 +61,114 @@ def open_source(directory: Path) -> Iterator[Source]:
     """The checkpoint in ``directory``: one ``model.safetensors``, or shards with an index.
 
     Raises:
-        ValueError: there is no such checkpoint, both kinds are there, or the index does not fit the shards.
+        ValueError: there is no such checkpoint, both kinds are there, the index does not fit the shards, or files are
+            incomplete; all of it listed.
     """
+    tensors, problems = survey(directory)
+    if problems:
+        raise ValueError(f"checkpoint {directory} cannot be read:\n" + "\n".join(f"  {p}" for p in problems))
     with contextlib.ExitStack() as stack:
-        tensors: dict[str, Info] = {}
         handles: dict[str, Any] = {}
-        for file, listed in _files(directory).items():
-            try:
-                handle = stack.enter_context(safe_open(str(directory / file), framework="pt"))
-            except SafetensorError as e:
-                raise ValueError(f"{directory / file} is not a complete safetensors file: {e}") from e
-            names = set(handle.keys())
-            if listed is not None and names != listed:
-                raise ValueError(
-                    f"{directory / file} does not hold what {INDEX} lists: lacks {sorted(listed - names)[:5]}, has "
-                    f"{sorted(names - listed)[:5]} more; take the index and all shards from one download"
-                )
-            for name in names:
-                part = handle.get_slice(name)
-                tensors[name] = Info(tuple(part.get_shape()), part.get_dtype())
-                handles[name] = handle
-        yield Source(tensors, lambda name: handles[name].get_tensor(name))
+
+        def read(name: str, tile: Tile) -> Tensor:
+            file = tensors[name].file
+            if file not in handles:
+                handles[file] = stack.enter_context(safe_open(str(directory / file), framework="pt"))
+            return handles[file].get_slice(name)[tile]
+
+        yield Source(tensors, read)
 
 
-def _files(directory: Path) -> dict[str, set[str] | None]:
-    """Files of the checkpoint, with the names that an index promises in each."""
+def survey(directory: Path) -> tuple[dict[str, Info], list[str]]:
+    """The tensors of a checkpoint, from the headers alone, and what is wrong with its files."""
     single, index = (directory / SINGLE).is_file(), (directory / INDEX).is_file()
     if single and index:
-        raise ValueError(f"{directory} holds both {SINGLE} and {INDEX}: remove the one that is out of date")
-    if single:
-        return {SINGLE: None}
-    if not index:
+        return {}, [f"it holds both {SINGLE} and {INDEX}: remove the one that is out of date"]
+    if not single and not index:
         found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else "no such directory"
-        raise ValueError(f"{directory} holds neither {SINGLE} nor {INDEX}, but: {found}")
-    listing = read_json(directory / INDEX).get("weight_map")
-    if not isinstance(listing, dict):
-        raise ValueError(f"{directory / INDEX} has no weight_map")
-    files: dict[str, set[str] | None] = {}
-    for name, file in listing.items():
-        if not isinstance(file, str) or Path(file).name != file or not (directory / file).is_file():
-            raise ValueError(f"{directory / INDEX}: {name} is in {file!r}, which is not a file of {directory}")
-        listed = files.setdefault(file, set())
-        assert listed is not None
-        listed.add(name)
-    return files
+        return {}, [f"it holds neither {SINGLE} nor {INDEX}, but: {found}"]
+    try:
+        listed, total = ({SINGLE: None}, None) if single else _index(directory / INDEX)
+    except ValueError as e:
+        return {}, [str(e)]
+    tensors: dict[str, Info] = {}
+    problems: list[str] = []
+    for file, names in listed.items():
+        try:
+            held = read_header(directory / file)
+        except ValueError as e:
+            problems.append(str(e))
+            continue
+        if names is not None and held.keys() != names:
+            problems.append(_lie(file, names, held, tensors))
+        tensors |= held
+    size = sum(_SIZES[t.dtype] * math.prod(t.shape) for t in tensors.values())
+    if not problems and total not in (None, size):
+        problems.append(f"{INDEX} says total_size={total}, the shards hold {size} bytes of tensors")
+    return tensors, problems
+
+
+def read_header(file: Path) -> dict[str, Info]:
+    """The tensors of a safetensors file. Reads its header only, and checks that the file is as long as it says.
+
+    Raises:
+        ValueError: there is no such file, or it is not a complete safetensors file.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file.name} does not exist")
+    size = file.stat().st_size
+    with open(file, "rb") as data:
+        length = int.from_bytes(data.read(8), "little")
+        if size < 8 or length > min(size - 8, _MOST):
+            raise ValueError(f"{file.name} is not a complete safetensors file: {size} bytes end inside its header")
+        text = data.read(length)
+    try:
+        header = json.loads(text)
+        fields = [(n, t["dtype"], tuple(t["shape"]), *t["data_offsets"]) for n, t in header.items() if n[:2] != "__"]
+        fields.sort(key=lambda field: field[3:])
+        ends = [0, *(end for *_, end in fields)]
+        wrong = [
+            n
+            for (n, dtype, shape, begin, end), before in zip(fields, ends, strict=False)
+            if begin != before or end - begin != _SIZES[dtype] * math.prod(shape)
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{file.name} is not a complete safetensors file: its header is not valid: {e!r}") from e
+    if wrong:
+        raise ValueError(
+            f"{file.name}: the header gives {wrong[0]} and {len(wrong) - 1} others a wrong place or length"
+        )
+    if ends[-1] != size - 8 - length:
+        raise ValueError(
+            f"{file.name} is not a complete safetensors file: its header promises {ends[-1]} bytes of tensors, it has "
+            f"{size - 8 - length}"
+        )
+    return {name: Info(shape, dtype, file.name) for name, dtype, shape, *_ in fields}
+
+
+def _index(file: Path) -> tuple[dict[str, set[str]], int | None]:
+    """The names that an index promises in each file, and the bytes that it promises in all."""
+    data = read_json(file)
+    listing = data.get("weight_map")
+    if not isinstance(listing, dict) or not listing:
+        raise ValueError(f"{INDEX} has no weight_map")
+    files: dict[str, set[str]] = {}
+    for name, shard in listing.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ValueError(f"{INDEX}: {name} is in {shard!r}, which is not the name of a file in the folder")
+        files.setdefault(shard, set()).add(name)
+    metadata = data.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return dict(sorted(files.items())), total
+
+
+def _lie(file: str, listed: set[str], held: dict[str, Info], before: dict[str, Info]) -> str:
+    lacks, more = sorted(listed - held.keys()), sorted(held.keys() - listed)
+    elsewhere = [f"{n} (in {before[n].file})" if n in before else n for n in lacks]
+    return (
+        f"{file} does not hold what {INDEX} lists: lacks {elsewhere[:5]}, has {more[:5]} more "
+        f"({len(lacks)} and {len(more)}); take the index and all shards from one download"
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -124,51 +186,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{file} must hold a JSON object, it holds a {type(data).__name__}")
     return data
-
-
-def write_json(file: Path, data: dict[str, Any]) -> None:
-    """Writes ``data`` to a temporary file and renames it to ``file``."""
-    with _replacing(file) as out:
-        out.write((json.dumps(data, indent=2) + "\n").encode())
-
-
-def write_tensors(file: Path, outputs: dict[str, Output]) -> None:
-    """Writes the tensors to a temporary file and renames it to ``file``: a reader sees all of it, or the old one.
-
-    One tensor is made and held at a time. Widest dtypes come first, so that each tensor is aligned, then names in
-    order: the bytes that the safetensors library writes.
-
-    Raises:
-        ValueError: a dtype that a checkpoint in K3's format does not have.
-    """
-    if odd := sorted({str(o.dtype) for o in outputs.values() if o.dtype not in _CODES}):
-        raise ValueError(f"{file}: cannot store {odd}; use one of {[str(d) for d in _CODES]}")
-    order = sorted(outputs, key=lambda name: (-outputs[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        shape, dtype, _ = outputs[name]
-        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with _replacing(file) as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            tensor = outputs[name].make().detach().cpu().contiguous()
-            assert (tuple(tensor.shape), tensor.dtype) == outputs[name][:2], f"{name} is not as announced"
-            out.write(tensor.view(torch.uint8).numpy().data)
-
-
-@contextlib.contextmanager
-def _replacing(file: Path) -> Iterator[Any]:
-    """A new file that takes the place of ``file`` once it is complete and on disk; on failure nothing is left of it."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)

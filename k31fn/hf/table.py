@@ -1,8 +1,9 @@
-"""K3's names of the text model's weights: one row per kind of weight.
+"""K3's names of the weights: one row per kind of weight.
 
 A row says which leaves of the tree it covers (``{i}`` is a layer), what they are called in the checkpoint and how
 their layout differs. A name with ``{j}`` (expert) or ``{m}`` (MoE layer) stands for one tensor per element of the
-leaf's first dimension. The leaves come from the model's specs, so a weight without a row, or with two, is an error.
+leaf's first dimension; a row with a ``third`` for that part of a tensor's first dimension. The leaves come from the
+model's specs, so a weight without a row, or with two, is an error.
 """
 
 from __future__ import annotations
@@ -14,24 +15,38 @@ from typing import Any, NamedTuple
 import torch
 
 from k31fn import model, tree
-from k31fn.hf.transforms import DEPTHWISE, HEADS_PADDED, ROW, SAME, TRANSPOSED, Transform
+from k31fn.hf.transforms import DEPTHWISE, HEADS_PADDED, KERNEL, ROW, SAME, TRANSPOSED, Tile, Transform
 from k31fn.params import Constant, ParamSpec
 
-__all__ = ["ROWS", "Entry", "Row", "Weights", "entries", "specs"]
+__all__ = ["ROWS", "VISION", "Entry", "Row", "Weights", "entries", "entries_of", "specs"]
 
-PREFIX = "language_model."
+LANGUAGE, VISION = "language_model.", ("vision_tower.", "mm_projector.")  # how names begin
 
 
 class Row(NamedTuple):
-    """A kind of weight: its name in the checkpoint, its path in the tree, and how they differ in layout."""
+    """A kind of weight: its name in the checkpoint, its path in the tree, and how they differ in layout.
+
+    Attributes:
+        name: in the checkpoint.
+        path: in the tree.
+        transform: between the layouts.
+        third: 0, 1 or 2: which third of the stored rows it is; None: all.
+        wide: whether it must be stored as float32 or wider.
+    """
 
     name: str
     path: str
     transform: Transform
+    third: int | None = None
+    wide: bool = False
 
 
-def _layer(name: str, path: str, transform: Transform) -> Row:
-    return Row("model.layers.{i}." + name, "params.layers.{i}." + path, transform)
+def _layer(name: str, path: str, transform: Transform, *, wide: bool = False) -> Row:
+    return Row(LANGUAGE + "model.layers.{i}." + name, "params.layers.{i}." + path, transform, wide=wide)
+
+
+def _block(name: str, path: str, transform: Transform, third: int | None = None) -> Row:
+    return Row("vision_tower.encoder.blocks.{i}." + name, "params.vision.blocks.{i}." + path, transform, third)
 
 
 def _attention(path: str) -> tuple[Row, ...]:
@@ -52,11 +67,11 @@ def _attention(path: str) -> tuple[Row, ...]:
 
 
 ROWS = (
-    Row("model.embed_tokens.weight", "params.embedding.weight", SAME),
-    Row("model.output_attn_res_proj.weight", "params.final_mix.query", ROW),
-    Row("model.output_attn_res_norm.weight", "params.final_mix.norm", SAME),
-    Row("model.norm.weight", "params.final_norm.weight", SAME),
-    Row("lm_head.weight", "params.head", TRANSPOSED),
+    Row(LANGUAGE + "model.embed_tokens.weight", "params.embedding.weight", SAME),
+    Row(LANGUAGE + "model.output_attn_res_proj.weight", "params.final_mix.query", ROW),
+    Row(LANGUAGE + "model.output_attn_res_norm.weight", "params.final_mix.norm", SAME),
+    Row(LANGUAGE + "model.norm.weight", "params.final_norm.weight", SAME),
+    Row(LANGUAGE + "lm_head.weight", "params.head", TRANSPOSED),
     _layer("self_attention_res_proj.weight", "attn_mix.query", ROW),
     _layer("self_attention_res_norm.weight", "attn_mix.norm", SAME),
     _layer("input_layernorm.weight", "attn_norm.weight", SAME),
@@ -71,8 +86,8 @@ ROWS = (
     _layer("self_attn.v_conv1d.weight", "attn.conv_v.weight", DEPTHWISE),
     _layer("self_attn.f_a_proj.weight", "attn.w_fa", TRANSPOSED),
     _layer("self_attn.f_b_proj.weight", "attn.w_fb", TRANSPOSED),
-    _layer("self_attn.dt_bias", "attn.dt_bias", SAME),
-    _layer("self_attn.A_log", "attn.A_log", HEADS_PADDED),
+    _layer("self_attn.dt_bias", "attn.dt_bias", SAME, wide=True),
+    _layer("self_attn.A_log", "attn.A_log", HEADS_PADDED, wide=True),
     _layer("self_attn.b_proj.weight", "attn.w_b", TRANSPOSED),
     _layer("self_attn.o_norm.weight", "attn.o_norm", SAME),
     *_attention("attn"),
@@ -86,7 +101,7 @@ ROWS = (
     _layer("mlp.up_proj.weight", "ffn.w_up", TRANSPOSED),
     _layer("mlp.down_proj.weight", "ffn.w_down", TRANSPOSED),
     _layer("block_sparse_moe.gate.weight", "ffn.router.weight", TRANSPOSED),
-    Row("model.layers.{m}.block_sparse_moe.gate.e_score_correction_bias", "balance", SAME),
+    Row(LANGUAGE + "model.layers.{m}.block_sparse_moe.gate.e_score_correction_bias", "balance", SAME, wide=True),
     _layer("block_sparse_moe.routed_expert_down_proj.weight", "ffn.latent_down", TRANSPOSED),
     _layer("block_sparse_moe.experts.{j}.w1.weight", "ffn.experts.w_gate", TRANSPOSED),
     _layer("block_sparse_moe.experts.{j}.w3.weight", "ffn.experts.w_up", TRANSPOSED),
@@ -96,6 +111,20 @@ ROWS = (
     _layer("block_sparse_moe.shared_experts.gate_proj.weight", "ffn.shared.w_gate", TRANSPOSED),
     _layer("block_sparse_moe.shared_experts.up_proj.weight", "ffn.shared.w_up", TRANSPOSED),
     _layer("block_sparse_moe.shared_experts.down_proj.weight", "ffn.shared.w_down", TRANSPOSED),
+    Row("vision_tower.patch_embed.proj.weight", "params.vision.patch", KERNEL),
+    Row("vision_tower.patch_embed.pos_emb.weight", "params.vision.table", SAME),
+    _block("norm0.weight", "attn_norm", SAME),
+    _block("wqkv.weight", "w_q", TRANSPOSED, 0),
+    _block("wqkv.weight", "w_k", TRANSPOSED, 1),
+    _block("wqkv.weight", "w_v", TRANSPOSED, 2),
+    _block("wo.weight", "w_o", TRANSPOSED),
+    _block("norm1.weight", "mlp_norm", SAME),
+    _block("mlp.fc0.weight", "w_in", TRANSPOSED),
+    _block("mlp.fc1.weight", "w_out", TRANSPOSED),
+    Row("vision_tower.encoder.final_layernorm.weight", "params.vision.norm", SAME),
+    Row("mm_projector.proj.0.weight", "params.projector.w_in", TRANSPOSED),
+    Row("mm_projector.proj.2.weight", "params.projector.w_out", TRANSPOSED),
+    Row("mm_projector.post_norm.weight", "params.projector.norm", SAME),
 )
 
 
@@ -132,7 +161,28 @@ class Entry(NamedTuple):
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Of each tensor in the checkpoint."""
-        return self.row.transform.stored_shape(self.shape)
+        return self._whole(self.row.transform.stored_shape(self.shape))
+
+    @property
+    def sliced_shape(self) -> tuple[int, ...]:
+        """The same memory, with the dimensions of :meth:`stored_tile`."""
+        return self._whole(self.row.transform.sliced_shape(self.shape))
+
+    @property
+    def quantisable(self) -> bool:
+        """Whether the released checkpoints hold it as MXFP4."""
+        return "expert" in self.spec.tags
+
+    def stored_tile(self, tile: Tile) -> Tile:
+        """Where a tile of what one tensor stands for lies in the tensor."""
+        first, *rest = self.row.transform.stored_tile(tile, self.shape)
+        if self.row.third is not None:
+            at = self.row.third * self.row.transform.sliced_shape(self.shape)[0]
+            first = slice(first.start + at, first.stop + at)
+        return (first, *rest)
+
+    def _whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if self.row.third is None else (3 * shape[0], *shape[1:])
 
 
 def specs(cfg: model.Config) -> Weights:
@@ -152,29 +202,34 @@ def specs(cfg: model.Config) -> Weights:
 
 
 def entries(cfg: model.Config, rows: tuple[Row, ...] = ROWS) -> list[Entry]:
-    """Every leaf of ``cfg`` with the names of its tensors.
+    """Every leaf of ``cfg`` with the names of its tensors (:func:`entries_of`)."""
+    return entries_of(specs(cfg), model.moe_layers(cfg), rows)
+
+
+def entries_of(declared: Weights, moe_layers: tuple[int, ...], rows: tuple[Row, ...] = ROWS) -> list[Entry]:
+    """Every leaf of a tree of ParamSpecs with the names of its tensors, in the order of the tree.
 
     Raises:
         ValueError: leaves that no row or several rows cover, and names that several leaves have, all listed.
     """
     patterns = [re.compile(re.escape(row.path).replace(r"\{i\}", r"(?P<i>\d+)")) for row in rows]
     found, wrong = [], []
-    for path, spec in tree.flatten_with_paths(specs(cfg)):
+    for path, spec in tree.flatten_with_paths(declared):
         matches = [(row, m) for row, pattern in zip(rows, patterns, strict=True) if (m := pattern.fullmatch(path))]
         if len(matches) != 1:
             wrong.append(f"{path} is covered by {len(matches)} rows {[row.name for row, _ in matches]}")
-        found += [_entry(cfg, path, spec, row, match.groupdict()) for row, match in matches[:1]]
-    names = Counter(name for entry in found for name in entry.names)
-    wrong += [f"{name} is the name of {count} leaves" for name, count in names.items() if count > 1]
+        found += [_entry(moe_layers, path, spec, row, match.groupdict()) for row, match in matches[:1]]
+    names = Counter((name, entry.row.third) for entry in found for name in entry.names)
+    wrong += [f"{name} is the name of {count} leaves" for (name, _), count in names.items() if count > 1]
     if wrong:
         raise ValueError(f"k31fn.hf.table needs one row per leaf and one leaf per name; {len(wrong)}: {wrong[:20]}")
     return found
 
 
-def _entry(cfg: model.Config, path: str, spec: ParamSpec, row: Row, layer: dict[str, str]) -> Entry:
-    pattern = PREFIX + row.name.replace("{i}", layer.get("i", ""))
+def _entry(moe_layers: tuple[int, ...], path: str, spec: ParamSpec, row: Row, layer: dict[str, str]) -> Entry:
+    pattern = row.name.replace("{i}", layer.get("i", ""))
     if "{j}" in pattern:
         return Entry(path, spec, row, tuple(pattern.replace("{j}", str(j)) for j in range(spec.shape[0])), True)
     if "{m}" in pattern:
-        return Entry(path, spec, row, tuple(pattern.replace("{m}", str(m)) for m in model.moe_layers(cfg)), True)
+        return Entry(path, spec, row, tuple(pattern.replace("{m}", str(m)) for m in moe_layers), True)
     return Entry(path, spec, row, (pattern,), False)

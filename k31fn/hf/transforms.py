@@ -1,21 +1,24 @@
 """How one weight differs between the checkpoint and the parameter tree.
 
-A transform has ``stored_shape(shape)``, the shape in the checkpoint of a weight that has ``shape`` in the tree;
-``load(stored, shape)``, that weight as a view of the stored tensor; and ``export(weight)``, which undoes ``load`` bit
-for bit.
+A transform is told ``shape``, the weight's in the tree, and a ``tile`` of it: a slice per dimension, with start and
+stop. ``stored_shape`` is the shape in the checkpoint and ``sliced_shape`` the same memory with the dimensions that
+tiles are cut from; ``stored_tile`` is where the tile lies in that. ``load`` turns what was read there into the tile (a
+view); ``export`` undoes it bit for bit.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from k31fn.typing import Tensor
 
-__all__ = ["DEPTHWISE", "HEADS_PADDED", "ROW", "SAME", "TRANSPOSED", "Transform"]
+__all__ = ["DEPTHWISE", "HEADS_PADDED", "KERNEL", "ROW", "SAME", "TRANSPOSED", "Tile", "Transform"]
 
 Shape = tuple[int, ...]
+Tile = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -26,36 +29,68 @@ class Same:
         """Unchanged."""
         return shape
 
-    def load(self, stored: Tensor, shape: Shape) -> Tensor:
+    def sliced_shape(self, shape: Shape) -> Shape:
+        """As it is stored."""
+        return self.stored_shape(shape)
+
+    def stored_tile(self, tile: Tile, shape: Shape) -> Tile:
         """Unchanged."""
         del shape
+        return tile
+
+    def load(self, stored: Tensor, tile: Tile) -> Tensor:
+        """Unchanged."""
+        del tile
         return stored
 
-    def export(self, weight: Tensor) -> Tensor:
+    def export(self, part: Tensor, tile: Tile, shape: Shape) -> Tensor:
         """Unchanged."""
-        return weight
+        del tile, shape
+        return part
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Same):
     """Stored ``[out, in]``, used as ``[in, out]``."""
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Reversed."""
         return shape[::-1]
 
-    def load(self, stored: Tensor, shape: Shape) -> Tensor:
-        """``[in, out]``."""
+    def stored_tile(self, tile: Tile, shape: Shape) -> Tile:
+        """Reversed."""
         del shape
+        return tile[::-1]
+
+    def load(self, stored: Tensor, tile: Tile) -> Tensor:
+        """``[in, out]``."""
+        del tile
         return stored.mT
 
-    def export(self, weight: Tensor) -> Tensor:
+    def export(self, part: Tensor, tile: Tile, shape: Shape) -> Tensor:
         """``[out, in]``."""
-        return weight.mT
+        del tile, shape
+        return part.mT
 
 
 @dataclass(frozen=True)
-class Inserted:
+class Kernel(Transposed):
+    """The kernel of a convolution, stored ``[out, C, P, P]``, used as a matrix ``[C P P, out]``."""
+
+    channels: int
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Four dimensions."""
+        side = math.isqrt(shape[0] // self.channels)
+        return (shape[1], self.channels, side, side)
+
+    def sliced_shape(self, shape: Shape) -> Shape:
+        """``[out, C P P]``."""
+        return shape[::-1]
+
+
+@dataclass(frozen=True)
+class Inserted(Same):
     """Stored with one more dimension of size 1: ``[C, 1, W]`` for ``[C, W]``, ``[1, D]`` for ``[D]``."""
 
     dim: int
@@ -64,19 +99,25 @@ class Inserted:
         """With the dimension."""
         return (*shape[: self.dim], 1, *shape[self.dim :])
 
-    def load(self, stored: Tensor, shape: Shape) -> Tensor:
-        """Without the dimension."""
+    def stored_tile(self, tile: Tile, shape: Shape) -> Tile:
+        """With the dimension."""
         del shape
+        return (*tile[: self.dim], slice(0, 1), *tile[self.dim :])
+
+    def load(self, stored: Tensor, tile: Tile) -> Tensor:
+        """Without the dimension."""
+        del tile
         return stored.squeeze(self.dim)
 
-    def export(self, weight: Tensor) -> Tensor:
+    def export(self, part: Tensor, tile: Tile, shape: Shape) -> Tensor:
         """With the dimension."""
-        return weight.unsqueeze(self.dim)
+        del tile, shape
+        return part.unsqueeze(self.dim)
 
 
 @dataclass(frozen=True)
-class Padded:
-    """A vector stored with zeros up to a multiple of ``multiple`` elements; what stands there is not read."""
+class Padded(Same):
+    """A vector stored with zeros up to a multiple of ``multiple`` elements; what stands there counts for nothing."""
 
     multiple: int
 
@@ -84,19 +125,25 @@ class Padded:
         """Rounded up."""
         return (-(-shape[0] // self.multiple) * self.multiple,)
 
-    def load(self, stored: Tensor, shape: Shape) -> Tensor:
-        """The first elements."""
-        return stored[: shape[0]]
+    def stored_tile(self, tile: Tile, shape: Shape) -> Tile:
+        """The tile; the last one has the zeros too."""
+        (rows,) = tile
+        return (slice(rows.start, rows.stop if rows.stop < shape[0] else self.stored_shape(shape)[0]),)
 
-    def export(self, weight: Tensor) -> Tensor:
-        """With zeros appended."""
-        (length,) = self.stored_shape(tuple(weight.shape))
-        return torch.cat([weight, weight.new_zeros(length - weight.shape[0])])
+    def load(self, stored: Tensor, tile: Tile) -> Tensor:
+        """Without the zeros."""
+        return stored[: tile[0].stop - tile[0].start]
+
+    def export(self, part: Tensor, tile: Tile, shape: Shape) -> Tensor:
+        """With the zeros, if it is the last tile."""
+        (rows,) = self.stored_tile(tile, shape)
+        return torch.cat([part, part.new_zeros(rows.stop - rows.start - part.shape[0])])
 
 
-Transform = Same | Transposed | Inserted | Padded
+Transform = Same
 SAME = Same()
 TRANSPOSED = Transposed()
+KERNEL = Kernel(3)
 DEPTHWISE = Inserted(1)
 ROW = Inserted(0)
 HEADS_PADDED = Padded(128)

@@ -1,13 +1,20 @@
 """Operators and their implementations.
 
 An :class:`Op` is a function of tensors with one reference, written in plain torch and differentiable to any order, and
-any number of registered implementations. Layers call the op; which implementation runs is chosen per call:
+any number of registered implementations. Layers call the op; which implementation runs is chosen per call, by the
+device of its first tensor and the dtype of its first floating one:
 
-1. the one named by an enclosing :func:`use_impl`; if it cannot run, it raises with the reason;
-2. otherwise the first registered implementation for the device that accepts the arguments;
-3. otherwise the reference.
+1. the one named by an enclosing :func:`use_impl`; if it cannot run, the call raises with the reason;
+2. otherwise the first one registered for that device and dtype that can run; if none can, the call raises with all the
+   reasons: nothing falls back to the reference silently;
+3. otherwise the reference: where nothing is registered for that device and dtype (float64 on most), or only what has
+   declared that it cannot run under ``torch.func.vmap``, and the call is.
 
-Every call is counted in the enclosing :func:`record_impls`, so a test can assert which implementation ran.
+A fused implementation is first order only: its backward is a kernel, so a second derivative through it raises and names
+the reference (:class:`k31fn.autodiff.custom_vjp`, ``opaque=True``). ``python -m k31fn.kernels`` lists all of them.
+
+Every call is counted in the enclosing :func:`record_impls`, so a test can assert which implementation ran. (On meta
+tensors inside :func:`k31fn.kernels.shapes.shapes_only` none runs.)
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from typing import Any
 import torch
 
 from k31fn import _functorch, tree
+from k31fn.kernels import shapes
 
 __all__ = ["OPS", "Implementation", "Op", "record_impls", "use_impl"]
 
@@ -41,15 +49,56 @@ class Implementation:
 
     Attributes:
         name: what :func:`use_impl` and the tables call it.
-        devices: device types it runs on.
+        devices: device types on which it is chosen by default.
         fn: the function, with the reference's signature.
         accepts: ``fn``'s arguments -> ``""`` if it can compute them, else the reason why not.
+        dtypes: of the first floating argument; empty: all.
+        on_request: device types on which it runs where :func:`use_impl` names it, and only there.
+        no_vmap: why it cannot run on arguments batched by ``torch.func.vmap``; empty: it can.
+        missing: ``""`` if what it needs is on this machine, else what is not.
+        kernels: the module with its kernels, whose ``builds(device)`` lists them for compilation ahead of time; empty:
+            it has none of its own.
     """
 
     name: str
     devices: tuple[str, ...]
     fn: Callable[..., Any]
-    accepts: Callable[..., str]
+    accepts: Callable[..., str] = lambda *_, **__: ""
+    dtypes: tuple[torch.dtype, ...] = ()
+    on_request: tuple[str, ...] = ()
+    no_vmap: str = ""
+    missing: Callable[[], str] = lambda: ""
+    kernels: str = ""
+
+    def refusal(self, call: _Call) -> str:
+        """Why it cannot run; ``""`` if it can."""
+        if call.device not in self.devices + self.on_request:
+            places = ", ".join(self.devices + self.on_request) or "no device of this process"
+            return f"it runs on {places}, the arguments are on {call.device}"
+        if self.dtypes and call.dtype not in self.dtypes:
+            return f"it computes {', '.join(map(str, self.dtypes))}, got {call.dtype}"
+        if self.no_vmap and call.batched:
+            return self.no_vmap
+        return self.missing() or self.accepts(*call.args, **call.kwargs)
+
+    def registered_for(self, call: _Call) -> bool:
+        """Whether a call without :func:`use_impl` is for it: then it runs, or says why not."""
+        takes = call.device in self.devices and (not self.dtypes or call.dtype in self.dtypes)
+        return takes and not (self.no_vmap and call.batched)
+
+
+class _Call:
+    """The arguments of a call, and what the choice depends on."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.tensors = [a for a in tree.leaves((args, kwargs), allow_none=True) if isinstance(a, torch.Tensor)]
+        self.device = next((t.device.type for t in self.tensors), "cpu")
+        self.dtype = next((t.dtype for t in self.tensors if t.is_floating_point()), None)
+
+    @property
+    def batched(self) -> bool:
+        return any(map(_functorch.is_batched, self.tensors))
 
 
 class Op:
@@ -70,6 +119,10 @@ class Op:
             raise ValueError(f"op {self.name!r} has an implementation {implementation.name!r} already")
         self.implementations[implementation.name] = implementation
 
+    def refusal(self, implementation: str, *args: Any, **kwargs: Any) -> str:
+        """Why that implementation cannot run with these arguments on request; ``""`` if it can."""
+        return self.implementations[implementation].refusal(_Call(args, kwargs))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The op's value, by the implementation chosen as the module says."""
         if _functorch.forward_mode_active():
@@ -78,32 +131,35 @@ class Op:
                 "operators are reverse-mode only, so that a layer behaves alike on every device; use torch.func.jacrev "
                 "or k31fn.autodiff.hessian (reverse over reverse)"
             )
+        if (results := shapes.known(self.name, self.reference, args, kwargs)) is not None:
+            return results
         name, fn = self._choose(args, kwargs)
         for record in _RECORDS.get():
             record[self.name, name] += 1
         return fn(*args, **kwargs)
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Callable[..., Any]]:
-        tensors = (a for a in tree.leaves((args, kwargs), allow_none=True) if isinstance(a, torch.Tensor))
-        device = next((t.device.type for t in tensors), "cpu")
         wanted = _OVERRIDES.get().get(self.name)
-        if wanted == "reference":
-            return wanted, self.reference
+        if wanted == "reference" or not self.implementations:
+            return "reference", self.reference
+        call = _Call(args, kwargs)
         if wanted is not None:
             impl = self.implementations[wanted]
-            if reason := _refusal(impl, device, args, kwargs):
+            if reason := impl.refusal(call):
                 raise ValueError(f"op {self.name!r}: implementation {wanted!r} was asked for but cannot run: {reason}")
             return wanted, impl.fn
+        reasons: list[str] = []
         for impl in self.implementations.values():
-            if not _refusal(impl, device, args, kwargs):
-                return impl.name, impl.fn
+            if impl.registered_for(call):
+                if not (reason := impl.refusal(call)):
+                    return impl.name, impl.fn
+                reasons.append(f"{impl.name}: {reason}")
+        if reasons:
+            raise ValueError(
+                f"op {self.name!r} on {call.device}: no implementation can run ({'; '.join(reasons)}); "
+                f"use_impl({self.name}='reference') runs the reference"
+            )
         return "reference", self.reference
-
-
-def _refusal(impl: Implementation, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    if device not in impl.devices:
-        return f"it runs on {', '.join(impl.devices)}, the arguments are on {device}"
-    return impl.accepts(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -19,12 +19,20 @@ _PREFIXES = 8  # distinct lengths to which keys are cut: each costs the backward
 
 
 def map_query_tiles(
-    f: Callable[..., Any], queries: Sequence[Tensor], keys: Sequence[Tensor], *, width: int, dim: int = -2
+    f: Callable[..., Any],
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    *,
+    width: int,
+    dim: int = -2,
+    causal: bool = True,
+    gradient: bool = True,
 ) -> list[Any]:
     """``f(*queries, *keys)`` on one tile of queries after the other.
 
-    Tiles are rematerialised unless all scores together are few, so a backward holds one tile. If there are as many
-    queries as keys they are the same tokens in order, no query sees a later key, and a tile gets a prefix of the keys.
+    Tiles are rematerialised unless all scores together are few, so a backward holds one tile. If ``causal`` and there
+    are as many queries as keys, they are the same tokens in order, no query sees a later key, and a tile gets a prefix
+    of the keys.
 
     Args:
         f: pure; called with each query tensor cut to a tile and each key tensor to a prefix.
@@ -32,6 +40,9 @@ def map_query_tiles(
         keys: tensors of S keys.
         width: scores per pair of query and key (batch times heads).
         dim: the dim of the tokens in all of them.
+        causal: whether equally many keys are the same tokens, none seen from before it.
+        gradient: whether a backward may come. Whether gradients are enabled now does not tell: in the first run of an
+            enclosing remat they are not.
 
     Returns:
         The results of ``f``, one per tile in order.
@@ -39,9 +50,9 @@ def map_query_tiles(
     T, S = queries[0].shape[dim], keys[0].shape[dim]
     tile = max(1, min(TILE_QUERIES, TILE_ELEMENTS // (width * S)))
     few = tile >= T or width * T * S <= KEPT_ELEMENTS
-    run = remat(f) if torch.is_grad_enabled() and not few else f
+    run = remat(f) if gradient and not few else f
     unit = -(-S // (_PREFIXES * tile)) * tile
-    lengths = [S if T != S else min(S, -(-(a + tile) // unit) * unit) for a in range(0, T, tile)]
+    lengths = [S if T != S or not causal else min(S, -(-(a + tile) // unit) * unit) for a in range(0, T, tile)]
     prefixes = {n: [k if n == S else k.narrow(dim, 0, n) for k in keys] for n in dict.fromkeys(lengths)}
     parts = zip(*[q.split(tile, dim=dim) for q in queries], strict=True)
     return [run(*part, *prefixes[n]) for part, n in zip(parts, lengths, strict=True)]

@@ -22,6 +22,8 @@ from typing import Any, Generic
 
 from k31fn import tree
 from k31fn.kernels.attn_res import attn_res
+from k31fn.parallel.collectives import pvary
+from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec
 from k31fn.typing import Float, Leaf, Tensor
 
@@ -84,7 +86,13 @@ def start(x: Float[Tensor, "B T D"]) -> Carry:
 
 
 def connect(
-    params: Params[Tensor], carry: Carry, cfg: Config, f: Callable[[Tensor], tuple[Tensor, Any]], *, opens_block: bool
+    params: Params[Tensor],
+    carry: Carry,
+    cfg: Config,
+    f: Callable[[Tensor], tuple[Tensor, Any]],
+    *,
+    opens_block: bool,
+    sh: Sharding = UNSHARDED,
 ) -> tuple[Carry, Any]:
     """One sublayer.
 
@@ -94,23 +102,27 @@ def connect(
         cfg: of the scheme.
         f: the sublayer with its norm, ``h [B T D] -> (y [B T D], aux)``.
         opens_block: true only for the attention of layers 0, b, 2b, ... (b the block size).
+        sh: sharding; the carry holds this rank's tokens.
 
     Returns:
         The next carry, and ``aux``.
     """
-    y, aux = f(_read(params, carry, cfg))
+    y, aux = f(_read(params, carry, cfg, sh))
     y = y.to(carry.prefix.dtype)
     if opens_block:
         return Carry(prefix=y, blocks=(*carry.blocks, carry.prefix)), aux
     return Carry(prefix=carry.prefix + y, blocks=carry.blocks), aux
 
 
-def finish(params_out: Params[Tensor], carry: Carry, cfg: Config) -> Float[Tensor, "B T D"]:
+def finish(
+    params_out: Params[Tensor], carry: Carry, cfg: Config, *, sh: Sharding = UNSHARDED
+) -> Float[Tensor, "B T D"]:
     """What the final norm reads: the mix of all blocks and the running sum."""
-    return _read(params_out, carry, cfg)
+    return _read(params_out, carry, cfg, sh)
 
 
-def _read(params: Params[Tensor], carry: Carry, cfg: Config) -> Tensor:
+def _read(params: Params[Tensor], carry: Carry, cfg: Config, sh: Sharding) -> Tensor:
     if not carry.blocks:
         return carry.prefix
-    return attn_res((*carry.blocks, carry.prefix), params.query, params.norm, cfg.eps)
+    query, weight = pvary(params.query, sh.sequence), pvary(params.norm, sh.sequence)
+    return attn_res((*carry.blocks, carry.prefix), query, weight, cfg.eps)

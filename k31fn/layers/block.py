@@ -67,7 +67,7 @@ class Params(Generic[Leaf]):
 
 
 class Aux(NamedTuple):
-    """What a layer reports besides its output; ``()`` where it has no such part.
+    """What a layer reports besides its output, of this rank's tokens; ``()`` where it has no such part.
 
     Attributes:
         kl: the indexer's KL summed over valid queries (DSA).
@@ -124,15 +124,15 @@ def apply(
     scheme = module_of(cfg.residual)
 
     def attention(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
-        x = norm.apply(params.attn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps))
+        x = norm.apply(params.attn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps), sh=sh)
         out = module_of(cfg.attention).apply(params.attn, x, cfg.attention, segments=segments, sh=sh)
         return (out.y, out.kl) if isinstance(cfg.attention, dsa.Config) else (out, ())
 
     def ffn(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
         return _ffn(params, h, cfg, segments=segments, bias=bias, sh=sh)
 
-    carry, kl = scheme.connect(params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block)
-    carry, routing = scheme.connect(params.ffn_mix, carry, cfg.residual, ffn, opens_block=False)
+    carry, kl = scheme.connect(params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block, sh=sh)
+    carry, routing = scheme.connect(params.ffn_mix, carry, cfg.residual, ffn, opens_block=False, sh=sh)
     return carry, Aux(kl, *routing)
 
 
@@ -141,18 +141,16 @@ def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.dev
     return module_of(cfg.attention).init_state(cfg.attention, batch, dtype=dtype, device=device)
 
 
-def extend(
-    params: Params[Tensor], carry: Any, cfg: Config, state: Any, *, bias: Any = (), sh: Sharding = UNSHARDED
-) -> tuple[Any, Any]:
+def extend(params: Params[Tensor], carry: Any, cfg: Config, state: Any, *, bias: Any = ()) -> tuple[Any, Any]:
     """:func:`apply` on the next tokens of one document per row: the new residual state and decoding state."""
     scheme = module_of(cfg.residual)
 
     def attention(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
         x = norm.apply(params.attn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps))
-        return module_of(cfg.attention).extend(params.attn, x, cfg.attention, state, sh=sh)
+        return module_of(cfg.attention).extend(params.attn, x, cfg.attention, state)
 
     def ffn(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
-        return _ffn(params, h, cfg, segments=None, bias=bias, sh=sh)
+        return _ffn(params, h, cfg, segments=None, bias=bias, sh=UNSHARDED)
 
     carry, state = scheme.connect(params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block)
     carry, _ = scheme.connect(params.ffn_mix, carry, cfg.residual, ffn, opens_block=False)
@@ -163,7 +161,7 @@ def _ffn(
     params: Params[Tensor], h: Tensor, cfg: Config, *, segments: Segments | None, bias: Any, sh: Sharding
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """The feed-forward sublayer: its output, and the MoE's (load, histogram)."""
-    x = norm.apply(params.ffn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps))
+    x = norm.apply(params.ffn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps), sh=sh)
     if isinstance(cfg.ffn, mlp.Config):
         return mlp.apply(params.ffn, x, cfg.ffn, sh=sh), ()
     out = latent_moe.apply(params.ffn, x, cfg.ffn, bias=bias, segments=segments, sh=sh)

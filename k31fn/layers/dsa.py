@@ -11,6 +11,11 @@ teaches the indexer; freezing the trunk is the trainer's business.
 
 Two losses that never meet: gradients of ``y`` reach the attention and ``x`` but no parameter of the indexer, those of
 ``kl`` reach the indexer's parameters and nothing else; the other parts are exactly zero.
+
+On a mesh a rank's index scores, choices and loss are those of its own tokens. The sets are then gathered over
+``sh.sequence``, since its heads attend for the queries of its neighbours too, and the heads' probabilities are summed
+over the ranks that hold them and scattered back. Of a token, other ranks of the context see ``[c ; kr ; k_index]``
+only: 704 values at the sizes of K3.1, gathered in one piece.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from k31fn.kernels.indexer_kl import indexer_kl
 from k31fn.kernels.sparse_attention import sparse_attention
 from k31fn.kernels.tiling import map_query_tiles, visible_keys
 from k31fn.layers import indexer, mla
-from k31fn.parallel.collectives import psum
+from k31fn.parallel.collectives import all_gather, axis_size, pslice, psum_scatter
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
 from k31fn.segments import Segments
@@ -87,7 +92,10 @@ class State:
 
 
 class DsaOut(NamedTuple):
-    """Output, and the indexer's loss summed over the valid queries of all rows (float32; the caller divides)."""
+    """Output, and the indexer's loss, float32.
+
+    ``kl`` is the sum over the rank's own valid queries of all rows: the caller sums it over the ranks and divides.
+    """
 
     y: Float[Tensor, "B T D"]
     kl: Float[Tensor, ""]
@@ -108,17 +116,25 @@ def apply(
 ) -> DsaOut:
     """Attends sparsely inside each document. ``segments`` None: one document per row.
 
+    On a mesh ``x`` and ``y`` are the rank's own tokens, ``segments`` those of its slice of the context.
+
     The sets are a :func:`k31fn.autodiff.decision` named ``topk``. Where no query sees more than ``topk`` keys, ``y`` is
     Gated MLA's.
     """
-    cq, heads, _ = mla.project(params.attn, x, cfg.attn, sh=sh)
-    index = indexer.apply(params.indexer, x, cq, cfg.indexer)
-    start, stop = mla.visible_range(x, segments)
+    cq, kv = mla.latents(params.attn, x, cfg.attn, sh=sh)
+    index = indexer.apply(params.indexer, x, cq, cfg.indexer, sh=sh)
+    keys = all_gather(torch.cat([kv, index.k], dim=-1), sh.tokens, 1)
+    kv, index_k = keys.split([kv.shape[-1], cfg.indexer.head_dim], dim=-1)
+    index = index._replace(k=index_k)
+    heads, w_uv = mla.project(params.attn, all_gather(cq, sh.sequence, 1), kv, cfg.attn)
+    start, stop = mla.visible_range(heads.q, segments, context=sh.context)
     if cfg.stage == "sparse":
-        o, kl = _attend(heads, index, _choose(index, start, stop, cfg), cfg, sh)
+        own = _choose(index, pslice(start, sh.sequence, 1), pslice(stop, sh.sequence, 1), cfg)
+        o, probs = sparse_attention(*heads, all_gather(own, sh.sequence, 1), cfg.attn.scale)
+        kl = _loss(index, psum_scatter(probs, sh.heads, 1), own, cfg)
     else:
         o, kl = _attend_to_all(heads, index, start, stop, cfg, sh)
-    return DsaOut(y=mla.gated_output(params.attn, x, o, sh=sh), kl=kl)
+    return DsaOut(y=mla.gated_output(params.attn, x, o, w_uv, sh=sh), kl=kl)
 
 
 def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
@@ -128,19 +144,21 @@ def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.dev
 
 
 def extend(
-    params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State, *, sh: Sharding = UNSHARDED
+    params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State
 ) -> tuple[Float[Tensor, "B T D"], State]:
     """:func:`apply`'s ``y`` on the next T tokens of one document per row; chooses among all cached keys."""
-    cq, heads, attn_state = mla.project(params.attn, x, cfg.attn, state.attn, sh=sh)
+    cq, kv = mla.latents(params.attn, x, cfg.attn)
     index = indexer.apply(params.indexer, x, cq, cfg.indexer)
+    kv = torch.cat([state.attn.kv, kv.to(state.attn.kv.dtype)], dim=1)
     index_k = torch.cat([state.index_k, index.k.to(state.index_k.dtype)], dim=1)
+    heads, w_uv = mla.project(params.attn, cq, kv, cfg.attn)
     start, stop = mla.visible_range(x, None, cached=state.index_k.shape[1])
     if cfg.stage == "sparse":
         chosen = _choose(index._replace(k=index_k), start, stop, cfg)
         o = sparse_attention(*heads, chosen, cfg.attn.scale).out
     else:
         o = attention(*heads, start, stop, cfg.attn.scale)
-    return mla.gated_output(params.attn, x, o, sh=sh), State(attn_state, index_k)
+    return mla.gated_output(params.attn, x, o, w_uv), State(mla.State(kv), index_k)
 
 
 def _choose(
@@ -150,13 +168,11 @@ def _choose(
     return decision("topk", choose, index.q, index.k, index.w, start, stop)
 
 
-def _attend(
-    heads: mla.Heads, index: indexer.IndexerOut, chosen: Int[Tensor, "B T M"], cfg: Config, sh: Sharding
-) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, ""]]:
-    """Attention over the chosen keys, and the indexer's loss on them."""
-    o, probs = sparse_attention(*heads, chosen, cfg.attn.scale)
-    teacher = psum(probs, sh.heads) / cfg.attn.num_heads
-    return o, indexer_kl(index.q, index.k, index.w, teacher, chosen, cfg.indexer.scale)
+def _loss(
+    index: indexer.IndexerOut, probs: Float[Tensor, "B T M"], chosen: Int[Tensor, "B T M"], cfg: Config
+) -> Float[Tensor, ""]:
+    """The indexer's loss, taught by the probabilities summed over all heads."""
+    return indexer_kl(index.q, index.k, index.w, probs / cfg.attn.num_heads, chosen, cfg.indexer.scale)
 
 
 def _attend_to_all(
@@ -167,16 +183,26 @@ def _attend_to_all(
     cfg: Config,
     sh: Sharding,
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, ""]]:
-    """:func:`_attend` to all visible keys, in tiles of queries: the sets and probabilities of all are T x T."""
+    """Attention to all visible keys, and the loss, in tiles of queries: the sets and probabilities of all are T x T.
+
+    A tile takes equally many of each rank's own queries, so that one psum_scatter leaves each rank the teacher of its
+    own: dim 1 is the place among a rank's tokens, dim 2 the rank.
+    """
+    ranks = axis_size(sh.sequence)
 
     def tile(
-        q: Tensor, iq: Tensor, w: Tensor, start: Tensor, stop: Tensor, k: Tensor, kr: Tensor, v: Tensor, ik: Tensor
+        q: Tensor, start: Tensor, stop: Tensor, iq: Tensor, w: Tensor, k: Tensor, kr: Tensor, v: Tensor, ik: Tensor
     ) -> tuple[Tensor, Tensor]:
         seen = visible_keys(start[..., None], stop[..., None], ik.shape[1])
         chosen = torch.where(seen, torch.arange(ik.shape[1], device=ik.device), -1)
-        return _attend(mla.Heads(q, k, kr, v), indexer.IndexerOut(iq, ik, w), chosen, cfg, sh)
+        o, probs = sparse_attention(q.flatten(1, 2), k, kr, v, chosen.flatten(1, 2), cfg.attn.scale)
+        teacher = psum_scatter(probs.unflatten(1, (-1, ranks)), sh.heads, 2).squeeze(2)
+        own = pslice(chosen, sh.sequence, 2).squeeze(2)
+        return o.unflatten(1, (-1, ranks)), _loss(indexer.IndexerOut(iq, ik, w), teacher, own, cfg)
 
-    queries, keys = (heads.q, index.q, index.w, start, stop), (heads.k, heads.kr, heads.v, index.k)
-    width = start.shape[0] * max(heads.q.shape[2], index.w.shape[-1])
+    by_rank = [t.unflatten(1, (ranks, -1)).transpose(1, 2) for t in (heads.q, start, stop)]
+    queries, keys = (*by_rank, index.q, index.w), (heads.k, heads.kr, heads.v, index.k)
+    width = start.shape[0] * max(ranks * heads.q.shape[2], index.w.shape[-1])
     tiles = map_query_tiles(tile, queries, keys, width=width, dim=1)
-    return torch.cat([o for o, _ in tiles], dim=1), torch.stack([kl for _, kl in tiles]).sum()
+    o = torch.cat([o for o, _ in tiles], dim=1).transpose(1, 2).flatten(1, 2)
+    return o, torch.stack([kl for _, kl in tiles]).sum()

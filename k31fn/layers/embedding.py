@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from k31fn import _functorch, tree
 from k31fn.autodiff import custom_vjp
+from k31fn.parallel.axis import active
+from k31fn.parallel.collectives import axis_index, psum_scatter
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
 from k31fn.precision import upcast
@@ -47,41 +49,45 @@ def specs(cfg: Config) -> Params[ParamSpec]:
 
 
 def apply(
-    params: Params[Tensor], tokens: Int[Tensor, "B T"], cfg: Config, *, sh: Sharding = UNSHARDED
+    params: Params[Tensor], tokens: Int[Tensor, "B S"], cfg: Config, *, sh: Sharding = UNSHARDED
 ) -> Float[Tensor, "B T D"]:
     """Rows of the table in its dtype. Reverse-mode to any order; forward mode raises, as for every layer.
 
+    On a mesh ``tokens`` are all those of the slice of the context, the result has this rank's: each rank looks up the
+    tokens whose rows it holds.
+
     Raises:
-        ValueError: ``sh`` splits the vocabulary.
-        IndexError: on a CPU, a token outside the table. Elsewhere it is undefined: :func:`check_tokens` checks a batch
-            where it is made.
+        IndexError: on a CPU, a token outside of a table that is not split. Elsewhere it is undefined:
+            :func:`check_tokens` checks a batch where it is made.
     """
     del cfg  # the table says it all
-    if "vocab" in sh.axes():
-        raise ValueError(
-            f"embedding: sh.vocab={sh.vocab} would split the table, which is looked up whole; set vocab=()"
-        )
     if _functorch.forward_mode_active():
         raise RuntimeError(
             "embedding under forward-mode differentiation: k31fn layers are reverse-mode only; use torch.func.jacrev "
             "or k31fn.autodiff.hessian (reverse over reverse)"
         )
-    return _lookup(params.weight, tokens)
+    if not active(sh.vocab):
+        return _lookup(params.weight, tokens)
+    num_rows = params.weight.shape[0]
+    row = tokens - axis_index(sh.vocab) * num_rows
+    own = (row >= 0) & (row < num_rows)
+    found = torch.where(own[..., None], _lookup(params.weight, torch.where(own, row, 0)), 0)
+    return psum_scatter(found, sh.sequence, 1)  # one term of each sum is not zero: exact in any dtype
 
 
-def _lookup_fwd(weight: Tensor, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    return F.embedding(tokens, weight), (weight, tokens)
+def _lookup_fwd(weight: Tensor, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, int, torch.dtype]]:
+    return F.embedding(tokens, weight), (tokens, weight.shape[0], weight.dtype)  # the table itself is not kept
 
 
-def _lookup_bwd(residuals: tuple[Tensor, Tensor], ct: Tensor) -> tuple[Tensor, None]:
+def _lookup_bwd(residuals: tuple[Tensor, int, torch.dtype], ct: Tensor) -> tuple[Tensor, None]:
     """Sums each token's cotangents in float32, in a fixed order on every device.
 
     torch's own rule sums in the table's dtype on a CPU, and a bfloat16 sum of ones stops at 256: the gradient of every
     frequent token would be lost.
     """
-    weight, tokens = residuals
-    total = torch.ops.aten.embedding_dense_backward(upcast(ct), tokens, weight.shape[0], -1, False)
-    return total.to(weight.dtype), None
+    tokens, num_rows, dtype = residuals
+    total = torch.ops.aten.embedding_dense_backward(upcast(ct), tokens, num_rows, -1, False)
+    return total.to(dtype), None
 
 
 _lookup = custom_vjp(_lookup_fwd, name="embedding").defvjp(_lookup_fwd, _lookup_bwd)

@@ -6,8 +6,10 @@ Equations (DeepSeek-V3.2, arXiv 2512.02556; no rotation, and no Hadamard transfo
     I[t, s] = sum_j w[t, j] relu(I^-0.5 <q[t, j], k[s]>)
 
 ``sg`` stops the gradient: the indexer learns from its own loss only and sends nothing back to the trunk. The two
-scales change no choice of keys but do change softmax(I), hence the loss. Replicated under tensor parallelism: every
-rank must choose the same keys.
+scales change no choice of keys but do change softmax(I), hence the loss.
+
+On a mesh each rank projects its own tokens, with the whole weights: it scores its own queries against the keys of all,
+so this work is split by tokens over tensor-parallel ranks too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from k31fn import tree
 from k31fn.autodiff import stop_gradient
 from k31fn.kernels.norm import layer_norm
 from k31fn.layers.linear import linear, split_heads
+from k31fn.parallel.collectives import pvary
+from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec
 from k31fn.precision import upcast
 from k31fn.typing import Float, Leaf, Tensor
@@ -102,11 +106,19 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     )
 
 
-def apply(params: Params[Tensor], x: Float[Tensor, "B T D"], cq: Float[Tensor, "B T Rq"], cfg: Config) -> IndexerOut:
+def apply(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T D"],
+    cq: Float[Tensor, "B T Rq"],
+    cfg: Config,
+    *,
+    sh: Sharding = UNSHARDED,
+) -> IndexerOut:
     """Projects each token; the scores are :func:`k31fn.kernels.indexer.index_scores` of the result.
 
     Gradients: to ``params`` only; ``x`` and ``cq`` receive exactly zero.
     """
+    params = tree.map(lambda w: pvary(w, sh.sequence), params)
     x, cq = stop_gradient(x), stop_gradient(cq)
     weight_scale = cfg.num_heads**-0.5 if cfg.weight_scale is None else cfg.weight_scale
     return IndexerOut(

@@ -13,27 +13,31 @@ Equations (Kimi Linear, arXiv 2510.26692; the bounded decay and the full-rank ou
 ``conv`` is :mod:`k31fn.layers.short_conv`. Its histories and S are reset at document boundaries. A padding token's
 ``y`` is 0. float32 islands: ``A_log``, ``dt_bias``, the convolutions and ``o_norm``; the L2 norms, both gates, S and
 the output norm are computed in float32.
+
+On a mesh: heads are split over ``sh.heads``, each rank having all tokens of its slice of the context. Between slices
+travel the last inputs of the convolutions, and per head the pair (state from zero, transition) of each slice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Generic
 
 import torch
 
 from k31fn import tree
 from k31fn.kernels.gated_norm import gated_norm
-from k31fn.kernels.kda import MIN_LOG_DECAY, TILE, kda
+from k31fn.kernels.kda import MIN_LOG_DECAY, TILE, kda, kda_fragment
 from k31fn.kernels.short_conv import short_conv
 from k31fn.layers import short_conv as conv
 from k31fn.layers.linear import linear, split_heads
-from k31fn.parallel.collectives import psum, pvary
+from k31fn.parallel.collectives import all_gather, axis_size, psum_scatter, pvary
+from k31fn.parallel.context import relay, whole_slice
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec, SoftplusInverse, Uniform
 from k31fn.precision import island, upcast
-from k31fn.segments import Segments
-from k31fn.typing import Float, Int, Leaf, Tensor
+from k31fn.segments import Segments, whole
+from k31fn.typing import Float, Leaf, Tensor
 
 __all__ = ["Config", "Params", "State", "apply", "extend", "init_state", "specs"]
 
@@ -173,10 +177,18 @@ def apply(
 ) -> Float[Tensor, "B T D"]:
     """Mixes the tokens of each document. ``segments`` None: one document per row.
 
+    On a mesh ``x`` is split over ``sh.tokens``, ``segments`` over ``sh.context``, and heads over ``sh.heads``.
     Gradients: to ``params`` and ``x``, to any order.
+
+    Raises:
+        ValueError: parameters of another number of heads, or slices of the context shorter than ``conv_width - 1``.
     """
-    ids = _one_document(x) if segments is None else segments.ids
-    return _mix(params, x, cfg, ids, (), sh)[0]
+    # from the rank's own tokens: 1/n of the work, and R values to gather beside D
+    decay = linear(x, tree.map(lambda w: pvary(w, sh.sequence), params.w_fa))
+    x, decay = all_gather(x, sh.sequence, 1), all_gather(decay, sh.sequence, 1)
+    packing = whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device) if segments is None else segments
+    y, _ = _mix(params, x, decay, cfg, packing, (), sh)
+    return psum_scatter(y, sh.sequence, 1)
 
 
 def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
@@ -187,52 +199,63 @@ def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.dev
 
 
 def extend(
-    params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State, *, sh: Sharding = UNSHARDED
+    params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State
 ) -> tuple[Float[Tensor, "B T D"], State]:
     """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the same outputs."""
-    return _mix(params, x, cfg, _one_document(x), state, sh)
-
-
-def _one_document(x: Float[Tensor, "B T D"]) -> Int[Tensor, "B T"]:
-    return torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
+    packing = whole(x.shape[0], x.shape[1], device=x.device)
+    return _mix(params, x, linear(x, params.w_fa), cfg, packing, state, UNSHARDED)
 
 
 def _mix(
     params: Params[Tensor],
     x: Float[Tensor, "B T D"],
+    decay: Float[Tensor, "B T R"],
     cfg: Config,
-    ids: Int[Tensor, "B T"],
+    segments: Segments,
     state: State | tuple[()],
     sh: Sharding,
 ) -> tuple[Float[Tensor, "B T D"], State]:
-    """The layer on documents ``ids``, and what follows the last token."""
-    decay = linear(x, params.w_fa)  # the same on every rank of the heads' axis
-    x, decay = pvary(x, sh.heads), pvary(decay, sh.heads)
-
-    def convolved(w: Any, taps: conv.Params[Tensor], before: Tensor | tuple[()]) -> tuple[Tensor, Tensor]:
-        projected = linear(x, w)
-        y = split_heads(
-            short_conv(projected, taps.weight, ids, before), cfg.num_heads, cfg.head_dim, "kda w_q, w_k, w_v"
-        )
-        return y, conv.advance(before, projected, cfg.conv)
-
-    before = (state.conv_q, state.conv_k, state.conv_v) if isinstance(state, State) else ((), (), ())
-    q, conv_q = convolved(params.w_q, params.conv_q, before[0])
-    k, conv_k = convolved(params.w_k, params.conv_k, before[1])
-    v, conv_v = convolved(params.w_v, params.conv_v, before[2])
-    g = _log_decay(linear(decay, params.w_fb), params, cfg)
+    """This rank's heads on its slice of the tokens: its part of the sum over heads, and what follows the last token."""
+    heads = cfg.num_heads // axis_size(sh.heads)
+    projected = tuple(linear(x, w) for w in (params.w_q, params.w_k, params.w_v))
+    if isinstance(state, State):
+        before = (state.conv_q, state.conv_k, state.conv_v)
+    else:
+        before = conv.histories(projected, cfg.conv, segments, sh)
+    taps = (params.conv_q, params.conv_k, params.conv_v)
+    q, k, v = (
+        split_heads(short_conv(y, w.weight, segments.ids, h), heads, cfg.head_dim, "kda w_q, w_k, w_v")
+        for y, w, h in zip(projected, taps, before, strict=True)
+    )
+    g = _log_decay(linear(decay, params.w_fb), params, cfg, heads)
     beta = torch.sigmoid(upcast(linear(x, params.w_b)))
     q, k = _l2_norm(q, cfg.l2_eps, cfg.head_dim**-0.5), _l2_norm(k, cfg.l2_eps)
-    o, s = kda(q, k, v, g, beta, ids, state.s if isinstance(state, State) else ())
-    gate = split_heads(linear(x, params.w_g), cfg.num_heads, cfg.head_dim, "kda w_g")
-    o = gated_norm(o, gate, pvary(params.o_norm, sh.heads), cfg.norm_eps)
-    y = psum(linear(o.flatten(-2), params.w_o), sh.heads)
-    return y, State(conv_q, conv_k, conv_v, s)
+    s = state.s if isinstance(state, State) else _state_before(k, v, g, beta, segments, sh)
+    o, s = kda(q, k, v, g, beta, segments.ids, s)
+    gate = split_heads(linear(x, params.w_g), heads, cfg.head_dim, "kda w_g")
+    o = gated_norm(o, gate, pvary(params.o_norm, sh.sequence), cfg.norm_eps)
+    after = tuple(conv.advance(h, y, cfg.conv) for h, y in zip(before, projected, strict=True))
+    return linear(o.flatten(-2), params.w_o), State(after[0], after[1], after[2], s)
 
 
-def _log_decay(z: Float[Tensor, "B T HK"], params: Params[Tensor], cfg: Config) -> Float[Tensor, "B T H K"]:
+def _state_before(
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H K"],
+    beta: Float[Tensor, "B T H"],
+    segments: Segments,
+    sh: Sharding,
+) -> Float[Tensor, "B H K V"] | tuple[()]:
+    """S before this rank's slice, which the ranks before it hand on."""
+    if axis_size(sh.context) == 1:
+        return ()
+    fragment = kda_fragment(k, v, g, beta, segments.ids)
+    return relay(fragment.state, fragment.transition, segments.position, sh.context)
+
+
+def _log_decay(z: Float[Tensor, "B T HK"], params: Params[Tensor], cfg: Config, heads: int) -> Float[Tensor, "B T H K"]:
     """``g = bound * sigmoid(exp(A_log) (z + dt_bias))`` in float32: a rounded A_log would change the decay's rate."""
-    z = split_heads(upcast(z) + upcast(params.dt_bias), cfg.num_heads, cfg.head_dim, "kda w_fb")
+    z = split_heads(upcast(z) + upcast(params.dt_bias), heads, cfg.head_dim, "kda w_fb")
     return cfg.gate_lower_bound * torch.sigmoid(upcast(params.A_log).exp()[:, None] * z)
 
 

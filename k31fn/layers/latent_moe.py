@@ -7,22 +7,32 @@
 The experts read and write the latent; one projection down, one norm and one projection up serve all experts of a layer.
 The router and the shared experts (one fused gated MLP) read the full width. An expert's output, in the dtype of the
 model, is weighted and summed in float32.
+
+On a mesh a rank routes its own tokens, and sends a copy of a token to each chosen expert's rank and gets it back
+(``sh.experts``). Where ranks hold columns of the same experts (``sh.expert_mlp``), each works on the tokens of all of
+them, and the parts of ``sum_j p_j e_j`` are summed before the norm. The shared experts run while copies travel: their
+first products on the way there, the last on the way back; in the backward likewise.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple
 
 from k31fn import tree
-from k31fn.kernels.experts import combine, dispatch, plan
+from k31fn.autodiff import decision
+from k31fn.kernels.experts import Plan, combine, dispatch, permute, plan
 from k31fn.kernels.situ import situ_glu
 from k31fn.layers import mlp, norm, router
 from k31fn.layers.linear import grouped_linear, linear
+from k31fn.parallel.collectives import all_gather, psum_scatter, pvary
+from k31fn.parallel.expert import Exchange, finish_combine, plan_exchange, start_combine, start_dispatch
+from k31fn.parallel.overlap import Pending, wait
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
 from k31fn.segments import Segments
-from k31fn.typing import Float, Leaf, Tensor
+from k31fn.typing import Float, Int, Leaf, Tensor
 
 __all__ = ["Config", "Output", "Params", "apply", "specs"]
 
@@ -116,7 +126,7 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     init, matrix = Normal(cfg.init_std), frozenset({"matrix"})
 
     def of_experts(one: ParamSpec) -> ParamSpec:
-        axes = tuple("latent" if a == "hidden" else "" for a in one.axes)
+        axes = tuple("latent" if a == "hidden" else "expert_mlp" for a in one.axes)
         return ParamSpec((cfg.num_experts, *one.shape), ("experts", *axes), init, tags=frozenset({"expert", "matrix"}))
 
     return Params(
@@ -140,21 +150,61 @@ def apply(
 ) -> Output:
     """One layer. ``bias`` is the router's balance state, ``segments`` tells padding (None: there is none)."""
     routing = router.apply(params.router, x, cfg.router, bias=bias, segments=segments, sh=sh)
-    latent = linear(x, params.latent_down)
-    mixed = _experts(params.experts, latent.flatten(0, 1), routing, cfg).view(latent.shape)
-    y = linear(norm.apply(params.norm, mixed, cfg.norm, sh=sh), params.latent_up)
+    vary = functools.partial(tree.map, lambda w: pvary(w, sh.sequence))
+    copies = _to_experts(linear(x, vary(params.latent_down)), routing, cfg, sh)
+    h: Any = ()
     if isinstance(cfg.shared, mlp.Config):
         assert isinstance(params.shared, mlp.Params), "parameters of another config"
-        y = y + mlp.apply(params.shared, x, cfg.shared, sh=sh)
-    return Output(y, routing)
+        h = mlp.inner(params.shared, x, cfg.shared, sh=sh)  # while the copies are on their way to the experts
+    copies = _through_experts(params.experts, copies, cfg, sh)
+    shared = mlp.outer(params.shared, h, sh=sh) if isinstance(params.shared, mlp.Params) else 0  # and on the way back
+    mixed = norm.apply(params.norm, _mix(copies, sh), cfg.norm, sh=sh)
+    return Output(shared + linear(mixed, vary(params.latent_up)), routing)
 
 
-def _experts(
-    params: mlp.Params[Any], u: Float[Tensor, "N L"], routing: router.Routing, cfg: Config
-) -> Float[Tensor, "N L"]:
-    """``sum_j p_j e_j(u)`` over the chosen experts."""
-    order, inverse, sizes = plan(routing.topk_idx.flatten(0, 1), cfg.num_experts)
-    rows = dispatch(u, order, inverse)
+class _Copies(NamedTuple):
+    """Rows on their way to the experts or back, one for each choice of each token.
+
+    Attributes:
+        rows: what is waited for.
+        weights: of each token's choices, of all tokens that this rank's share of the experts' width works on.
+        plan: where each copy lies when sorted by expert.
+        exchange: where experts are split over ranks, which rank each row goes to; otherwise ().
+    """
+
+    rows: Pending
+    weights: Float[Tensor, "B S G"]
+    plan: Plan
+    exchange: Exchange | tuple[()]
+
+
+def _to_experts(u: Float[Tensor, "B T L"], routing: router.Routing, cfg: Config, sh: Sharding) -> _Copies:
+    """Ranks that hold other columns of the same experts work on the tokens of all of them."""
+    made, exchange = decision("experts", _plan, routing.topk_idx, cfg.num_experts, sh)
+    u, weights = (all_gather(t, sh.expert_mlp, 1) for t in (u, routing.weights))
+    rows = dispatch(u.flatten(0, 1), made.order, made.inverse)
+    return _Copies(start_dispatch(rows, exchange, sh.experts), weights, made, exchange)
+
+
+def _plan(topk_idx: Int[Tensor, "B T G"], num_experts: int, sh: Sharding) -> tuple[Plan, Exchange | tuple[()]]:
+    made = plan(all_gather(topk_idx, sh.expert_mlp, 1).flatten(0, 1), num_experts)
+    return made, plan_exchange(made.sizes, sh.experts, made.order.shape[0])
+
+
+def _through_experts(params: mlp.Params[Any], copies: _Copies, cfg: Config, sh: Sharding) -> _Copies:
+    """``e_j(u)`` of the rows that arrive, on the way back; a part of it where the experts' width is split."""
+    rows, sizes, exchange = wait(copies.rows), copies.plan.sizes, copies.exchange
+    if isinstance(exchange, Exchange):
+        rows, sizes = permute(rows, exchange.order, exchange.inverse), exchange.sizes
     gate, up = (grouped_linear(rows, w, sizes) for w in (params.w_gate, params.w_up))
-    out = grouped_linear(situ_glu(gate, up, cfg.beta, cfg.linear_beta), params.w_down, sizes)
-    return combine(out, routing.weights.flatten(0, 1), order, inverse)
+    rows = grouped_linear(situ_glu(gate, up, cfg.beta, cfg.linear_beta), params.w_down, sizes)
+    if isinstance(exchange, Exchange):
+        rows = permute(rows, exchange.inverse, exchange.order)
+    return copies._replace(rows=start_combine(rows, exchange, sh.experts))
+
+
+def _mix(copies: _Copies, sh: Sharding) -> Float[Tensor, "B T L"]:
+    """``sum_j p_j e_j(u)`` of this rank's tokens; summed over the experts' width here, as the norm is not linear."""
+    rows = finish_combine(copies.rows, copies.exchange, sh.experts)
+    mixed = combine(rows, copies.weights.flatten(0, 1), copies.plan.order, copies.plan.inverse)
+    return psum_scatter(mixed.unflatten(0, copies.weights.shape[:2]), sh.expert_mlp, 1)

@@ -2,21 +2,23 @@
 
 ``linear`` and ``grouped_linear`` dispatch on the weight leaf (Tensor, :class:`~k31fn.params.Quantized`,
 :class:`~k31fn.params.LowRank`), so quantised weights and low-rank adapters touch no layer. Both are differentiable in
-reverse mode to any order; forward mode raises.
+reverse mode to any order; forward mode raises. Under :func:`k31fn.autodiff.split_vjp` weight gradients come later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from k31fn import _functorch
+from k31fn.autodiff import weight_product
 from k31fn.kernels.experts import grouped_matmul
 from k31fn.params import LowRank, Quantized
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["dequantize", "grouped_linear", "linear", "split_heads"]
+__all__ = ["dequantize", "grouped_linear", "linear", "per_head", "split_heads", "transposed_linear"]
 
 
 def linear(x: Float[Tensor, "*rows I"], w: Any) -> Float[Tensor, "*rows2 O"]:
@@ -39,7 +41,16 @@ def linear(x: Float[Tensor, "*rows I"], w: Any) -> Float[Tensor, "*rows2 O"]:
     if isinstance(w, Quantized):
         return linear(x, dequantize(w, x.dtype))
     _check_features("linear", x, w)
-    return x @ w.to(x.dtype)
+    return weight_product(torch.matmul, x, w.to(x.dtype))
+
+
+def transposed_linear(y: Float[Tensor, "*rows O"], w: Any) -> Float[Tensor, "*rows2 I"]:
+    """``y @ w^T`` for the same leaves as :func:`linear`; the dense update of a LowRank is never formed either."""
+    if isinstance(w, LowRank):
+        return transposed_linear(y, w.base) + transposed_linear(transposed_linear(y, w.b), w.a)
+    if isinstance(w, Quantized):
+        return transposed_linear(y, dequantize(w, y.dtype))
+    return linear(y, w.mT)
 
 
 def grouped_linear(x: Float[Tensor, "R I"], w: Any, sizes: Int[Tensor, "E"]) -> Float[Tensor, "R O"]:
@@ -62,7 +73,7 @@ def grouped_linear(x: Float[Tensor, "R I"], w: Any, sizes: Int[Tensor, "E"]) -> 
             f"grouped_linear: a weight [experts, in, out] for {sizes.shape[0]} experts is needed, got {list(w.shape)}"
         )
     _check_features("grouped_linear", x, w)
-    return grouped_matmul(x, w.to(x.dtype), sizes)
+    return weight_product(lambda x, w: grouped_matmul(x, w, sizes), x, w.to(x.dtype))
 
 
 def dequantize(w: Quantized[Tensor], dtype: torch.dtype) -> Float[Tensor, "*experts I O"]:
@@ -89,13 +100,36 @@ def split_heads(
         ValueError: the columns are not whole heads, or their number does not divide ``num_heads``: the weights are
             those of another config.
     """
+    return x.unflatten(-1, (_local_heads(x, num_heads, head_dim, name), head_dim))
+
+
+def per_head(w: Any, num_heads: int, dims: Sequence[int], name: str) -> tuple[Any, ...]:
+    """A projection's weight by head: for each part of a head's columns a leaf whose heads are a leading dim.
+
+    ``w [in, H sum(dims)]`` gives one leaf ``[H, in, dim]`` for each of ``dims``, of the same kind; :func:`linear` and
+    :func:`transposed_linear` take it with rows ``[H, rows, ...]``.
+
+    Raises:
+        ValueError: as in :func:`split_heads`.
+    """
+    if isinstance(w, LowRank):
+        parts = (per_head(leaf, num_heads, dims, name) for leaf in (w.base, w.b))
+        return tuple(LowRank(base, w.a, b) for base, b in zip(*parts, strict=True))
+    if isinstance(w, Quantized):
+        parts = (per_head(leaf, num_heads, dims, name) for leaf in (w.codes, w.scales))
+        return tuple(Quantized(codes, scales) for codes, scales in zip(*parts, strict=True))
+    by_head = w.unflatten(-1, (_local_heads(w, num_heads, sum(dims), name), sum(dims)))
+    return by_head.transpose(-3, -2).split(list(dims), dim=-1)
+
+
+def _local_heads(x: Tensor, num_heads: int, head_dim: int, name: str) -> int:
     local, rest = divmod(x.shape[-1], head_dim)
     if rest or not local or num_heads % local:
         raise ValueError(
             f"{name}: {x.shape[-1]} columns do not divide into num_heads={num_heads} heads of {head_dim}; the "
             f"parameters are of another config: {num_heads} heads have {num_heads * head_dim} columns"
         )
-    return x.unflatten(-1, (local, head_dim))
+    return local
 
 
 def _check_features(name: str, x: Tensor, w: Any) -> None:

@@ -7,6 +7,7 @@ the step is cut nor on how documents are packed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ import torch
 from k31fn.autodiff import remat
 from k31fn.kernels.cross_entropy import Statistics, cross_entropy
 from k31fn.layers.linear import linear
+from k31fn.parallel.axis import active
+from k31fn.parallel.collectives import all_gather, axis_index, pmax, psum, pvary
+from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import LowRank, Quantized
 from k31fn.precision import island, upcast
 from k31fn.typing import Float, Int, Tensor
@@ -36,7 +40,12 @@ class LossSum(NamedTuple):
 
 
 def linear_cross_entropy(
-    hidden: Float[Tensor, "B T D"], w_head: Any, labels: Int[Tensor, "B T"], *, logits_bytes: int = LOGITS_BYTES
+    hidden: Float[Tensor, "B T D"],
+    w_head: Any,
+    labels: Int[Tensor, "B S"],
+    *,
+    logits_bytes: int = LOGITS_BYTES,
+    sh: Sharding = UNSHARDED,
 ) -> LossSum:
     """``sum_t [label_t valid] (logsumexp(hidden_t w) - hidden_t w[:, label_t])``.
 
@@ -44,31 +53,45 @@ def linear_cross_entropy(
     piece its log-softmax is kept for the backward. With more, the backward computes each piece's logits again; the
     weight gradient of a piece is one product over all tokens, and that of ``hidden`` is summed in float32.
 
+    On a mesh a rank has some columns of the vocabulary, and all tokens of its slice of the context: two numbers per
+    token are joined over the ranks.
+
     Args:
-        hidden: the normed last hidden state; its dtype is that of the products, the softmax is float32.
-        w_head: weight leaf ``[D, Z]``.
-        labels: in ``[0, Z)``, or :data:`IGNORED`. Any other value cannot be seen inside a transform and is undefined:
-            :func:`k31fn.layers.embedding.check_tokens` checks a batch where it is made.
+        hidden: the normed last hidden state, of this rank's tokens; its dtype is that of the products, the softmax is
+            float32.
+        w_head: weight leaf ``[D, Z]``, this rank's columns.
+        labels: of all tokens of the slice; in ``[0, Z)``, or :data:`IGNORED`. Any other value cannot be seen inside a
+            transform and is undefined: :func:`k31fn.layers.embedding.check_tokens` checks a batch where it is made.
         logits_bytes: bound of one piece.
+        sh: sharding.
 
     Returns:
-        Sum and count; without any valid label the sum and every gradient are exactly 0.
+        Sum and count over the slice, equal on the ranks of ``sh.vocab``; without any valid label the sum and every
+        gradient are exactly 0.
     """
-    widths = _piece_widths(_num_columns(w_head), labels.numel(), island(hidden.dtype).itemsize, logits_bytes)
-    dtype = hidden.dtype
+    dtype, num_columns = hidden.dtype, _num_columns(w_head)
+    hidden = all_gather(hidden, sh.sequence, 1, grad_dtype=island(dtype))
+    if isinstance(w_head, LowRank):  # its first factor is whole on every rank
+        w_head = dataclasses.replace(w_head, a=pvary(w_head.a, sh.vocab))
+    widths = _piece_widths(num_columns, labels.numel(), island(dtype).itemsize, logits_bytes)
+    column = labels - axis_index(sh.vocab) * num_columns
 
     def statistics(x: Tensor, w: Any, piece_labels: Tensor) -> Statistics:
         return cross_entropy(linear(x.to(dtype), w), piece_labels)
 
     if len(widths) == 1:
-        lse, picked = statistics(hidden, w_head, labels)
+        lse, picked = statistics(hidden, w_head, column)
     else:
         wide, start, parts = upcast(hidden), 0, []
         for width, w in zip(widths, _columns(w_head, widths), strict=True):
-            parts.append(remat(statistics)(wide, w, labels - start))
+            parts.append(remat(statistics)(wide, w, column - start))
             start += width
         lse = torch.logsumexp(torch.stack([part.lse for part in parts]), 0)
         picked = torch.stack([part.picked for part in parts]).sum(0)
+    if active(sh.vocab):
+        top = pmax(lse, sh.vocab)
+        total, picked = psum(torch.stack([torch.exp(lse - top), picked]), sh.vocab)
+        lse = top + torch.log(total)
     valid = labels != IGNORED
     return LossSum(total=torch.where(valid, lse - picked, 0).sum(), num_tokens=valid.sum())
 

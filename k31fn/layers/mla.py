@@ -10,20 +10,31 @@ Equations (arXiv 2607.24653; the latent projections are those of DeepSeek-V2, ar
 Causal, inside documents. There is no rotation: the P "rope" dims of ``q`` and ``kr`` are plain dims. The softmax, its
 output and the gate are float32 islands, rounded once before ``W_o``. A padding token's attention output is 0, so its
 ``y`` is 0.
+
+``W_kvb = [W_uk ; W_uv]`` multiplies either the keys, as above, or the queries: ``<q, kn> = <q W_uk^T, c>`` and ``o =
+(softmax(...) c) W_uv``, the absorbed form, whose keys and values are the latent itself, one head for all. They differ
+by rounding only. The form with fewer multiplications is taken (:func:`absorbs`): the absorbed one where few queries
+meet many keys, in decoding and on many ranks of context parallelism.
+
+On a mesh a rank has its own tokens: it computes their latents, and gathers ``cq`` and ``x`` (for the gate) over
+``sh.sequence``, and ``[c ; kr]``, R + P values per token, over ``sh.tokens``. Heads, and the queries of its slice of
+the context, are its own; outputs are summed over the heads and scattered back to the tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 
 from k31fn import tree
 from k31fn.kernels.attention import attention
 from k31fn.kernels.norm import rms_norm
-from k31fn.layers.linear import linear, split_heads
-from k31fn.parallel.collectives import psum, pvary
+from k31fn.layers.linear import linear, per_head, split_heads, transposed_linear
+from k31fn.parallel.axis import Axes
+from k31fn.parallel.collectives import all_gather, axis_index, psum_scatter, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec
 from k31fn.precision import upcast
@@ -35,10 +46,12 @@ __all__ = [
     "Heads",
     "Params",
     "State",
+    "absorbs",
     "apply",
     "extend",
     "gated_output",
     "init_state",
+    "latents",
     "project",
     "specs",
     "visible_range",
@@ -115,10 +128,9 @@ class Params(Generic[Leaf]):
 
 @tree.dataclass
 class State:
-    """What decoding keeps of the tokens so far: the normalised latent and the shared dims of the keys."""
+    """What decoding keeps of the tokens so far: ``[c ; kr]``, the normalised latent and the shared dims of the keys."""
 
-    c: Float[Tensor, "B S R"]
-    kr: Float[Tensor, "B S P"]
+    kv: Float[Tensor, "B S RP"]
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:
@@ -155,86 +167,124 @@ def apply(
 ) -> Float[Tensor, "B T D"]:
     """Attends inside each document. ``segments`` None: one document per row.
 
+    On a mesh ``x`` and the result are the rank's own tokens, ``segments`` those of its slice of the context.
+
     Gradients: to ``params`` and ``x``, to any order.
     """
-    _, heads, _ = project(params, x, cfg, sh=sh)
-    o = attention(*heads, *visible_range(x, segments), cfg.scale)
-    return gated_output(params, x, o, sh=sh)
+    cq, kv = latents(params, x, cfg, sh=sh)
+    heads, w_uv = project(params, all_gather(cq, sh.sequence, 1), all_gather(kv, sh.tokens, 1), cfg)
+    o = attention(*heads, *visible_range(heads.q, segments, context=sh.context), cfg.scale)
+    return gated_output(params, x, o, w_uv, sh=sh)
 
 
 def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
     """The state before the first token: nothing cached."""
-    empty = torch.zeros(batch, 0, cfg.kv_lora_rank + cfg.qk_rope_head_dim, dtype=dtype, device=device)
-    return State(*empty.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1))
+    return State(torch.zeros(batch, 0, cfg.kv_lora_rank + cfg.qk_rope_head_dim, dtype=dtype, device=device))
 
 
 def extend(
-    params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State, *, sh: Sharding = UNSHARDED
+    params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State
 ) -> tuple[Float[Tensor, "B T D"], State]:
     """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the same outputs."""
-    _, heads, state = project(params, x, cfg, state, sh=sh)
-    bounds = visible_range(x, None, cached=state.c.shape[1] - x.shape[1])
-    o = attention(*heads, *bounds, cfg.scale)
-    return gated_output(params, x, o, sh=sh), state
+    cq, kv = latents(params, x, cfg)
+    kv = torch.cat([state.kv, kv.to(state.kv.dtype)], dim=1)
+    heads, w_uv = project(params, cq, kv, cfg)
+    o = attention(*heads, *visible_range(x, None, cached=state.kv.shape[1]), cfg.scale)
+    return gated_output(params, x, o, w_uv), State(kv)
 
 
 class Heads(NamedTuple):
-    """Queries, keys without the shared dims, shared dims of the keys, and values, of the local heads."""
+    """Queries, keys without the shared dims, shared dims of the keys, and values, of the local heads.
+
+    Hk = H; in the absorbed form Hk = 1 and ``k``, ``v`` are the latent.
+    """
 
     q: Float[Tensor, "B T H K"]
-    k: Float[Tensor, "B S H N"]
+    k: Float[Tensor, "B S Hk N"]
     kr: Float[Tensor, "B S P"]
-    v: Float[Tensor, "B S H V"]
+    v: Float[Tensor, "B S Hk V"]
+
+
+def latents(
+    params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, *, sh: Sharding = UNSHARDED
+) -> tuple[Float[Tensor, "B T Rq"], Float[Tensor, "B T RP"]]:
+    """The normalised query latent, and ``[c ; kr]``, all that other tokens ever see of a token."""
+    whole = params.w_qa, params.q_norm, params.w_kva, params.kv_norm
+    w_qa, q_norm, w_kva, kv_norm = tree.map(lambda w: pvary(w, sh.sequence), whole)
+    cq = rms_norm(linear(x, w_qa), q_norm, cfg.latent_norm_eps)
+    c, kr = linear(x, w_kva).split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
+    return cq, torch.cat([rms_norm(c, kv_norm, cfg.latent_norm_eps), kr], dim=-1)
+
+
+def absorbs(cfg: Config, num_queries: int, num_keys: int) -> bool:
+    """Whether the absorbed form takes fewer multiplications than products of the keys with ``W_kvb``.
+
+    Per head, R (N + V) for each key or each query, and N + V or 2 R for each pair. At the sizes of K3.1 the absorbed
+    form pays below 171 queries, if there are many keys.
+    """
+    R, each = cfg.kv_lora_rank, cfg.qk_nope_head_dim + cfg.v_head_dim
+    pairs = num_queries * num_keys
+    return num_queries * R * each + pairs * 2 * R < num_keys * R * each + pairs * each
 
 
 def project(
-    params: Params[Tensor],
-    x: Float[Tensor, "B T D"],
-    cfg: Config,
-    state: State | tuple[()] = (),
-    *,
-    sh: Sharding = UNSHARDED,
-) -> tuple[Float[Tensor, "B T Rq"], Heads, State]:
-    """Projects the tokens of ``x``, and the keys and values also of the tokens in ``state``.
+    params: Params[Tensor], cq: Float[Tensor, "B T Rq"], kv: Float[Tensor, "B S RP"], cfg: Config
+) -> tuple[Heads, Any]:
+    """The local heads of the queries and keys with these latents.
 
     Returns:
-        The normalised query latent, what the attention takes, and the state that holds the tokens of ``x`` as well.
+        What the attention takes, and the per-head weights that :func:`gated_output` multiplies its output with: ``()``
+        if the keys were multiplied.
     """
-    cq = rms_norm(linear(x, params.w_qa), params.q_norm, cfg.latent_norm_eps)
-    q = linear(pvary(cq, sh.heads), params.w_qb)
-    c, kr = linear(x, params.w_kva).split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
-    c = rms_norm(c, params.kv_norm, cfg.latent_norm_eps)
-    if isinstance(state, State):
-        c = torch.cat([state.c, c.to(state.c.dtype)], dim=1)
-        kr = torch.cat([state.kr, kr.to(state.kr.dtype)], dim=1)
-    kv = linear(pvary(c, sh.heads), params.w_kvb)
-    kv = split_heads(kv, cfg.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim, "mla w_kvb")
-    k, v = kv.split([cfg.qk_nope_head_dim, cfg.v_head_dim], dim=-1)
-    q = split_heads(q, cfg.num_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim, "mla w_qb")
-    return cq, Heads(q, k, pvary(kr, sh.heads), v), State(c, kr)
+    N, V = cfg.qk_nope_head_dim, cfg.v_head_dim
+    q = split_heads(linear(cq, params.w_qb), cfg.num_heads, N + cfg.qk_rope_head_dim, "mla w_qb")
+    c, kr = kv.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
+    if absorbs(cfg, cq.shape[1], kv.shape[1]):
+        w_uk, w_uv = per_head(params.w_kvb, cfg.num_heads, (N, V), "mla w_kvb")
+        qn, qr = q.split([N, cfg.qk_rope_head_dim], dim=-1)
+        q = torch.cat([_on_each_head(transposed_linear, qn, w_uk), qr], dim=-1)
+        return Heads(q, c[:, :, None], kr, c[:, :, None]), w_uv
+    k, v = split_heads(linear(c, params.w_kvb), cfg.num_heads, N + V, "mla w_kvb").split([N, V], dim=-1)
+    return Heads(q, k, kr, v), ()
 
 
 def gated_output(
-    params: Params[Tensor], x: Float[Tensor, "B T D"], o: Float[Tensor, "B T H V"], *, sh: Sharding = UNSHARDED
+    params: Params[Tensor],
+    x: Float[Tensor, "B T D"],
+    o: Float[Tensor, "B Tq H V"],
+    w_uv: Any = (),
+    *,
+    sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T D"]:
-    """``(sigmoid(x W_g) * o) W_o``; gated in the dtype of ``o`` and rounded once."""
-    gate = torch.sigmoid(upcast(linear(pvary(x, sh.heads), params.w_g)))
-    return psum(linear((gate * o.flatten(-2)).to(x.dtype), params.w_o), sh.heads)
+    """``(sigmoid(x W_g) * o) W_o`` for the rank's own tokens ``x``; gated in the dtype of ``o`` and rounded once."""
+    if not isinstance(w_uv, tuple):
+        o = _on_each_head(linear, o, w_uv)
+    x = all_gather(x, sh.sequence, 1)
+    gate = torch.sigmoid(upcast(linear(x, params.w_g)))
+    return psum_scatter(linear((gate * o.flatten(-2)).to(x.dtype), params.w_o), sh.sequence, 1)
 
 
 def visible_range(
-    x: Float[Tensor, "B T D"], segments: Segments | None, *, cached: int = 0
+    queries: Float[Tensor, "B T ..."], segments: Segments | None, *, cached: int = 0, context: Axes = ()
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
     """``(start, stop)``: token t sees the keys ``start <= s < stop``, of its document up to itself; padding sees none.
 
     Args:
-        x: the tokens, for their shape and device.
+        queries: the tokens, for their shape and device.
         segments: their packing; None: one document per row.
-        cached: keys before the first token of ``x``, all of its document (then ``segments`` is None).
+        cached: keys before the first token, all of its document (then ``segments`` is None).
+        context: axes over which the row is cut into slices, of which the tokens are this rank's. The keys are those of
+            the whole row, and so are ``start`` and ``stop``.
     """
-    index = torch.arange(cached, cached + x.shape[1], device=x.device).expand(x.shape[:2])
+    B, T = queries.shape[:2]
+    index = (axis_index(context) * T + torch.arange(cached, cached + T, device=queries.device)).expand(B, T)
     if segments is None:
         return torch.zeros_like(index), index + 1
     valid = segments.ids > 0
     start = torch.where(valid, index - segments.position, 0)
     return start, torch.where(valid, index + 1, 0)
+
+
+def _on_each_head(f: Callable[..., Tensor], x: Float[Tensor, "B T H n"], w: Any) -> Float[Tensor, "B T H m"]:
+    """``f`` of each head's rows and its own weight: one product per head, of the rows of the whole batch."""
+    return f(x.movedim(2, 0).flatten(1, 2), w).unflatten(1, x.shape[:2]).movedim(0, 2)

@@ -11,13 +11,13 @@ from typing import Generic
 from k31fn import tree
 from k31fn.kernels.situ import situ_glu
 from k31fn.layers.linear import linear
-from k31fn.parallel.collectives import psum, pvary
+from k31fn.parallel.collectives import all_gather, psum_scatter
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
 from k31fn.segments import Segments
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["Config", "Params", "apply", "specs"]
+__all__ = ["Config", "Params", "apply", "inner", "outer", "specs"]
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,22 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T D"]:
-    """Column-parallel in, row-parallel out over ``sh.mlp``. Tokens are independent: ``segments`` changes nothing."""
+    """Tokens are independent: ``segments`` changes nothing. On a mesh ``x`` and ``y`` are this rank's tokens."""
     del segments
-    x = pvary(x, sh.mlp)
-    h = situ_glu(linear(x, params.w_gate), linear(x, params.w_up), cfg.beta, cfg.linear_beta)
-    return psum(linear(h, params.w_down), sh.mlp)
+    return outer(params, inner(params, x, cfg, sh=sh), sh=sh)
+
+
+def inner(
+    params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, *, sh: Sharding = UNSHARDED
+) -> Float[Tensor, "B S F"]:
+    """``situ(x W_gate, x W_up)``: the columns that this rank has, of all tokens of the slice of the context."""
+    x = all_gather(x, sh.sequence, 1)
+    return situ_glu(linear(x, params.w_gate), linear(x, params.w_up), cfg.beta, cfg.linear_beta)
+
+
+def outer(params: Params[Tensor], h: Float[Tensor, "B S F"], *, sh: Sharding = UNSHARDED) -> Float[Tensor, "B T D"]:
+    """``h W_down`` of this rank's tokens, summed over the ranks' columns.
+
+    Between :func:`inner` and this, a caller may do something else.
+    """
+    return psum_scatter(linear(h, params.w_down), sh.sequence, 1)

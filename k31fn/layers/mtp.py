@@ -21,10 +21,13 @@ from torch import Tensor
 from k31fn import tree
 from k31fn.layers import block, embedding, norm, plain_residual
 from k31fn.layers.linear import linear
+from k31fn.layers.losses import IGNORED
+from k31fn.parallel.axis import Axes
+from k31fn.parallel.collectives import axis_size, ppermute, pslice, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
 from k31fn.segments import Segments
-from k31fn.typing import Bool, Float, Int, Leaf
+from k31fn.typing import Float, Int, Leaf
 
 __all__ = ["Config", "Output", "Params", "apply", "labels", "specs"]
 
@@ -70,7 +73,7 @@ def specs(cfg: Config) -> Params[ParamSpec]:
 def apply(
     params: Params[Tensor],
     h: Float[Tensor, "B T D"],
-    tokens: Int[Tensor, "B T"],
+    tokens: Int[Tensor, "B S"],
     cfg: Config,
     *,
     embed: embedding.Params[Tensor],
@@ -82,8 +85,8 @@ def apply(
 
     Args:
         params: as :func:`specs` declares.
-        h: the trunk's state after the final mix.
-        tokens: the trunk's tokens.
+        h: the trunk's state after the final mix, of this rank's tokens.
+        tokens: the trunk's tokens, all of the slice of the context.
         cfg: the config.
         embed: the trunk's embedding, shared.
         segments: packed documents; None: one document per row.
@@ -91,29 +94,32 @@ def apply(
         sh: sharding.
     """
     vocab = embedding.Config(embed.weight.shape[0], cfg.layer.hidden_size)
-    following = embedding.apply(embed, torch.roll(tokens, -1, dims=1), vocab, sh=sh)
-    following = torch.where(_has_next(tokens, segments)[..., None], following, 0)
-    e = norm.apply(params.embedding_norm, following, _norm(cfg))
-    u = linear(torch.cat([e, norm.apply(params.hidden_norm, h, _norm(cfg))], dim=-1), params.w_join)
-    y, aux = block.apply(params.layer, plain_residual.start(u), cfg.layer, segments=segments, bias=bias, sh=sh)
-    return Output(norm.apply(params.final_norm, plain_residual.finish((), y, plain_residual.Config()), _norm(cfg)), aux)
-
-
-def _has_next(tokens: Int[Tensor, "B T"], segments: Segments | None) -> Bool[Tensor, "B T"]:
-    """Whether the token after a token belongs to its document."""
     ids = torch.ones_like(tokens) if segments is None else segments.ids
-    following = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
-    return (ids == following) & (ids > 0)
+    next_token, next_id = _next(torch.stack([tokens, ids]), sh.context)
+    has_next = pslice((ids == next_id) & (ids > 0), sh.sequence, 1)
+    following = torch.where(has_next[..., None], embedding.apply(embed, next_token, vocab, sh=sh), 0)
+    e = norm.apply(params.embedding_norm, following, _norm(cfg), sh=sh)
+    both = torch.cat([e, norm.apply(params.hidden_norm, h, _norm(cfg), sh=sh)], dim=-1)
+    u = linear(both, tree.map(lambda w: pvary(w, sh.sequence), params.w_join))
+    y, aux = block.apply(params.layer, plain_residual.start(u), cfg.layer, segments=segments, bias=bias, sh=sh)
+    y = plain_residual.finish((), y, plain_residual.Config())
+    return Output(norm.apply(params.final_norm, y, _norm(cfg), sh=sh), aux)
 
 
-def labels(next_labels: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+def labels(next_labels: Int[Tensor, "B T"], *, context: Axes = ()) -> Int[Tensor, "B T"]:
     """Labels of token t + 2 from those of token t + 1, whose -100 already marks the ends of documents.
 
-    Where token t + 1 has no label (it ends its document), neither has t: both shifts are the same one.
+    Where token t + 1 has no label (it ends its document), neither has t: both shifts are the same one. ``context``:
+    the ranks, where each has a slice of the tokens.
     """
-    end = torch.full_like(next_labels[:, :1], -100)
-    shifted = torch.cat([next_labels[:, 1:], end], dim=1)
-    return torch.where(next_labels < 0, torch.full_like(shifted, -100), shifted)
+    shifted = _next(next_labels - IGNORED, context) + IGNORED
+    return torch.where(next_labels < 0, torch.full_like(shifted, IGNORED), shifted)
+
+
+def _next(values: Int[Tensor, "*rows T"], context: Axes) -> Int[Tensor, "*rows T"]:
+    """The value of the token after each, on the next rank if that is where it is; 0 after the last of the row."""
+    first = ppermute(values[..., :1], context, [(i + 1, i) for i in range(axis_size(context) - 1)])
+    return torch.cat([values[..., 1:], first], dim=-1)
 
 
 def _norm(cfg: Config) -> norm.Config:

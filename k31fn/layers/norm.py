@@ -7,6 +7,7 @@ from typing import Generic
 
 from k31fn import tree
 from k31fn.kernels.norm import rms_norm
+from k31fn.parallel.collectives import pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, ParamSpec
 from k31fn.segments import Segments
@@ -49,6 +50,6 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "*rows D"]:
-    """Normalises each token by itself: ``segments`` and ``sh`` change nothing."""
-    del segments, sh
-    return rms_norm(x, params.weight, cfg.eps)
+    """Normalises each token by itself: ``segments`` change nothing. On a mesh ``x`` are this rank's tokens."""
+    del segments
+    return rms_norm(x, pvary(params.weight, sh.sequence), cfg.eps)

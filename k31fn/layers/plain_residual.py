@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from k31fn import tree
+from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
 from k31fn.typing import Float, Leaf, Tensor
 
@@ -56,14 +57,17 @@ def connect(
     f: Callable[[Tensor], tuple[Tensor, Any]],
     *,
     opens_block: bool,
+    sh: Sharding = UNSHARDED,
 ) -> tuple[Carry, Any]:
     """``prefix + f(prefix)``, summed in the dtype of the stream, and what else ``f`` returned."""
-    del params, cfg, opens_block
+    del params, cfg, opens_block, sh
     y, aux = f(carry.prefix)
     return Carry(prefix=carry.prefix + y.to(carry.prefix.dtype)), aux
 
 
-def finish(params_out: Params[Tensor] | tuple[()], carry: Carry, cfg: Config) -> Float[Tensor, "B T D"]:
+def finish(
+    params_out: Params[Tensor] | tuple[()], carry: Carry, cfg: Config, *, sh: Sharding = UNSHARDED
+) -> Float[Tensor, "B T D"]:
     """What the final norm reads."""
-    del params_out, cfg
+    del params_out, cfg, sh
     return carry.prefix

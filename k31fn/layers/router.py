@@ -17,6 +17,7 @@ from k31fn.autodiff import decision
 from k31fn.kernels.histogram import required_bias_histogram
 from k31fn.kernels.topk import topk
 from k31fn.layers.linear import linear
+from k31fn.parallel.collectives import pslice, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
 from k31fn.precision import upcast
@@ -97,25 +98,27 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Routing:
-    """Routes each token by itself.
+    """Routes each token by itself; on a mesh, this rank's tokens, which its ``load`` and ``histogram`` count.
 
     The choice and the counts are one :func:`~k31fn.autodiff.decision`: made once, kept by every remat.
 
     Args:
         bias: of each expert, added for the choice only.
-        segments: None: no padding.
+        segments: of all tokens of the slice of the context; None: no padding.
 
     Raises:
         ValueError: the bias is of another number of experts.
     """
-    del sh
     if bias.shape[-1] != cfg.num_experts:
         raise ValueError(
             f"router: bias {list(bias.shape)} for num_experts={cfg.num_experts}; it is the balance state of another "
             "config: take that of model.init_balance(cfg) or of the checkpoint of this model"
         )
-    scores = torch.sigmoid(linear(upcast(x), params.weight))
-    valid = torch.ones_like(x[..., 0], dtype=torch.bool) if segments is None else segments.ids > 0
+    weight = tree.map(lambda w: pvary(w, sh.sequence), params.weight)
+    scores = torch.sigmoid(linear(upcast(x), weight))
+    valid = torch.ones_like(x[..., 0], dtype=torch.bool)
+    if segments is not None:
+        valid = pslice(segments.ids, sh.sequence, 1) > 0
     topk_idx, load, histogram = decision("router", _choose, scores, bias, valid, cfg)
     chosen = scores.gather(-1, topk_idx)
     weights = chosen / (chosen.sum(-1, keepdim=True) + _TINY) * cfg.scale
@@ -135,7 +138,7 @@ def _choose(
     real = valid.to(torch.int32)[..., None].expand(topk_idx.shape)
     load = counts.scatter_add(0, topk_idx.flatten(), real.flatten())
     if not cfg.balanced:
-        return topk_idx, load, counts.new_zeros(cfg.num_experts, NUM_BINS)
+        return topk_idx, load, torch.zeros_like(load)[:, None].expand(-1, NUM_BINS)
     cutoff = biased.gather(-1, ranked[..., -1:]).flatten()
     histogram = required_bias_histogram(scores.flatten(0, 1), cutoff, valid.flatten(), bias, NUM_BINS)
     return topk_idx, load, histogram

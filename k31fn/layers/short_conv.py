@@ -12,12 +12,25 @@ import torch
 
 from k31fn import tree
 from k31fn.kernels.short_conv import short_conv
+from k31fn.parallel.collectives import axis_size
+from k31fn.parallel.context import left_halo, whole_slice
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec, Uniform
-from k31fn.segments import Segments, whole
+from k31fn.segments import Segments
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["DEFAULT_INIT", "Config", "Params", "State", "advance", "apply", "extend", "init_state", "specs"]
+__all__ = [
+    "DEFAULT_INIT",
+    "Config",
+    "Params",
+    "State",
+    "advance",
+    "apply",
+    "extend",
+    "histories",
+    "init_state",
+    "specs",
+]
 
 DEFAULT_INIT = Uniform(-0.5, 0.5)
 """Of the taps: that of a ``torch.nn.Conv1d`` of width 4."""
@@ -74,10 +87,26 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T channels"]:
-    """Convolves inside each document; padding gives 0. Channels are independent, so ``sh`` changes nothing."""
-    del cfg, sh
-    packing = whole(x.shape[0], x.shape[1], device=x.device) if segments is None else segments
-    return short_conv(x, params.weight, packing.ids)
+    """Convolves inside each document; padding gives 0.
+
+    Channels are independent: on a mesh a rank has any of them, on all tokens of its slice over ``sh.context``.
+
+    Raises:
+        ValueError: a slice has fewer than ``width - 1`` tokens.
+    """
+    packing = whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device) if segments is None else segments
+    return short_conv(x, params.weight, packing.ids, *histories((x,), cfg, packing, sh))
+
+
+def histories(
+    inputs: tuple[Float[Tensor, "B T channels"], ...], cfg: Config, segments: Segments, sh: Sharding
+) -> tuple[Float[Tensor, "B history channels"] | tuple[()], ...]:
+    """The histories of several inputs before this rank's slice over ``sh.context``, in one message; ``()``: zeros."""
+    if axis_size(sh.context) == 1:
+        return ((),) * len(inputs)
+    kept = cfg.width - 1
+    tails = torch.cat([x[:, -kept:] for x in inputs], dim=-1)
+    return left_halo(tails, kept, segments.position, sh.context).split([x.shape[-1] for x in inputs], dim=-1)
 
 
 def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
@@ -86,15 +115,9 @@ def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.dev
 
 
 def extend(
-    params: Params[Tensor],
-    x: Float[Tensor, "B T channels"],
-    cfg: Config,
-    state: State,
-    *,
-    sh: Sharding = UNSHARDED,
+    params: Params[Tensor], x: Float[Tensor, "B T channels"], cfg: Config, state: State
 ) -> tuple[Float[Tensor, "B T channels"], State]:
     """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the same outputs."""
-    del sh
     ids = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
     return short_conv(x, params.weight, ids, state.history), State(advance(state.history, x, cfg))
 

@@ -138,8 +138,8 @@ class Leaves:
         self.paths = [pairs[i][0] for i in self._index]
         self.specs: list[ParamSpec] = [pairs[i][1] for i in self._index]
 
-    def of_params(self, params: Any) -> list[Tensor]:
-        """The stepped leaves of a parameter tree.
+    def of_params(self, params: Any) -> list[Any]:
+        """The stepped leaves of a tree like the parameters.
 
         Raises:
             ValueError: the tree is not that of the specs.

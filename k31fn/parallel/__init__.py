@@ -3,16 +3,18 @@
     mesh = Mesh(fsdp=2, tp=2)
 
     def layer(axes, params, x):                     # one rank's arrays
-        return mlp.apply(params, x, cfg, sh=Sharding(mlp=axes.tp))
+        return mlp.apply(params, x, cfg, sh=Sharding.on(axes))
 
     specs = partition(mlp.specs(cfg), AxisRules(spread=()), mesh)
-    y = shard_map(layer, mesh, (specs, P("fsdp")), P("fsdp"))(params, x)
+    y = shard_map(layer, mesh, (specs, P("fsdp", "tp")), P("fsdp", "tp"))(params, x)
 
 * :class:`Mesh`, :class:`MeshAxes`: the ranks and the views of them.
 * :class:`P`, :class:`AxisRules`, :func:`partition`: how trees of arrays are split.
 * :class:`Sharding`: what a layer takes as ``sh``.
 * :func:`shard_map` and :mod:`~k31fn.parallel.collectives`: functions of one rank's arrays, in one process or many.
 * :func:`start`, :func:`wait`: collectives that overlap with what runs between.
+* :mod:`~k31fn.parallel.fsdp`: parameters over the data axes; :mod:`~k31fn.parallel.scan`: layers that gather ahead.
+* :mod:`~k31fn.parallel.pipeline`: schedules of stages; :mod:`~k31fn.parallel.point_to_point`: messages between ranks.
 * :func:`record_collectives`, :func:`check_invariance`: what tests ask.
 """
 
@@ -33,7 +35,15 @@ from k31fn.parallel.collectives import (
 from k31fn.parallel.mesh import Mesh, MeshAxes
 from k31fn.parallel.overlap import Pending, start, wait
 from k31fn.parallel.partition import AxisRules, P, local_shape, partition, tile, tiles
-from k31fn.parallel.processes import axes_of_process, exchange_json, start_processes, stop_processes
+from k31fn.parallel.processes import (
+    CollectiveError,
+    Progress,
+    axes_of_process,
+    exchange_json,
+    progress_of,
+    start_processes,
+    stop_processes,
+)
 from k31fn.parallel.record import Event, Record, check_invariance, note_event, record_collectives
 from k31fn.parallel.shard_map import shard_map
 from k31fn.parallel.sharding import UNSHARDED, Axis, Sharding
@@ -43,11 +53,13 @@ __all__ = [
     "UNSHARDED",
     "Axis",
     "AxisRules",
+    "CollectiveError",
     "Event",
     "Mesh",
     "MeshAxes",
     "P",
     "Pending",
+    "Progress",
     "Record",
     "Sharding",
     "all_gather",
@@ -64,6 +76,7 @@ __all__ = [
     "partition",
     "pmax",
     "ppermute",
+    "progress_of",
     "pslice",
     "psum",
     "psum_scatter",

@@ -22,6 +22,14 @@ class Channel(Protocol):
         """Issues ``op`` on plain tensors; the function returned waits for the result."""
         ...
 
+    def send(self, x: Tensor, to: int) -> Callable[[], Tensor]:
+        """Sends ``x`` to the rank of this index; the function returned waits until ``x`` is free again."""
+        ...
+
+    def recv(self, into: Tensor, source: int) -> Callable[[], Tensor]:
+        """Asks for what that rank sends next; the function returned waits until it is in ``into``, and returns it."""
+        ...
+
 
 @runtime_checkable
 class Host(Protocol):

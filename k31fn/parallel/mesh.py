@@ -9,10 +9,14 @@
 | ``tp`` | tensor, with sequence sharding | hold other heads and columns |
 | ``ep`` | expert | hold other experts |
 | ``efsdp`` | ``dp_shard_mod_ep`` | hold the same experts, other shards of them |
+| ``etp`` | expert tensor | hold the same experts, other columns of them |
 
-``ep`` is no axis of its own: it takes the innermost ranks of ``fsdp x cp x tp``, and ``efsdp`` the rest. So (fsdp 2,
-ep 2) is a world of 2, and (fsdp 4, ep 2) splits ``fsdp`` into two atomic axes, of which ``ep`` is the inner one. Ranks
-count with ``tp`` fastest: rank = ((((pp, dp), fsdp), cp), tp).
+``ep`` is no axis of its own: it takes the innermost ranks of ``fsdp x cp x tp``; ``etp`` is what is left of ``tp``, and
+``efsdp`` what is left of ``fsdp x cp``. So (fsdp 2, ep 2) is a world of 2, and (fsdp 4, ep 2) splits ``fsdp`` into two
+atomic axes, of which ``ep`` is the inner one. Ranks count with ``tp`` fastest: rank = ((((pp, dp), fsdp), cp), tp).
+
+Rows of a batch are split over ``dp`` and ``fsdp``, its tokens over ``cp`` in contiguous slices; between the layers each
+of these slices is split once more over ``tp``. :attr:`MeshAxes.data` are the ranks that hold other data.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from k31fn.parallel.axis import Axis, Host
 
 __all__ = ["VIEWS", "Coordinate", "Mesh", "MeshAxes"]
 
-VIEWS = ("pp", "dp", "fsdp", "cp", "tp", "ep", "efsdp")
+VIEWS = ("pp", "dp", "fsdp", "cp", "tp", "ep", "efsdp", "etp")
 
 Coordinate = dict[str, int]
 """A rank's index along each atomic axis."""
@@ -51,6 +55,12 @@ class MeshAxes:
     tp: tuple[Axis, ...] = ()
     ep: tuple[Axis, ...] = ()
     efsdp: tuple[Axis, ...] = ()
+    etp: tuple[Axis, ...] = ()
+
+    @property
+    def data(self) -> tuple[Axis, ...]:
+        """``dp``, ``fsdp`` and ``cp``: over these sums of a batch's tokens go, and gradients of what they all hold."""
+        return self.view("dp", "fsdp", "cp")
 
     def view(self, *names: str) -> tuple[Axis, ...]:
         """The atomic axes of these views together, in the mesh's order.
@@ -111,9 +121,10 @@ class Mesh:
             size = getattr(self, name)
             views[name] = _atoms(name, (size,) if inner in (1, size) else (size // inner, inner), host)
             expert += views[name][-1:] if inner > 1 else ()
-        rest = tuple(a for n in ("fsdp", "cp", "tp") for a in views[n] if a not in expert)
         atoms = tuple(a for view in views.values() for a in view)
-        return MeshAxes(atoms, **views, ep=tuple(expert), efsdp=rest)
+        efsdp = tuple(a for n in ("fsdp", "cp") for a in views[n] if a not in expert)
+        etp = tuple(a for a in views["tp"] if a not in expert)
+        return MeshAxes(atoms, **views, ep=tuple(expert), efsdp=efsdp, etp=etp)
 
     def coordinates(self) -> Iterator[Coordinate]:
         """Each rank's coordinate, in the order of ranks."""

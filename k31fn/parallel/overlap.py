@@ -98,8 +98,9 @@ class _Start(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(pending: Pending, ticket: Tensor) -> Tensor:
-        assert pending.finish is not None
-        return pending.finish()
+        finish, pending.finish = pending.finish, None  # which holds the buffers
+        assert finish is not None
+        return finish()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

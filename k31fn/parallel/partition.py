@@ -129,6 +129,7 @@ class AxisRules:
     rank: Views = ()
     mlp: Views = ("tp",)
     experts: Views = ("ep",)
+    expert_mlp: Views = ("etp",)
     latent: Views = ()
     vocab: Views = ("tp",)
     head_dim: Views = ()

@@ -22,22 +22,62 @@ from k31fn.parallel.axis import Axes
 from k31fn.parallel.collectives import all_gather
 from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
 
-__all__ = ["axes_of_process", "exchange_json", "start_processes", "stop_processes"]
+__all__ = [
+    "CollectiveError",
+    "Progress",
+    "axes_of_process",
+    "exchange_json",
+    "progress_of",
+    "start_processes",
+    "stop_processes",
+]
 
 
-def start_processes(device_type: str, *, timeout: float | int = 600.0) -> None:
+class CollectiveError(RuntimeError):
+    """A collective or a message did not come to its end: another rank died, hangs or disagrees."""
+
+
+@dataclass
+class Progress:
+    """What a process's collectives are doing, for another thread to look at.
+
+    Attributes:
+        issued: how many so far.
+        waiting: the one that it waits for; empty while it does something else.
+    """
+
+    issued: int = 0
+    waiting: str = ""
+
+
+def start_processes(device_type: str, *, timeout: float | int = 600.0) -> dist.Store:
     """Joins the process group that ``torchrun`` (or its environment variables) describes.
 
     Args:
         device_type: ``cpu``, ``cuda`` or ``npu``; decides the backend.
-        timeout: seconds after which a collective that a rank does not join raises.
+        timeout: seconds after which a collective that a rank does not join raises (with NCCL: ends the process).
+
+    Returns:
+        The key-value store that the processes share.
     """
+    limit = datetime.timedelta(seconds=timeout)
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
+    store.set_timeout(limit)
     backend = devices.process_group_backend(device_type)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit)
+    return store
 
 
-def stop_processes() -> None:
-    """Leaves the process group."""
+def stop_processes(axes: MeshAxes | None = None) -> None:
+    """Leaves the process group.
+
+    Args:
+        axes: those that were bound to it, which lose their groups: one that still lives when the interpreter ends may
+            abort the process (gloo, torch 2.13: ``terminate called without an active exception``).
+    """
+    for axis in axes.atoms if axes else ():
+        if isinstance(axis.host, _Host):
+            axis.host.channels.clear()
     dist.destroy_process_group()
 
 
@@ -50,6 +90,12 @@ def axes_of_process(mesh: Mesh) -> tuple[MeshAxes, Coordinate]:
     mesh.check_world(dist.get_world_size())
     host = _Host(mesh, tuple(a.name for a in mesh.axes().atoms))
     return mesh.axes(host), mesh.coordinate(dist.get_rank())
+
+
+def progress_of(axes: MeshAxes) -> Progress:
+    """Of this process's collectives over axes that :func:`axes_of_process` bound; of other axes one that stands."""
+    host = axes.atoms[0].host if axes.atoms else None
+    return host.progress if isinstance(host, _Host) else Progress()
 
 
 def exchange_json(value: Any, axis: Axes, *, device: torch.device | str = "cpu") -> list[Any]:
@@ -72,6 +118,7 @@ class _Host:
     mesh: Mesh
     names: tuple[str, ...]
     channels: dict[tuple[str, ...], _Channel] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
 
     def token(self, name: str) -> Tensor | None:
         return None
@@ -82,8 +129,10 @@ class _Host:
             mine = self.mesh.coordinate(me)
             others = [n for n in self.names if n not in names]
             ranks = [r for r, c in enumerate(self.mesh.coordinates()) if all(c[n] == mine[n] for n in others)]
-            group: Any = dist.new_group(ranks, use_local_synchronization=True) if others else dist.group.WORLD
-            self.channels[names] = _Channel(group, len(ranks), ranks.index(me), f"over {names} on rank {me} at {mine}")
+            where = f"over {names} on rank {me} at {mine}"
+            with _named(f"making the group {where}", self.progress):
+                group: Any = dist.new_group(ranks, use_local_synchronization=True) if others else dist.group.WORLD
+            self.channels[names] = _Channel(group, len(ranks), ranks.index(me), where, self.progress)
         return self.channels[names]
 
 
@@ -98,25 +147,39 @@ class _Channel:
     size: int
     index: int
     where: str  # for messages
+    progress: Progress = field(default_factory=Progress)
 
     def start(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
-        with self._named(op):
+        what = f"{op} {self.where}"
+        self.progress.issued += 1
+        with _named(what, self.progress):
             finish = self._issue(op, x.detach().contiguous(), kw)
 
         def named() -> Tensor:
-            with self._named(op):
+            with _named(what, self.progress):
                 return finish()
 
         return named
 
-    @contextlib.contextmanager
-    def _named(self, op: str) -> Iterator[None]:
-        """The backend's errors (a timeout, a lost peer) say which collective it was, and on which rank."""
-        try:
-            yield
-        except RuntimeError as e:
-            e.add_note(f"in {op} {self.where}")
-            raise
+    def send(self, x: Tensor, to: int) -> Callable[[], Tensor]:
+        x = x.detach().contiguous()
+        return self._waiting(f"send to {to}", lambda: dist.isend(x, group=self.group, group_dst=to), x)
+
+    def recv(self, into: Tensor, source: int) -> Callable[[], Tensor]:
+        return self._waiting(f"recv from {source}", lambda: dist.irecv(into, group=self.group, group_src=source), into)
+
+    def _waiting(self, message: str, issue: Callable[[], Any], held: Tensor) -> Callable[[], Tensor]:
+        what = f"{message} {self.where}"
+        self.progress.issued += 1
+        with _named(what, self.progress):
+            work = issue()
+
+        def finish() -> Tensor:
+            with _named(what, self.progress):
+                work.wait()
+            return held
+
+        return finish
 
     def _issue(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
         match op:
@@ -171,3 +234,15 @@ def _then(work: Any, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return result()
 
     return finish
+
+
+@contextlib.contextmanager
+def _named(what: str, progress: Progress) -> Iterator[None]:
+    """The backend's errors (a timeout, a lost peer) say which collective it was, and on which rank."""
+    progress.waiting = what
+    try:
+        yield
+    except RuntimeError as e:
+        raise CollectiveError(f"{e}\nin {what}") from e
+    finally:
+        progress.waiting = ""

@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from k31fn.parallel.axis import Axes, Axis, active
+from k31fn.parallel.mesh import MeshAxes
 
 __all__ = ["UNSHARDED", "Axis", "Sharding"]
 
@@ -18,19 +19,51 @@ __all__ = ["UNSHARDED", "Axis", "Sharding"]
 class Sharding:
     """One mesh axis, or a tuple of atomic ones, per logical axis; ``()`` where the dimension is not split.
 
+    A layer's input and output are split by token over ``context`` (contiguous slices) and, inside each slice, over
+    ``sequence``. ``segments``, token ids and labels are split over ``context`` only. Tensor parallelism is sequence
+    sharding: ``heads``, ``mlp``, ``vocab`` and ``sequence`` are the same axes.
+
     Attributes:
         heads: attention heads (KDA, MLA, DSA), column-parallel in and row-parallel out.
         mlp: inner width of dense and shared MLPs.
-        experts: routed experts.
         vocab: vocabulary of the embedding and the head.
-        sequence: tokens.
+        sequence: tokens between the layers, inside a slice.
+        context: tokens, contiguous slices of the whole sequence.
+        experts: routed experts.
+        expert_mlp: inner width of the routed experts: what ``experts`` leaves of ``sequence``.
+
+    Raises:
+        ValueError: ``heads``, ``mlp`` or ``vocab`` are other axes than ``sequence``.
     """
 
     heads: Axes = ()
     mlp: Axes = ()
-    experts: Axes = ()
     vocab: Axes = ()
     sequence: Axes = ()
+    context: Axes = ()
+    experts: Axes = ()
+    expert_mlp: Axes = ()
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "mlp", "vocab"):
+            axes, others = active(getattr(self, name)), active(self.sequence)
+            if axes != others:
+                raise ValueError(
+                    f"Sharding.{name}={[a.name for a in axes]}, but sequence={[a.name for a in others]}: tensor "
+                    "parallelism splits heads, widths, vocabulary and the tokens between layers over the same axes; "
+                    "take Sharding.on(axes)"
+                )
+
+    @classmethod
+    def on(cls, axes: MeshAxes) -> Sharding:
+        """How the model lies on a mesh."""
+        tp = axes.tp
+        return cls(tp, tp, tp, sequence=tp, context=axes.cp, experts=axes.ep, expert_mlp=axes.etp)
+
+    @property
+    def tokens(self) -> tuple[Axis, ...]:
+        """``context`` and ``sequence``: the axes over which a layer's input is split by token, outermost first."""
+        return active(self.context) + active(self.sequence)
 
     def axes(self) -> dict[str, Axes]:
         """The logical axes that are split."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,8 @@ class _World:
         """What all ``ranks`` posted under ``key``, in their order."""
         deadline = time.monotonic() + self.timeout
         with self.changed:
-            while missing := [r for r in ranks if r not in self.slots[key]]:
+            posted = self.slots.setdefault(key, {})
+            while missing := [r for r in ranks if r not in posted]:
                 if self.failed:
                     raise _AbortedError(f"{what}: another rank failed")
                 if gone := [r for r in missing if r in self.left]:
@@ -51,7 +53,7 @@ class _World:
                 if not self.changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     where = [self.coordinates[r] for r in missing]
                     raise ValueError(f"{what}: waited {self.timeout} s for the ranks at {where}")
-            values = [self.slots[key][r] for r in ranks]
+            values = [posted[r] for r in ranks]
             self.taken[key] = self.taken.get(key, 0) + 1
             if self.taken[key] == len(ranks):
                 del self.slots[key], self.taken[key]
@@ -95,6 +97,7 @@ class _Channel:
         self.world, self.rank, self.ranks, self.names = world, rank, ranks, names
         self.size, self.index = len(ranks), ranks.index(rank)
         self.issued = 0
+        self.sent: Counter[tuple[int, int]] = Counter()  # by (from, to)
 
     def start(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
         key = (self.names, self.ranks[0], self.issued)
@@ -102,6 +105,28 @@ class _Channel:
         self.world.post(key, self.rank, (op, x, kw))
         what = f"{op} over {self.names} on the rank at {self.world.coordinates[self.rank]}"
         return lambda: self._finish(self.world.collect(key, self.ranks, what), what)
+
+    def send(self, x: Tensor, to: int) -> Callable[[], Tensor]:
+        self.world.post(self._next(self.index, to), self.rank, x)
+        return lambda: x
+
+    def recv(self, into: Tensor, source: int) -> Callable[[], Tensor]:
+        key, sender = self._next(source, self.index), self.ranks[source]
+        what = f"recv from {source} over {self.names} on the rank at {self.world.coordinates[self.rank]}"
+
+        def finish() -> Tensor:
+            (x,) = self.world.collect(key, [sender], what)
+            if x.shape != into.shape or x.dtype != into.dtype:
+                raise ValueError(
+                    f"{what}: {list(into.shape)} {into.dtype} is expected, but {list(x.shape)} {x.dtype} was sent"
+                )
+            return into.copy_(x.detach())
+
+        return finish
+
+    def _next(self, source: int, to: int) -> tuple[Any, ...]:
+        self.sent[source, to] += 1
+        return (self.names, self.ranks[0], source, to, self.sent[source, to])
 
     def _finish(self, posted: list[tuple[str, Tensor, Mapping[str, Any]]], what: str) -> Tensor:
         for rank, (op, x, _) in zip(self.ranks, posted, strict=True):

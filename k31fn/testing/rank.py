@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from k31fn import device as devices
 from k31fn.parallel import start_processes
 from k31fn.testing.ranks import answer, perform, write_tensors
 
@@ -18,8 +19,9 @@ __all__ = ["main"]
 def main() -> None:
     """Runs jobs until stdin closes."""
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    start_processes("cpu", timeout=float(sys.argv[1]))
+    rank, device = int(os.environ["RANK"]), torch.device(sys.argv[2])
+    devices.of_rank(device, rank)
+    start_processes(device.type, timeout=float(sys.argv[1]))
     for line in sys.stdin:
         job = Path(line.strip())
         try:

@@ -1,4 +1,4 @@
-"""Processes of a gloo group on this machine, for tests.
+"""Processes of a group on this machine, for tests.
 
 A job is a folder: ``job.json`` names a function by its import path and says how its arguments are built from the
 tensors of ``tensors.safetensors``; each rank answers with ``out.<rank>.safetensors`` and ``reply.<rank>.json``.
@@ -138,14 +138,15 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def spawn_ranks(size: int, *, timeout: float | int = 60.0) -> Iterator[Ranks]:
-    """``size`` processes in a gloo group, which import what this process can import; ended on leaving.
+def spawn_ranks(size: int, *, timeout: float | int = 60.0, device: str = "cpu") -> Iterator[Ranks]:
+    """``size`` processes in a group, which import what this process can import; ended on leaving.
 
     A job that failed may leave the group unusable: spawn anew after it.
 
     Args:
         size: number of processes.
         timeout: seconds that a rank waits for the others in a collective.
+        device: the kind; decides the backend. Of ``cuda`` and ``npu`` each rank has one, its current one.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -158,7 +159,7 @@ def spawn_ranks(size: int, *, timeout: float | int = 60.0) -> Iterator[Ranks]:
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(size),
     }
-    command = [sys.executable, "-m", "k31fn.testing.rank", str(timeout)]
+    command = [sys.executable, "-m", "k31fn.testing.rank", str(timeout), device]
     with tempfile.TemporaryDirectory(prefix="k31fn-ranks-") as folder:
         processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, env={**environment, "RANK": str(r)}, text=True)

@@ -1,27 +1,33 @@
 """Training: state, step, loop and command line."""
 
 from k31fn.trainer.cli import main
+from k31fn.trainer.evaluation import heldout_loss
+from k31fn.trainer.layout import Layout, lay_out, make_optimizer, trained_specs
 from k31fn.trainer.log import NonFiniteError
 from k31fn.trainer.run import Corpus, Outcome, load_corpus, train
-from k31fn.trainer.state import TrainState, abstract_state, init_state, make_optimizer, trained_specs
-from k31fn.trainer.step import Metrics, heldout_loss, make_batches, make_step
+from k31fn.trainer.state import TrainState, abstract_state, held_by, init_state
+from k31fn.trainer.step import Metrics, make_batches, make_step, rows_at
 from k31fn.trainer.stop import Stop
 
 __all__ = [
     "Corpus",
+    "Layout",
     "Metrics",
     "NonFiniteError",
     "Outcome",
     "Stop",
     "TrainState",
     "abstract_state",
+    "held_by",
     "heldout_loss",
     "init_state",
+    "lay_out",
     "load_corpus",
     "main",
     "make_batches",
     "make_optimizer",
     "make_step",
+    "rows_at",
     "train",
     "trained_specs",
 ]

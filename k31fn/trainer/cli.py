@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,8 +16,10 @@ from k31fn.checkpoint import CheckpointError
 from k31fn.config import Recipe, load_recipe, override
 from k31fn.trainer import folder
 from k31fn.trainer.console import View
+from k31fn.trainer.launch import Process, join
 from k31fn.trainer.log import NonFiniteError
-from k31fn.trainer.run import Corpus, Outcome, load_corpus, train
+from k31fn.trainer.ranks import OtherRankError, Ranks
+from k31fn.trainer.run import Outcome, load_corpus, train
 from k31fn.trainer.stop import Stop
 
 __all__ = ["main"]
@@ -32,6 +34,9 @@ CONFIG is a recipe, configs/NAME.py, or a run to go on with, RUN/config.json.
   train.py configs/tiny.py --resume auto            goes on with the newest run of the recipe, or starts one
   train.py runs/tiny/<time>/config.json             goes on with that run
   train.py configs/tiny.py --help                   lists all fields with their values
+
+  torchrun --nproc_per_node=4 train.py configs/tiny.py --mesh.fsdp 2 --mesh.ep 2 --mesh.dp 2
+                                                    a process per device; the mesh has as many ranks
 """
 _DESCRIPTION = "Trains the recipe. Ctrl-C and SIGTERM end the run after the step under way, saved."
 
@@ -44,18 +49,22 @@ class _Options:
         resume: "auto" goes on with the newest run of the recipe's name, or starts one if there is none; a run folder:
             goes on with that run.
         runs: where run folders go.
-        device: cpu, cuda, cuda:1, npu:0; if empty, the best of this machine.
+        device: cpu, cuda, cuda:1, npu:0; if empty, the best of this machine. With several processes the kind alone.
         threads: CPU threads; 0: one per core.
+        timeout: seconds that a rank waits for the others before the run ends with a report of who is missing.
     """
 
     resume: str = ""
     runs: Path = Path("runs")
     device: str = ""
     threads: int = 0
+    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         if self.threads < 0:
             raise ValueError(f"threads={self.threads} must be at least 0")
+        if not 0 < self.timeout < float("inf"):
+            raise ValueError(f"timeout={self.timeout} must be a positive number of seconds")
 
 
 @dataclass(frozen=True)
@@ -71,73 +80,97 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done, or stopped by a signal with everything saved. 1: failed. 2: a wrong call, and nothing was written.
     130: interrupted before there was anything to save, or by a second Ctrl-C.
+
+    Each process of a run on several calls this. What they all have to say, one says; what one has to say, it says with
+    its rank and its place in the mesh.
     """
-    args = list(sys.argv[1:] if argv is None else argv)
+    args, process = list(sys.argv[1:] if argv is None else argv), Process.of_environment()
     if not args or args[0] in ("-h", "--help"):
-        print(_USAGE, end="", file=sys.stdout if args else sys.stderr)
+        with process.speaking():
+            print(_USAGE, end="", file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
     try:
-        return _main(args)
+        return _main(args, process)
     except KeyboardInterrupt as error:
         return _fail(error, 130, "interrupted")
 
 
-def _main(args: Sequence[str]) -> int:
+def _main(args: Sequence[str], process: Process) -> int:
+    with process.speaking():
+        try:
+            call = _parse(args)
+            process.check(call.recipe.mesh, args)
+            device = devices.parse(call.options.device) if call.options.device else devices.default()
+            if process.world_size > 1:
+                device = devices.of_rank(device, process.local_rank)
+        except (ValueError, ImportError, OSError) as error:
+            return _fail(error, 2)
+    devices.keep_heap(device)
+    config = Path(args[0])
+    if process.world_size == 1:
+        return _run(call, config, device, Ranks(), process)
+    with join(call.recipe.mesh, device, call.options.timeout) as ranks:
+        return _run(call, config, device, ranks, process)
+
+
+def _parse(args: Sequence[str]) -> _Call:
+    if args[0].startswith("-"):
+        raise ValueError(f"the config comes first, then {args[0]}: train.py configs/tiny.py {shlex.join(args)}")
+    call = _Call(_Options(), load_recipe(Path(args[0])))
+    return override(call, args[1:], prog=f"train.py {args[0]}", description=_DESCRIPTION)
+
+
+def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process: Process) -> int:
+    recipe, options = call.recipe, call.options
     try:
-        if args[0].startswith("-"):
-            raise ValueError(f"the config comes first, then {args[0]}: train.py configs/tiny.py {shlex.join(args)}")
-        config = Path(args[0])
-        call = _Call(_Options(), load_recipe(config))
-        call = override(call, args[1:], prog=f"train.py {args[0]}", description=_DESCRIPTION)
-        recipe, options = call.recipe, call.options
-        device = devices.parse(options.device) if options.device else devices.default()
-        devices.keep_heap(device)
-        where = _existing(recipe, options, config)
-        corpus = load_corpus(recipe)
+        existing = ranks.on_first(lambda: _existing(recipe, options, config))
+        corpus = ranks.on_each(lambda: load_corpus(recipe))
         if options.threads:
             torch.set_num_threads(options.threads)
-        where = where or folder.new(options.runs, recipe)
-    except (ValueError, ImportError, OSError) as error:
+        where = Path(existing or ranks.on_first(lambda: str(folder.new(options.runs, recipe))))
+    except (ValueError, ImportError, OSError, OtherRankError) as error:
         return _fail(error, 2)
-    return _run(recipe, corpus, where, device)
-
-
-def _existing(recipe: Recipe, options: _Options, config: Path) -> Path | None:
-    """The run folder to go on with; None: a new one."""
-    if config.name == folder.CONFIG:
-        return folder.open_existing(config.parent, recipe)
-    if options.resume == "auto":
-        return folder.newest(options.runs, recipe)
-    return folder.open_existing(Path(options.resume), recipe) if options.resume else None
-
-
-def _run(recipe: Recipe, corpus: Corpus, where: Path, device: torch.device) -> int:
+    view = View() if ranks.first else View.silent()
     try:
-        with Stop().listening() as stop:
-            outcome = train(recipe, corpus, where, device=device, view=View(), stop=stop)
-    except (ValueError, ImportError, OSError, NonFiniteError, CheckpointError) as error:
-        return _fail(error, 1)
-    _report(outcome, where, stop)
+        with Stop().listening() as stop, ranks.watch:
+            outcome = train(recipe, corpus, where, device=device, view=view, stop=stop, ranks=ranks)
+    except (ValueError, ImportError, OSError, NonFiniteError, CheckpointError, OtherRankError) as error:
+        alike = isinstance(error, NonFiniteError) and not ranks.first
+        return 1 if alike else _fail(error, 1)
+    if ranks.first:
+        _report(outcome, recipe, where, stop, process)
     return 0
 
 
-def _report(outcome: Outcome, where: Path, stop: Stop) -> None:
+def _existing(recipe: Recipe, options: _Options, config: Path) -> str:
+    """The run folder to go on with; empty: a new one."""
+    found: Path | None = None
+    if config.name == folder.CONFIG:
+        found = folder.open_existing(config.parent, recipe)
+    elif options.resume == "auto":
+        found = folder.newest(options.runs, recipe)
+    elif options.resume:
+        found = folder.open_existing(Path(options.resume), recipe)
+    return str(found or "")
+
+
+def _report(outcome: Outcome, recipe: Recipe, where: Path, stop: Stop, process: Process) -> None:
     if outcome.complete:
         print(f"curve:   {where / 'loss.png'}")
         print(f"metrics: {where / 'metrics.jsonl'}")
-        print(f"sample:  {_command('-m', 'k31fn.sample', str(where), '--prompt', 'def ')}")
+        python = Process().command().removesuffix(" train.py")
+        print(f"sample:  {python} {shlex.join(['-m', 'k31fn.sample', str(where), '--prompt', 'def '])}")
     else:
         print(f"stopped by {stop.signal} after {outcome.step} steps, saved; to go on:")
-        print(_command("train.py", str(where / folder.CONFIG)))
-
-
-def _command(*args: str) -> str:
-    """A command line that runs in this folder as it stands."""
-    inside = os.path.relpath(sys.executable)
-    return shlex.join([sys.executable if inside.startswith(os.pardir) else inside, *args])
+        began = dataclasses.asdict(folder.recipe_of(where).mesh)
+        changed = [(f"--mesh.{k}", str(v)) for k, v in dataclasses.asdict(recipe.mesh).items() if v != began[k]]
+        arguments = [str(where / folder.CONFIG), *(word for pair in changed for word in pair)]
+        print(f"{process.command()} {shlex.join(arguments)}")
 
 
 def _fail(error: BaseException, status: int, text: str = "") -> int:
-    for line in (text or str(error), *getattr(error, "__notes__", ())):
-        print(f"train.py: {line}", file=sys.stderr)
+    """Says what went wrong, unless another rank does."""
+    if not isinstance(error, OtherRankError):
+        for line in (text or str(error), *getattr(error, "__notes__", ())):
+            print(f"train.py: {line}", file=sys.stderr)
     return status

@@ -33,6 +33,11 @@ class View:
         self._task: Any = None
         self._steps = 0
 
+    @classmethod
+    def silent(cls) -> View:
+        """One that prints nothing."""
+        return cls(Console(quiet=True))
+
     def begin(self, recipe: Recipe, folder: Path, first: int, dataset: data.Dataset) -> None:
         """What is about to run."""
         count = params.count(model.specs(recipe.model))

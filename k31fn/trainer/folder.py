@@ -19,6 +19,7 @@ from k31fn.config import Recipe, load_recipe, to_dict
 __all__ = ["CONFIG", "new", "newest", "open_existing", "recipe_of", "resolve", "write"]
 
 CONFIG = "config.json"
+_MAY_CHANGE = ("mesh", "pipeline")  # no number of a run depends on them, but for rounding
 
 
 def new(root: Path, recipe: Recipe) -> Path:
@@ -51,14 +52,14 @@ def newest(root: Path, recipe: Recipe) -> Path | None:
 
 
 def open_existing(folder: Path, recipe: Recipe) -> Path:
-    """``folder`` if it is a run of ``recipe``.
+    """``folder`` if it is a run of ``recipe``, on whatever mesh it was.
 
     Raises:
         ValueError: it is no run folder, or belongs to another recipe; names the fields.
     """
-    saved = recipe_of(folder)
-    if saved != recipe:
-        fields = _differences("", to_dict(saved), to_dict(recipe))
+    there, here = ({k: v for k, v in to_dict(r).items() if k not in _MAY_CHANGE} for r in (recipe_of(folder), recipe))
+    if there != here:
+        fields = _differences("", there, here)
         raise ValueError(
             f"{folder} belongs to another config: {'; '.join(fields[:6])}{' ...' if len(fields) > 6 else ''}; "
             f"{folder / CONFIG} alone goes on with it, a config file without --resume starts a new run"

@@ -33,9 +33,12 @@ class _Pending(NamedTuple):
 
 
 class Log:
-    """Writes the numbers of a step when the next one has been queued, so that the device always has work."""
+    """Writes the numbers of a step when the next one has been queued, so that the device always has work.
 
-    def __init__(self, file: Path, tracker: trackers.Tracker, view: View) -> None:
+    Without a ``file`` it only looks at them: on a rank that does not write.
+    """
+
+    def __init__(self, file: Path | None, tracker: trackers.Tracker, view: View) -> None:
         self._file = file
         self._tracker = tracker
         self._view = view
@@ -73,7 +76,8 @@ class Log:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """A record to the file and to the tracker."""
-        metrics.append(self._file, record)
+        if self._file is not None:
+            metrics.append(self._file, record)
         self._tracker.log(record["step"], record)
 
     def restart_clock(self) -> None:

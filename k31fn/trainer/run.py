@@ -1,24 +1,33 @@
-"""The training loop: data, steps, evaluation, checkpoints, clean ends."""
+"""The training loop: data, steps, evaluation, checkpoints, clean ends.
+
+Every rank runs it alike. Rank 0 alone reads and writes files and prints; what goes wrong there, and what ends a run, is
+agreed on before the next step, so all leave the loop after the same one.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from k31fn import data, metrics, optim, plot, trackers
-from k31fn.checkpoint import Checkpointer, CheckpointError
+from k31fn.checkpoint import Checkpointer, CheckpointError, collect, distribute
 from k31fn.config import Recipe
 from k31fn.trainer.console import View
+from k31fn.trainer.evaluation import heldout_loss
 from k31fn.trainer.log import Log, NonFiniteError
-from k31fn.trainer.state import TrainState, abstract_state, init_state
-from k31fn.trainer.step import heldout_loss, make_batches, make_step
+from k31fn.trainer.ranks import OtherRankError, Ranks
+from k31fn.trainer.state import TrainState, abstract_state, held_by, init_state
+from k31fn.trainer.step import make_batches, make_step, rows_at
 from k31fn.trainer.stop import Stop
 
 __all__ = ["Corpus", "Outcome", "load_corpus", "train"]
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 _METRICS, _HELDOUT, _NGRAM = "metrics.jsonl", "heldout/loss", "heldout/ngram4_loss"
 
@@ -26,7 +35,7 @@ _METRICS, _HELDOUT, _NGRAM = "metrics.jsonl", "heldout/loss", "heldout/ngram4_lo
 class Outcome(NamedTuple):
     """How a run ended: steps done, whether that is all of them, and the held-out losses (nats per byte) then.
 
-    The losses are ``()`` in a run that was stopped before it had both.
+    The losses are ``()`` in a run that was stopped before it had both, the second also on other ranks than the first.
     """
 
     step: int
@@ -64,30 +73,59 @@ def load_corpus(recipe: Recipe) -> Corpus:
     return Corpus(tokenizer, dataset, some, every)
 
 
-def train(recipe: Recipe, corpus: Corpus, folder: Path, *, device: torch.device, view: View, stop: Stop) -> Outcome:
+def train(
+    recipe: Recipe,
+    corpus: Corpus,
+    folder: Path,
+    *,
+    device: torch.device,
+    view: View,
+    stop: Stop,
+    ranks: Ranks | None = None,
+) -> Outcome:
     """Runs ``recipe`` in its ``folder``, from its newest complete checkpoint if there is one.
 
     However it ends, the state after the last whole step is saved. Only what breaks off a step itself (no memory, a
-    second Ctrl-C) leaves nothing newer than the last checkpoint.
+    second Ctrl-C, a lost rank) leaves nothing newer than the last checkpoint.
+
+    Args:
+        recipe: the run; its mesh is that of ``ranks``.
+        corpus: its text.
+        folder: where it reads and writes; looked at by the first rank only.
+        device: of this rank.
+        view: what is printed.
+        stop: of this rank.
+        ranks: of the run; None: this is the only one.
 
     Raises:
         ValueError: the folder's checkpoint is not of this recipe.
         NonFiniteError: several steps in a row were not finite.
         CheckpointError: a checkpoint could not be written.
         OSError: something else could not be written.
+        OtherRankError: one of these on another rank.
     """
-    with (
-        Checkpointer(folder / "checkpoints", keep=recipe.keep) as checkpoints,
-        _Run(recipe, corpus, folder, checkpoints, device, view) as run,
-    ):
+    ranks = ranks or Ranks()
+    with _Run(recipe, corpus, folder, device, view, ranks) as run:
         run.steps(stop)
-        outcome = run.score(stop)
-    if outcome.step:
+        outcome = run.score(run.evaluate_all(stop))
+    if outcome.step and ranks.first:
         try:
             plot.save_loss_plot(folder)
         except ImportError as error:
             view.note(str(error))
     return outcome
+
+
+_FAILURES = (NonFiniteError, CheckpointError, OSError, OtherRankError)  # that leave the state as it is
+
+
+def _joined(first: _Error | None, another: Exception) -> _Error | Exception:
+    """``first`` with the other one as its note, if there is a first and they differ."""
+    if first is None:
+        return another
+    if str(another) not in (str(first), *getattr(first, "__notes__", ())):
+        first.add_note(str(another))
+    return first
 
 
 class _StoppedError(Exception):
@@ -103,19 +141,40 @@ class _Run:
     """
 
     def __init__(
-        self, recipe: Recipe, corpus: Corpus, folder: Path, checkpoints: Checkpointer, device: torch.device, view: View
+        self, recipe: Recipe, corpus: Corpus, folder: Path, device: torch.device, view: View, ranks: Ranks
     ) -> None:
         self._recipe, self._corpus, self._folder = recipe, corpus, folder
-        self._checkpoints, self._device, self._view = checkpoints, device, view
+        self._device, self._view, self._ranks = device, view, ranks
         self._text = hashlib.blake2b(corpus.dataset.corpus.tokens.data, digest_size=16).hexdigest()
-        self.done = self._saved = checkpoints.latest(on_damage=view.note) or 0
-        self.state: TrainState | None = self._restored() if self.done else init_state(recipe, device)
-        metrics.rewind(folder / _METRICS, self.done)
-        self._scored, self._ngram = self._recorded()
-        before = self.done if (folder / "events").exists() else None
-        self._tracker = trackers.tensorboard(folder / "events", warn=view.note, resumed_at=before)
+        self._error: Exception | None = None  # what failed on this rank since the ranks last agreed
+        self._checkpoints: Checkpointer | None = None
+        self._tracker: trackers.Tracker = trackers.NoTracker()
+        try:
+            self.done, scored, self._ngram = ranks.on_first(self._open)
+            self._saved, self._scored = self.done, dict(scored)
+            self.state: TrainState | None = self._restored() if self.done else init_state(recipe, device, ranks.axes)
+            ranks.on_first(self._open_tracker)
+        except BaseException as error:
+            self._finish([self._close], error)
+            raise
         view.begin(recipe, folder, self.done, corpus.dataset)
-        self._log = Log(folder / _METRICS, self._tracker, view)
+        self._log = Log(folder / _METRICS if ranks.first else None, self._tracker, view)
+
+    def _open(self) -> list[Any]:
+        """What the folder holds: steps done, the losses written down."""
+        self._checkpoints = Checkpointer(self._folder / "checkpoints", keep=self._recipe.keep)
+        done = self._checkpoints.latest(on_damage=self._view.note) or 0
+        metrics.rewind(self._folder / _METRICS, done)
+        scored, ngram = self._recorded()
+        return [done, list(scored.items()), ngram]
+
+    def _open_tracker(self) -> None:
+        before = self.done if (self._folder / "events").exists() else None
+        self._tracker = trackers.tensorboard(self._folder / "events", warn=self._view.note, resumed_at=before)
+
+    def _close(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
     def __enter__(self) -> _Run:
         return self
@@ -125,22 +184,28 @@ class _Run:
     ) -> None:
         """Saves what is not saved, whatever else fails; the first error is the one that is seen, others its notes."""
         self._view.end()
-        first = error
-        for end in (self._log.flush, self.save, self._tracker.close):
-            try:
-                end()
-            except (NonFiniteError, CheckpointError, OSError) as another:
-                first = first or another
-                if str(another) not in (str(first), *getattr(first, "__notes__", ())):
-                    first.add_note(str(another))
+        ends = [self._log.flush, self._tracker.close, self._close]
+        if error is None or self._ranks.together:  # else other ranks are elsewhere
+            ends.insert(1, self.save)
+        first = self._finish(ends, error or self._error)
         if first is not None and error is None:
             raise first
+
+    def _finish(self, ends: list[Callable[[], None]], first: BaseException | None) -> BaseException | None:
+        """Does all of ``ends``; what fails is a note of ``first``, or becomes it."""
+        for end in ends:
+            try:
+                end()
+            except _FAILURES as another:
+                first = _joined(first, another)
+        return first
 
     def steps(self, stop: Stop) -> None:
         """All steps that remain, with what happens between them; ends early after a signal."""
         recipe, o = self._recipe, self._recipe.optimizer
-        step_fn = make_step(recipe)
-        while self.done < recipe.steps and not stop.signal:
+        axes = self._ranks.axes
+        step_fn = make_step(recipe, axes)
+        while not self._agree(stop) and self.done < recipe.steps:
             if self.done and self.done % recipe.eval_every == 0 and self.done not in self._scored:
                 self._evaluate_some(stop)
                 continue
@@ -151,27 +216,40 @@ class _Run:
                 warmup_steps=min(o.warmup_steps, recipe.steps),
                 final_fraction=o.final_fraction,
             )
-            rows = self._corpus.dataset.batch_at(self.done)
-            batches = make_batches(recipe, rows, self._device)
+            batches = make_batches(recipe, rows_at(self._corpus.dataset, self.done, axes), self._device, axes)
             assert self.state is not None
             state, self.state = self.state, None
             self.state, numbers = step_fn(state, batches, lr)
             self.done += 1
-            self._log.push(self.done - 1, numbers, lr, rows.tokens.numel())
+            self._try(lambda: self._log.push(self.done - 1, numbers, lr, recipe.batch_size * recipe.length))  # noqa: B023
             if self.done % recipe.checkpoint_every == 0 or self.done == recipe.steps:
-                self._log.flush()  # a step in a checkpoint is not made again: its record must be there
-                self.save()
+                self._try(self._log.flush)  # a step in a checkpoint is not made again: its record must be there
+                self._try(self.save)
         self._view.end()
 
-    def score(self, stop: Stop) -> Outcome:
-        """The held-out text under the final state, beside the 4-gram model of the bytes that the run trained on."""
+    def evaluate_all(self, stop: Stop) -> float | tuple[()]:
+        """The loss on the held-out text under the final state; ``()`` if the run has stopped before.
+
+        Then all is saved, and the ranks need each other no more.
+        """
+        loss: float | tuple[()] = ()
+        if self.done == self._recipe.steps:
+            known = self.done in self._scored
+            loss = self._scored[self.done] if known else self._evaluate(self._corpus.all, stop)
+        for end in (self._log.flush, self.save):
+            self._try(end)
+        self._agree(stop)
+        self._ranks.part()
+        return loss
+
+    def score(self, heldout: float | tuple[()]) -> Outcome:
+        """The held-out loss beside that of the 4-gram model of the bytes that the run trained on."""
         recipe, scored = self._recipe, self._corpus.all
-        if self.done < recipe.steps:
-            return Outcome(self.done, False, (), ())
-        heldout = self._scored[self.done] if self.done in self._scored else self._evaluate(scored, stop)
         if isinstance(heldout, tuple):
             return Outcome(self.done, False, (), ())
-        if isinstance(self._ngram, tuple):
+        if not self._ranks.first:
+            return Outcome(self.done, True, heldout, ())
+        if not isinstance(self._ngram, float):
             seen = data.trained_on(self._corpus.dataset, recipe.steps, self._corpus.tokenizer)
             self._ngram = data.NGram.fit(seen, order=4).nats_per_byte(scored.pieces, skip=1)
             self._log.write({"step": recipe.steps - 1, _NGRAM: self._ngram})
@@ -183,15 +261,31 @@ class _Run:
 
     def save(self) -> None:
         """A checkpoint of the steps done, in the background, unless there is one."""
-        if self.state is not None and self.done > self._saved:
-            self._checkpoints.save(self.done, self.state, {"text": self._text})
-            self._saved = self.done
+        if self.state is None or self.done <= self._saved:
+            return
+        whole, held, mesh = abstract_state(self._recipe), held_by(self._recipe), self._recipe.mesh
+        state = collect(self.state, whole, held, mesh, self._ranks.axes)
+
+        def write() -> None:
+            assert self._checkpoints is not None
+            self._checkpoints.save(self.done, state, {"text": self._text})
+
+        self._ranks.on_first(write)
+        self._saved = self.done
 
     def _restored(self) -> TrainState:
-        state = self._checkpoints.restore(self.done, abstract_state(self._recipe), device=self._device)
-        if self._checkpoints.metadata(self.done).get("text") != self._text:
-            self._view.note(f"the text of data.path={self._recipe.data.path!r} has changed since the checkpoint")
-        return state
+        read: list[TrainState] = []
+        whole, axes = abstract_state(self._recipe), self._ranks.axes
+
+        def restore() -> None:
+            assert self._checkpoints is not None
+            read.append(self._checkpoints.restore(self.done, whole, device="cpu" if axes.atoms else self._device))
+            if self._checkpoints.metadata(self.done).get("text") != self._text:
+                self._view.note(f"the text of data.path={self._recipe.data.path!r} has changed since the checkpoint")
+
+        self._ranks.on_first(restore)
+        held, mine = held_by(self._recipe), abstract_state(self._recipe, axes)
+        return distribute(read[0] if read else (), mine, whole, held, self._recipe.mesh, axes, device=self._device)
 
     def _recorded(self) -> tuple[dict[int, float], float | tuple[()]]:
         """Held-out losses that an earlier process of this run wrote down, by steps done, and the 4-gram model's."""
@@ -200,9 +294,22 @@ class _Run:
         scored = {r["step"] + 1: r[_HELDOUT] for r in records if _HELDOUT in r}
         return scored, next((r[_NGRAM] for r in records if _NGRAM in r), ())
 
+    def _try(self, f: Callable[[], object]) -> None:
+        """Keeps what fails on this rank alone until the ranks agree."""
+        try:
+            f()
+        except _FAILURES as error:
+            self._error = _joined(self._error, error)
+
+    def _agree(self, stop: Stop) -> bool:
+        """Whether a signal came on any rank. Raises on all if something failed on one."""
+        error, self._error = self._error, None
+        stop.agree(self._ranks, error)
+        return bool(stop.signal)
+
     def _evaluate_some(self, stop: Stop) -> None:
         """An evaluation during the run."""
-        self._log.flush()
+        self._try(self._log.flush)
         some = self._corpus.some
         loss = self._evaluate(some, stop)
         if not isinstance(loss, tuple):
@@ -216,14 +323,14 @@ class _Run:
 
             def progress(rows: int) -> None:
                 advance(rows)
-                if stop.signal:
+                if self._agree(stop):
                     raise _StoppedError
 
             try:
-                loss = heldout_loss(self._recipe, self.state, scored, progress=progress)
+                loss = heldout_loss(self._recipe, self.state, scored, self._ranks.axes, progress=progress)
             except _StoppedError:
                 return ()
-        self._log.write({"step": self.done - 1, _HELDOUT: loss})
+        self._try(lambda: self._log.write({"step": self.done - 1, _HELDOUT: loss}))
         self._scored[self.done] = loss
         self._log.restart_clock()
         return loss

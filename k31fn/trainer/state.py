@@ -1,25 +1,29 @@
-"""What a training run carries from step to step, and the optimiser that moves it."""
+"""What a training run carries from step to step."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k31fn import balance, model, optim, params, random, tree
+from k31fn import balance, model, params, random, tree
+from k31fn.checkpoint import Held
 from k31fn.config import Recipe
+from k31fn.model.stages import select
+from k31fn.parallel import MeshAxes, local_shape, tiles
 from k31fn.params import ParamSpec
+from k31fn.trainer.layout import cut, lay_out, make_schedule
+from k31fn.trainer.ranks import coordinate_of
 
-__all__ = ["TrainState", "abstract_state", "init_state", "make_optimizer", "trained_specs"]
+__all__ = ["TrainState", "abstract_state", "held_by", "init_state", "merge", "split"]
+
+_ONE_RANK = MeshAxes()
 
 
 @tree.dataclass
 class TrainState:
-    """Everything needed to resume, besides the recipe.
+    """Everything needed to resume, besides the recipe. On a mesh: what one rank holds of it.
 
     Attributes:
         step: steps done, int64 scalar.
@@ -34,19 +38,6 @@ class TrainState:
     opt_state: Any
     balance: balance.State
     key: Tensor
-
-
-def trained_specs(recipe: Recipe) -> model.Params[ParamSpec]:
-    """The model's specs, with what the recipe does not train tagged ``frozen``."""
-    specs = model.specs(recipe.model)
-    if recipe.trainable == "all":
-        return specs
-
-    def freeze(path: str, spec: ParamSpec) -> ParamSpec:
-        kept = re.search(rf"\.{recipe.trainable}\.", path)
-        return spec if kept else dataclasses.replace(spec, tags=spec.tags | {"frozen"})
-
-    return tree.map_with_path(freeze, specs)
 
 
 def split(weights: model.Params[Tensor], specs: model.Params[ParamSpec]) -> tuple[Any, Any]:
@@ -64,38 +55,51 @@ def merge(trained: Any, frozen: Any, specs: model.Params[ParamSpec]) -> model.Pa
     return tree.unflatten(structure, [next(parts["frozen" in s.tags]) for s in kinds])
 
 
-def make_optimizer(recipe: Recipe, specs: Any) -> optim.Transform:
-    """The recipe's optimiser for parameters declared by ``specs``."""
-    o = recipe.optimizer
-    adamw = functools.partial(optim.adamw, specs, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay)
-    if o.kind == "adamw":
-        return adamw()
-    others = adamw(where=lambda path, spec: "matrix" not in spec.tags)
-    return optim.combine(specs, optim.muon(specs, weight_decay=o.weight_decay), others)
-
-
-def init_state(recipe: Recipe, device: torch.device) -> TrainState:
-    """The state before the first step."""
+def init_state(recipe: Recipe, device: torch.device, axes: MeshAxes = _ONE_RANK) -> TrainState:
+    """The state before the first step: a rank draws its own part, and all parts together are equal on every mesh."""
     key = random.key(recipe.seed, device=device)
-    specs = trained_specs(recipe)
-    weights = params.init(specs, random.fold_in(key, 0), dtype=recipe.precision.param)
+    layout = lay_out(recipe, axes)
+    part = tiles(layout.specs, layout.partition, recipe.mesh, coordinate_of(axes)) if axes.atoms else None
+    weights = params.init(layout.specs, random.fold_in(key, 0), dtype=recipe.precision.param, tile=part)
     return TrainState(
         step=torch.zeros((), dtype=torch.int64, device=device),
         params=weights,
-        opt_state=make_optimizer(recipe, specs).init(weights),
+        opt_state=layout.optimizer.init(weights),
         balance=model.init_balance(recipe.model, device=device),
         key=random.fold_in(key, 1),
     )
 
 
-def abstract_state(recipe: Recipe) -> TrainState:
-    """:func:`init_state` in meta tensors: what a checkpoint of the recipe holds."""
-    specs = trained_specs(recipe)
-    weights = params.abstract(specs, dtype=recipe.precision.param)
+def abstract_state(recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> TrainState:
+    """:func:`init_state` in meta tensors. Without ``axes``: the whole state, which is what a checkpoint holds."""
+    layout = lay_out(recipe, axes)
+    weights = params.abstract(layout.specs, dtype=recipe.precision.param)
+    if axes.atoms:
+        weights = tree.map(lambda x, p: x.new_empty(local_shape(p, x.shape, recipe.mesh)), weights, layout.partition)
     return TrainState(
         step=torch.empty((), dtype=torch.int64, device="meta"),
         params=weights,
-        opt_state=make_optimizer(recipe, specs).init(weights),
+        opt_state=layout.optimizer.init(weights),
         balance=model.init_balance(recipe.model, device="meta"),
         key=torch.empty(2, dtype=torch.int64, device="meta"),
     )
+
+
+def held_by(recipe: Recipe) -> dict[str, Held]:
+    """Which ranks hold each tensor of the whole state; by path, without those that all ranks hold whole."""
+    table, weights = make_schedule(recipe, recipe.mesh.pp), {}
+    layout, parts = lay_out(recipe, _ONE_RANK), cut(recipe.model, table)
+    for path, spec in tree.flatten_with_paths(layout.partition):
+        weights[path] = Held(spec)
+    for rank in range(table.num_ranks if table.num_ranks > 1 else 0):
+        own = select(layout.partition, [parts[s] for s in table.stages_of(rank)])
+        for path, spec in tree.flatten_with_paths(own):
+            weights[path] = Held(spec, (*weights[path].stages, rank))
+    found = {}
+    for path in tree.paths(abstract_state(recipe)):
+        names = path.split(".")
+        ends = (".".join(names[i:]) for i in range(1, len(names)))  # the optimiser's trees have the parameters' paths
+        weight = next((end for end in ends if end in weights), None)
+        if weight is not None:
+            found[path] = weights[weight]
+    return found

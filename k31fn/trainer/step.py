@@ -1,23 +1,29 @@
-"""One optimisation step, and the evaluation: pure functions of state and batch.
+"""One optimisation step, a pure function of state and batch that every rank of a mesh runs.
 
-Nothing in a step waits for the device: metrics are tensors, a bad step is selected away on the device.
+Nothing in a step waits for the device: metrics are tensors, a bad step is selected away on the device. Every sum over
+tokens is taken over all ranks, so metrics, norms and decisions have the same bits on each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from k31fn import balance, data, model, optim, params, segments, tree
-from k31fn.autodiff import value_and_grad
+from k31fn import balance, data, model, optim, segments, tree
 from k31fn.config import Recipe
 from k31fn.layers import losses
-from k31fn.trainer.state import TrainState, make_optimizer, merge, split, trained_specs
+from k31fn.parallel import MeshAxes, axis_size, pmax, psum
+from k31fn.parallel.point_to_point import own_index
+from k31fn.trainer.gradient import Sums, make_gradient
+from k31fn.trainer.layout import Layout, lay_out
+from k31fn.trainer.state import TrainState
 
-__all__ = ["Metrics", "heldout_loss", "make_batches", "make_step"]
+__all__ = ["Metrics", "make_batches", "make_step", "rows_at", "slice_tokens"]
+
+_ONE_RANK = MeshAxes()
 
 
 class Metrics(NamedTuple):
@@ -40,44 +46,64 @@ class Metrics(NamedTuple):
     skipped: Tensor
 
 
-def make_batches(recipe: Recipe, rows: data.Example, device: torch.device) -> list[model.Batch]:
-    """A step's rows as micro-batches with the denominators of the whole step."""
-    counts = (rows.labels != losses.IGNORED).sum(), segments.valid(rows.segments).sum()
-    rows, counts = tree.map(lambda x: x.to(device, non_blocking=True), (rows, counts))
-    size = recipe.batch_size // recipe.micro_batches
+def rows_at(dataset: data.Dataset, step: int, axes: MeshAxes = _ONE_RANK) -> data.Example:
+    """The whole rows of a step that this rank works on, if need be together with others of its context and stage.
+
+    They are a slice of one order, which no mesh changes.
+    """
+    rows = axes.view("dp", "fsdp")
+    return dataset.batch_at(step, rank=own_index(rows), num_ranks=axis_size(rows))
+
+
+def make_batches(
+    recipe: Recipe, rows: data.Example, device: torch.device, axes: MeshAxes = _ONE_RANK
+) -> list[model.Batch]:
+    """A rank's rows as micro-batches with the denominators of the whole step; its slice of the tokens of each row."""
+    counts = torch.stack([(rows.labels != losses.IGNORED).sum(), segments.valid(rows.segments).sum()])
+    rows, counts = tree.map(lambda x: x.to(device, non_blocking=True), (slice_tokens(rows, axes), counts))
+    num_labels, num_queries = psum(counts, axes.view("dp", "fsdp"))
+    size = len(rows.tokens) // recipe.micro_batches
 
     def micro(i: int) -> model.Batch:
         part = tree.map(lambda x: x[i * size : (i + 1) * size], rows)
-        return model.Batch(part.tokens, part.labels, part.segments, *counts)
+        return model.Batch(part.tokens, part.labels, part.segments, num_labels, num_queries)
 
     return [micro(i) for i in range(recipe.micro_batches)]
 
 
-def make_step(recipe: Recipe) -> Callable[[TrainState, Sequence[model.Batch], float], tuple[TrainState, Metrics]]:
-    """``step(state, micro_batches, lr) -> (state, metrics)``; gives up (writes into) the state that it is passed."""
-    specs = trained_specs(recipe)
-    optimizer = make_optimizer(recipe, specs)
-    trains_all = recipe.trainable == "all"
+def slice_tokens(rows: data.Example, axes: MeshAxes) -> data.Example:
+    """This rank's slice of rows along the tokens. Labels were made from whole rows."""
+    size, index = rows.tokens.shape[1] // axis_size(axes.cp), own_index(axes.cp)
+    return tree.map(lambda x: x[:, index * size : (index + 1) * size], rows)
 
-    def loss(trained: Any, frozen: Any, batch: model.Batch, state: balance.State) -> tuple[Tensor, model.Losses]:
-        narrow = params.cast(merge(trained, frozen, specs), specs, recipe.precision.compute)
-        return model.loss(narrow, batch, recipe.model, balance=state, remat=recipe.remat)
 
-    gradient = value_and_grad(loss, has_aux=True)
+def make_step(
+    recipe: Recipe, axes: MeshAxes = _ONE_RANK
+) -> Callable[[TrainState, Sequence[model.Batch], float], tuple[TrainState, Metrics]]:
+    """``step(state, micro_batches, lr) -> (state, metrics)``; gives up (writes into) the state that it is passed.
+
+    Args:
+        recipe: the run.
+        axes: of its mesh, bound to this rank.
+    """
+    layout = lay_out(recipe, axes)
+    gradient = make_gradient(recipe, layout)
 
     def step(state: TrainState, batches: Sequence[model.Batch], lr: float) -> tuple[TrainState, Metrics]:
-        trained, frozen = split(state.params, specs)
-        sums = gradient(trained, frozen, batches[0], state.balance)
-        for batch in batches[1:]:
-            sums = tree.map(torch.add, sums, gradient(trained, frozen, batch, state.balance))
-        (total, parts), grads = sums
-        clipped, norm = optim.clip_by_global_norm(grads, recipe.optimizer.max_norm)
-        bad = optim.non_finite((total, norm))
+        sums, grads = gradient(state, batches)
+        clipped, norm = optim.clip_by_global_norm(
+            grads,
+            recipe.optimizer.max_norm,
+            placements=layout.placements,
+            stages=axes.pp,
+            empty=torch.zeros_like(sums.total),
+        )
+        bad = optim.non_finite((sums.total, norm))
         skip = bad | (batches[0].num_labels == 0)
-        weights, opt_state = optimizer.update(clipped, state.opt_state, state.params, lr=lr, skip=skip)
+        weights, opt_state = layout.optimizer.update(clipped, state.opt_state, state.params, lr=lr, skip=skip)
         biases = state.balance
-        if trains_all:  # they are part of the trunk
-            biases = balance.update(biases, parts.histogram, top_k=recipe.model.moe.top_k)
+        if recipe.trainable == "all":  # they are part of the trunk
+            biases = _next_biases(biases, sums.histogram, layout, recipe.model.moe.top_k)
         new = TrainState(
             step=state.step + 1,
             params=weights,
@@ -85,42 +111,33 @@ def make_step(recipe: Recipe) -> Callable[[TrainState, Sequence[model.Batch], fl
             balance=optim.select(skip, state.balance, biases),
             key=state.key,
         )
-        return new, _metrics(batches[0], parts, norm, bad, skip)
+        return new, _metrics(recipe, batches[0], sums, norm, bad, skip, axes)
 
     return step
 
 
-def _metrics(batch: model.Batch, parts: model.Losses, norm: Tensor, bad: Tensor, skip: Tensor) -> Metrics:
-    load = parts.load.to(norm.dtype)
+def _next_biases(state: balance.State, histogram: Tensor, layout: Layout, top_k: int) -> balance.State:
+    """The biases of all layers on every rank; a stage makes those of its own layers."""
+    rows = [state.layers.index(layer) for layer in layout.moe_layers]
+    bias = torch.stack([state.bias[row] for row in rows]) if rows else state.bias[:0]  # a list index would be uploaded
+    own = balance.update(balance.State(bias, layout.moe_layers), histogram, top_k=top_k).bias
+    if not layout.axes.pp:
+        return balance.State(own, state.layers)
+    none = torch.zeros_like(state.bias[0])
+    spread = [own[rows.index(i)] if i in rows else none for i in range(len(state.layers))]
+    return balance.State(psum(torch.stack(spread), layout.axes.pp), state.layers)
+
+
+def _metrics(
+    recipe: Recipe, batch: model.Batch, sums: Sums, norm: Tensor, bad: Tensor, skip: Tensor, axes: MeshAxes
+) -> Metrics:
+    load = sums.load.to(norm.dtype)
     worst = (load.amax(1) / load.mean(1).clamp(min=1)).amax() if len(load) else torch.ones_like(norm)
     return Metrics(
-        loss=losses.mean(parts.lm, batch.num_labels),
-        indexer_kl=losses.mean(parts.kl.sum(), batch.num_queries) / max(1, len(parts.kl)),
+        loss=losses.mean(sums.lm, batch.num_labels),
+        indexer_kl=losses.mean(sums.kl, batch.num_queries) / max(1, model.kl_layers(recipe.model)),
         grad_norm=norm,
-        load_max_over_mean=worst,
+        load_max_over_mean=pmax(worst, axes.pp),
         non_finite=bad.to(norm.dtype),
         skipped=skip.to(norm.dtype),
     )
-
-
-@torch.no_grad()
-def heldout_loss(
-    recipe: Recipe, state: TrainState, scored: data.HeldOut, *, progress: Callable[[int], object] = lambda rows: None
-) -> float:
-    """Nats per byte of the held-out rows.
-
-    Args:
-        recipe: the run.
-        state: its state.
-        scored: the rows and the number of their bytes.
-        progress: called with the number of rows that were just scored; what it raises ends the scoring.
-    """
-    device = state.step.device
-    weights = params.cast(state.params, trained_specs(recipe), recipe.precision.compute)
-    totals = []
-    for first in range(0, len(scored.rows.tokens), recipe.batch_size):
-        rows = tree.map(lambda x: x[first : first + recipe.batch_size].to(device), scored.rows)  # noqa: B023
-        out = model.apply(weights, rows.tokens, recipe.model, balance=state.balance, segments=rows.segments)
-        totals.append(losses.linear_cross_entropy(out.hidden, weights.head, rows.labels).total)
-        progress(len(rows.tokens))
-    return float(torch.stack(totals).to("cpu", torch.float64).sum()) / scored.num_bytes

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+from k31fn.trainer.ranks import Ranks
+
 __all__ = ["Stop"]
 
 
@@ -29,6 +31,11 @@ class Stop:
         finally:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
+
+    def agree(self, ranks: Ranks, error: Exception | None) -> None:
+        """Makes the signal of one rank that of all; raises on all what failed on one (:meth:`Ranks.agree`)."""
+        number = ranks.agree(signal.Signals[self.signal].value if self.signal else 0, error)
+        self.signal = signal.Signals(number).name if number else ""
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name

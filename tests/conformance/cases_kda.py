@@ -9,7 +9,7 @@ from torch import Tensor
 
 from k31fn import params, random, segments, tree
 from k31fn.kernels.gated_norm import gated_norm
-from k31fn.kernels.kda import KdaOut
+from k31fn.kernels.kda import KdaFragment, KdaOut, kda_fragment
 from k31fn.kernels.kda import kda as kda_op
 from k31fn.layers import kda, short_conv
 from k31fn.segments import Segments
@@ -36,6 +36,18 @@ def operator(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
 
     *inputs, state = draw(key, dtype, *shapes)
     return f, (tuple(inputs), state)
+
+
+def fragment(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
+    """Two tiles; decays that leave a transition to differentiate."""
+    one = segments.whole(B, LONG)
+
+    def f(inputs: tuple[Tensor, ...], segments: Segments = one) -> KdaFragment:
+        k, v, g, beta = inputs
+        k = k / (k.square().sum(-1, keepdim=True) + 0.1).sqrt()
+        return kda_fragment(k, v, -0.2 * torch.sigmoid(g), torch.sigmoid(beta), segments.ids)
+
+    return f, (tuple(draw(key, dtype, (B, LONG, H, K), (B, LONG, H, V), (B, LONG, H, K), (B, LONG, H))),)
 
 
 def norm(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
@@ -75,6 +87,7 @@ def decoding(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
 
 CASES = [
     Case("kda.operator", operator, shape=(B, LONG)),
+    Case("kda.fragment", fragment, shape=(B, LONG)),
     Case("kda.gated_norm", norm, packed=False),
     Case("kda.short_conv", convolution, shape=(B, T)),
     Case("kda.layer", layer, shape=(B, T)),

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31fn import random
+from k31fn import random, tree
 from k31fn.kernels.attn_res import Summary, merge, summarize
 from k31fn.kernels.attn_res import attn_res as attn_res_op
 from k31fn.kernels.norm import rms_norm
-from k31fn.layers import attn_res, embedding, losses, plain_residual
+from k31fn.layers import attn_res, embedding, losses, mhc, plain_residual
 from tests.conformance.case import Case
 
 B, T, D, Z = 2, 5, 6, 9
@@ -39,18 +39,18 @@ def _two_phase(key: Tensor, dtype: torch.dtype) -> Made:
     return f, _mix(key, dtype)[1]
 
 
-def _scheme(module: ModuleType) -> Callable[[Tensor, torch.dtype], Made]:
+def _scheme(module: ModuleType, cfg: Any) -> Callable[[Tensor, torch.dtype], Made]:
     """Three sublayers ``tanh(RMSNorm(h))``, the first and third of which open a block, and the last read.
 
     The first reads without a mix, so the first two share parameters: a leaf of gradient zero is slow to check.
     """
 
     def make(key: Tensor, dtype: torch.dtype) -> Made:
-        cfg = module.Config()
         mixes = [module.specs(cfg, D)] * 2 + [module.specs_out(cfg, D)]
         params = []
         for i, mix in enumerate(mixes):
-            leaves = [_normal(key, 10 * i + j, D, dtype=dtype) for j in range(len(vars(mix)))]
+            shapes = [spec.shape for spec in tree.leaves(mix)]
+            leaves = [_normal(key, 10 * i + j, *shape, dtype=dtype) for j, shape in enumerate(shapes)]
             params.append(type(mix)(*leaves))
 
         def f(trees: tuple[tuple[Any, ...], tuple[Tensor, ...]], x: Tensor) -> Tensor:
@@ -97,8 +97,9 @@ def _loss(columns: int) -> Callable[[Tensor, torch.dtype], Made]:
 CASES = [
     Case("attn_res_op", _mix, packed=False),
     Case("attn_res_two_phase", _two_phase, packed=False),
-    Case("attn_res", _scheme(attn_res), packed=False),
-    Case("plain_residual", _scheme(plain_residual), packed=False),
+    Case("attn_res", _scheme(attn_res, attn_res.Config()), packed=False),
+    Case("mhc", _scheme(mhc, mhc.Config(num_streams=2, iterations=2)), packed=False),
+    Case("plain_residual", _scheme(plain_residual, plain_residual.Config()), packed=False),
     Case("embedding", _embedding, packed=False),
     Case("loss_whole", _loss(Z), packed=False),
     Case("loss_in_pieces", _loss(5), packed=False),

@@ -4,7 +4,7 @@ import torch
 
 from k31fn import tree
 from k31fn.data import ByteTokenizer, Corpus, Dataset, pieces
-from k31fn.data.packing import _permute
+from k31fn.data.packing import permute
 
 TOKENIZER = ByteTokenizer()
 LENGTHS = [1, 40, 2, 2, 17, 1, 5, 64, 3, 8]  # tokens of documents, end token among them
@@ -112,22 +112,22 @@ def test_a_batch_is_a_function_of_seed_and_step():
 def test_permutation_is_a_bijection(size):
     for key in range(3):
         keys = np.random.Philox(key=key).random_raw(8)
-        assert np.array_equal(np.sort(_permute(np.arange(size), size, keys)), np.arange(size))
+        assert np.array_equal(np.sort(permute(np.arange(size), size, keys)), np.arange(size))
 
 
 def test_permutation_of_a_huge_range():
     keys = np.random.Philox(key=1).random_raw(8)
     numbers = np.arange(2**40, 2**40 + 1000)
-    out = _permute(numbers, 2**50 + 3, keys)
+    out = permute(numbers, 2**50 + 3, keys)
     assert len(set(out.tolist())) == 1000
     assert 0 <= out.min() <= out.max() < 2**50 + 3
-    assert np.array_equal(_permute(numbers[::-1], 2**50 + 3, keys)[::-1], out)
+    assert np.array_equal(permute(numbers[::-1], 2**50 + 3, keys)[::-1], out)
 
 
 @pytest.mark.parametrize(("rounds", "uniform"), [(8, True), (1, False)])
 def test_permutation_is_uniform(rounds, uniform):
     """Where element 0, and where a pair of neighbours, goes over 4000 keys: chi-square over 20 places and 20 gaps."""
-    outs = np.array([_permute(np.arange(20), 20, np.random.Philox(key=k).random_raw(rounds)) for k in range(4000)])
+    outs = np.array([permute(np.arange(20), 20, np.random.Philox(key=k).random_raw(rounds)) for k in range(4000)])
     place = np.bincount(outs[:, 0], minlength=20)
     gap = np.bincount((outs[:, 1] - outs[:, 0]) % 20, minlength=20)[1:]
     chi = [((c - c.mean()) ** 2 / c.mean()).sum() for c in (place, gap)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from k31fn.kernels.attention import attention
+from k31fn.testing import live_bytes
 from tests.kernels import attention_oracles as oracle
 
 ROWS, T = [[3, 5, 1], [4, 2]], 9
@@ -53,6 +54,20 @@ def test_queries_that_continue_cached_keys():
     q, *keys = args
     last = attention(q[:, 6:], *keys, start[:, 6:], stop[:, 6:], SCALE)
     torch.testing.assert_close(last, whole[:, 6:], rtol=0, atol=1e-12)
+
+
+def test_one_head_of_keys_for_all_is_not_copied_to_each():
+    """The absorbed form: equal to copies of the head; the largest tensor made are the scores, [B H T S]."""
+    B, H, S = 2, 32, 100
+    q, k_shared = torch.randn(B, 1, H, 6, dtype=torch.float64), torch.randn(B, S, 2, dtype=torch.float64)
+    k, v = torch.randn(B, S, 1, 4, dtype=torch.float64), torch.randn(B, S, 1, 5, dtype=torch.float64)
+    start, stop = torch.tensor([[3], [0]]), torch.tensor([[90], [S]])
+    with live_bytes() as live:
+        out = attention(q, k, k_shared, v, start, stop, SCALE)
+    many = k.expand(-1, -1, H, -1), k_shared, v.expand(-1, -1, H, -1)
+    torch.testing.assert_close(out, attention(q, *many, start, stop, SCALE), rtol=0, atol=1e-12)
+    assert live.largest is not None
+    assert live.largest.nbytes <= B * H * S * 8
 
 
 def test_bfloat16_inputs_give_float32_output():

@@ -1,8 +1,10 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import autodiff
-from k31fn.kernels.experts import combine, dispatch, grouped_matmul, plan
+from k31fn.kernels.experts import combine, dispatch, grouped_matmul, permute, plan
+from k31fn.kernels.experts.buckets import Bucket, split
 from k31fn.kernels.registry import record_impls, use_impl
 
 SIZES = [[3, 0, 5, 4], [12, 0, 0, 0], [0, 0, 0, 12], [3, 3, 3, 3], [1, 10, 0, 1], [0, 6, 6, 0]]
@@ -25,7 +27,7 @@ def route(tokens, experts, k):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("impl", ["reference", "ragged"])
+@pytest.mark.parametrize("impl", ["reference", "ragged", "buckets"])
 def test_grouped_matmul_equals_a_loop(impl, sizes):
     rows, w = operands()
     with use_impl(grouped_matmul=impl):
@@ -43,7 +45,7 @@ def test_reference_at_odd_row_counts(num_rows):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_both_forms_have_one_gradient_at_both_orders(sizes):
+def test_all_forms_have_one_gradient_at_both_orders(sizes):
     rows, w = operands()
     sizes = torch.tensor(sizes)
 
@@ -51,14 +53,16 @@ def test_both_forms_have_one_gradient_at_both_orders(sizes):
         return torch.func.grad(lambda r, m: grouped_matmul(r, m, sizes).sin().sum(), argnums=(0, 1))(rows, w)
 
     results = {}
-    for impl in ("reference", "ragged"):
-        with use_impl(grouped_matmul=impl):
+    for impl in ("reference", "ragged", "buckets"):
+        with use_impl(grouped_matmul=impl), record_impls() as ran:
             first = curvature(rows, w)
             second = torch.func.grad(lambda r, m: sum(g.cos().sum() for g in curvature(r, m)), argnums=(0, 1))(rows, w)
         results[impl] = (*first, *second)
-    for a, b in zip(results["reference"], results["ragged"], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
-    assert torch.equal(results["ragged"][1][sizes == 0], torch.zeros_like(w[sizes == 0]))  # no row: a zero gradient
+        assert {name for _, name in ran} == {impl}
+    for impl in ("ragged", "buckets"):
+        for a, b in zip(results["reference"], results[impl], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+        assert torch.equal(results[impl][1][sizes == 0], torch.zeros_like(w[sizes == 0]))  # no row: a zero gradient
 
 
 def test_reference_under_vmap_of_grad_over_sizes():
@@ -84,10 +88,11 @@ def test_ragged_is_the_choice_when_it_can_run():
     assert y.shape == (12, 5)
 
 
-def test_ragged_refuses_with_the_reason():
+@pytest.mark.parametrize("impl", ["ragged", "buckets"])
+def test_what_reads_sizes_on_the_host_refuses_with_the_reason(impl):
     rows, w = operands()
     sizes = torch.tensor(SIZES)
-    with use_impl(grouped_matmul="ragged"):
+    with use_impl(grouped_matmul=impl):
         with pytest.raises(ValueError, match="under vmap it differs between samples"):
             torch.vmap(lambda s: grouped_matmul(rows, w, s))(sizes)
         with pytest.raises(ValueError, match="the arguments are on meta"):
@@ -96,6 +101,52 @@ def test_ragged_refuses_with_the_reason():
             grouped_matmul(rows, w, torch.tensor([11, 0, 0, 0]))
     with use_impl(grouped_matmul="grouped_mm"), pytest.raises(ValueError, match="runs on cuda"):
         grouped_matmul(rows, w, sizes[0])
+
+
+def test_buckets_join_what_is_alike():
+    of = [(sorted(b.experts), b.batch) for b in split([7, 100, 8, 0, 90, 7, 0, 0])]
+    assert of == [([1, 4], 100), ([0, 2, 5], 8), ([3, 6, 7], 0)]
+    assert split([15, 16, 15, 16]) == [Bucket((0, 1, 2, 3), 16)]  # a split would save less than a sixteenth
+    assert split([4, 4]) == [Bucket((0, 1), 4)]
+    assert split([0, 0]) == [Bucket((0, 1), 0)]
+
+
+def test_many_experts_with_few_rows_need_few_products_and_little_padding():
+    weights = torch.rand(896)
+    sizes = torch.multinomial(weights, 896 * 8, replacement=True).bincount(minlength=896)
+    found = split(sizes.tolist())
+    assert len([b for b in found if b.batch]) <= 8
+    assert sorted(e for b in found for e in b.experts) == list(range(896))
+    assert all(sizes[e] <= b.batch for b in found for e in b.experts)
+    assert sum(len(b.experts) * b.batch for b in found) < 1.3 * sizes.sum()
+    rows, w = torch.randn(896 * 8, 4, dtype=torch.float64), torch.randn(896, 4, 3, dtype=torch.float64)
+    with use_impl(grouped_matmul="buckets"), FlopCounterMode(display=False) as work:
+        y = grouped_matmul(rows, w, sizes)
+    torch.testing.assert_close(y, by_hand(rows, w, sizes), rtol=1e-13, atol=1e-14)
+    assert work.get_total_flops() == 2 * 4 * 3 * sum(len(b.experts) * b.batch for b in found)
+
+
+def test_buckets_keep_only_their_inputs():
+    rows, w = operands()
+    kept = []
+    with (
+        use_impl(grouped_matmul="buckets"),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
+        grouped_matmul(rows.requires_grad_(), w.requires_grad_(), torch.tensor([1, 10, 0, 1]))
+    assert {t.data_ptr() for t in kept if t.is_floating_point()} == {rows.data_ptr(), w.data_ptr()}
+
+
+def test_permute_and_its_gradient():
+    index = torch.tensor([2, 0, 3, 1])
+    inverse = index.argsort()
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(permute(x, index, inverse), x[index])
+    assert torch.autograd.gradcheck(lambda x: permute(x, index, inverse), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: permute(x, index, inverse), (x,))
+    wrong = torch.autograd.grad(permute(x, index, index), x, torch.eye(4, 3, dtype=torch.float64))[0]
+    right = torch.autograd.grad(permute(x, index, inverse), x, torch.eye(4, 3, dtype=torch.float64))[0]
+    assert not torch.equal(wrong, right)
 
 
 def test_plan_sorts_stably():

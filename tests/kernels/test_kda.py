@@ -253,7 +253,7 @@ def test_without_the_document_mask_it_is_wrong(monkeypatch):
     xs, _ = inputs(1, 32)
     ids = from_lengths([[13, 19]], 32).ids
     right = kda(*xs, ids).o
-    monkeypatch.setattr(reference, "_masks", lambda ids, *a, make=reference._masks: make((ids > 0).long(), *a))
+    monkeypatch.setattr(reference, "make_masks", lambda ids, *a, make=reference.make_masks: make((ids > 0).long(), *a))
     wrong = kda(*xs, ids).o
     torch.testing.assert_close(wrong[:, :13], right[:, :13], rtol=0, atol=1e-12)
     assert (wrong[:, 13:] - right[:, 13:]).abs().max() > 1e-2
@@ -262,11 +262,11 @@ def test_without_the_document_mask_it_is_wrong(monkeypatch):
 def test_running_sums_across_documents_lose_isolation(monkeypatch):
     """The same in exact arithmetic, but what the first document holds is left in the rounding of the second."""
 
-    def across(ids: Tensor, tile: int, dtype: torch.dtype, make=reference._masks):
+    def across(ids: Tensor, tile: int, dtype: torch.dtype, make=reference.make_masks):
         masks = make(ids, tile, dtype)
         return masks._replace(prefix=torch.ones(tile, tile, dtype=dtype).tril().expand_as(masks.prefix))
 
-    monkeypatch.setattr(reference, "_masks", across)
+    monkeypatch.setattr(reference, "make_masks", across)
     xs, _ = inputs(1, 8, dtype=torch.float32)
     ids = from_lengths([[5, 3]], 8).ids
     assert not torch.equal(kda(*changed(xs, slice(0, 5)), ids).o[:, 5:], kda(*xs, ids).o[:, 5:])
@@ -316,7 +316,7 @@ def test_memory_of_the_backward_is_linear_in_time(monkeypatch):
     """Kept for the backward: the inputs, and one state per slab. Beyond the gradients it needs one slab's scratch."""
     (kept, peak), (kept_twice, peak_twice) = kept_and_peak(512), kept_and_peak(1024)
     token = 4 * H * (3 * K + 2 * V + 1)  # bytes of one token's inputs and output
-    slabs, state = 512 // (reference._SLAB * TILE), 4 * H * K * V
+    slabs, state = 512 // (reference.SLAB * TILE), 4 * H * K * V
     masks = 4 * (2 * TILE + 8) + 8
     assert kept_twice - kept <= 512 * (4 * H * V + masks) + slabs * state
     # All gradients, once in slabs and once joined, and what was kept.

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from k31fn import autodiff
+from k31fn import autodiff, kernels
 from k31fn.kernels.registry import OPS, Implementation, Op, record_impls, use_impl
 
 
@@ -57,10 +61,72 @@ def test_the_first_implementation_that_accepts_runs(op: Op):
     assert torch.equal(op(X), 2 * X)
 
 
-def test_the_reference_runs_where_no_implementation_accepts(op: Op):
+def test_the_reference_runs_where_nothing_is_registered(op: Op):
+    op.register(implementation("elsewhere", 3.0, devices=("npu",)))
+    op.register(dataclasses.replace(implementation("narrow", 2.0), dtypes=(torch.bfloat16,)))
+    assert ran(op, X) == "reference"
+    assert ran(op, X.bfloat16()) == "narrow"
+    with use_impl(registry_scale="narrow"), pytest.raises(ValueError, match=r"computes torch.bfloat16, got torch.floa"):
+        op(X)
+
+
+def test_a_device_with_an_implementation_never_falls_back(op: Op):
+    """It raises, with every reason, and says how to run the reference."""
     op.register(implementation("first", 2.0, reason="by is zero"))
     op.register(implementation("elsewhere", 3.0, devices=("npu",)))
-    assert ran(op, X, 0.0) == "reference"
+    op.register(dataclasses.replace(implementation("uninstalled", 3.0), missing=lambda: "no such package"))
+    with record_impls() as counts, pytest.raises(ValueError, match=r"on cpu: no implementation can run") as e:
+        op(X, 0.0)
+    assert not counts
+    for part in ("first: by is zero", "uninstalled: no such package", "use_impl(registry_scale='reference')"):
+        assert part in str(e.value)
+    with use_impl(registry_scale="reference"):
+        assert ran(op, X, 0.0) == "reference"
+
+
+def test_the_reference_runs_under_vmap_where_an_implementation_has_declared_that_it_cannot(op: Op):
+    op.register(dataclasses.replace(implementation("unbatched", 2.0), no_vmap="it reads values on the host"))
+    with record_impls() as counts:
+        assert torch.equal(vmap(op)(torch.ones(3, 2)), torch.ones(3, 2))
+        vmap(lambda _: op(X))(torch.ones(3))  # none of its arguments is batched
+    assert counts == {("registry_scale", "reference"): 1, ("registry_scale", "unbatched"): 1}
+    with use_impl(registry_scale="unbatched"), pytest.raises(ValueError, match="cannot run: it reads values on the h"):
+        vmap(op)(torch.ones(3, 2))
+    op.register(implementation("second", 3.0))
+    assert torch.equal(vmap(op)(torch.ones(3, 2)), torch.full((3, 2), 3.0))
+
+
+def test_on_request_only(op: Op):
+    op.register(dataclasses.replace(implementation("slow", 2.0, devices=("npu",)), on_request=("cpu",)))
+    assert ran(op, X) == "reference"
+    with use_impl(registry_scale="slow"):
+        assert ran(op, X) == "slow"
+    assert op.refusal("slow", X) == ""
+    assert op.refusal("slow", X.to("meta")) == "it runs on npu, cpu, the arguments are on meta"
+
+
+def test_a_fused_implementation_is_first_order_and_says_what_is_not(op: Op):
+    fused = autodiff.custom_vjp(scale, opaque=True, name="fused scale").defvjp(
+        lambda x: (2 * x, ()), lambda _, ct: (2 * ct.detach(),)
+    )
+    op.register(Implementation("fused", ("cpu",), fused))
+    assert torch.equal(grad(lambda x: op(x).sum())(X), 2 * X)
+    assert torch.equal(grad(autodiff.remat(lambda x: op(x).sum()))(X), 2 * X)  # first order, though two levels deep
+    with pytest.raises(RuntimeError, match=r"fused scale is first order only.*reference implementation"):
+        grad(lambda x: grad(lambda x: op(x).square().sum())(x).sum())(X)
+
+
+def test_the_table_says_what_runs_here_and_why_the_rest_does_not():
+    lines = subprocess.run(
+        [sys.executable, "-m", "k31fn.kernels", "--device", "cpu"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    rows = {tuple(line.split()[:2]): line for line in lines}
+    assert "default" in rows["kda", "reference"]
+    assert "default" in rows["grouped_matmul", "ragged"]
+    assert "on request" in rows["grouped_matmul", "buckets"]
+    assert "runs on cuda" in rows["grouped_matmul", "grouped_mm"]
+    packages = {p.parent.name for p in Path(kernels.__file__).parent.glob("*/reference.py")}
+    assert len(rows) >= len(packages) >= 15
 
 
 def test_the_device_is_that_of_the_first_tensor_wherever_it_is(op: Op):

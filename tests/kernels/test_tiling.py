@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from k31fn.autodiff import value_and_grad
+from k31fn.autodiff import remat, value_and_grad
 from k31fn.kernels import tiling
 
 
@@ -29,6 +32,22 @@ def test_tiles_do_not_change_value_or_gradient(monkeypatch: pytest.MonkeyPatch, 
     tiled = value_and_grad(lambda q, k: (weight * causal_sum(q, k, index)).sum(), (0, 1))(q, k)
     whole = value_and_grad(lambda q, k: (weight * _tile(q, index, k)).sum(), (0, 1))(q, k)
     torch.testing.assert_close(tiled, whole, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("transform", [value_and_grad, torch.func.grad_and_value], ids=["tape", "func"])
+def test_tiles_inside_a_remat_of_everything(monkeypatch: pytest.MonkeyPatch, transform: Callable[..., Any]):
+    """Gradients are off in the first run of a remat and on in its replay: both must make the same tiles."""
+    monkeypatch.setattr(tiling, "TILE_QUERIES", 4)
+    monkeypatch.setattr(tiling, "KEPT_ELEMENTS", 0)
+    q, k = torch.randn(2, 9, 3, dtype=torch.float64)
+    index = torch.arange(9)[:, None]
+
+    def loss(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return causal_sum(q, k, index).square().sum()
+
+    expected = transform(loss)(q, k)
+    torch.testing.assert_close(transform(remat(loss))(q, k), expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(transform(remat(remat(loss)))(q, k), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_queries_that_are_the_keys_get_prefixes_only():

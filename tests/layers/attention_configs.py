@@ -43,6 +43,12 @@ def tokens(batch: int, length: int, dtype: torch.dtype = torch.float64, width: i
     return torch.randn(batch, length, width, dtype=torch.float64).to(dtype)
 
 
+def projected(p: mla.Params[Tensor], x: Tensor, cfg: mla.Config) -> tuple[Tensor, mla.Heads]:
+    """The query latent, and what the attention takes, of one document per row on one device."""
+    cq, kv = mla.latents(p, x, cfg)
+    return cq, mla.project(p, cq, kv, cfg)[0]
+
+
 def pieces(rows: list[list[int]]) -> list[tuple[int, slice]]:
     """``(row, tokens)`` of each document."""
     found: list[tuple[int, slice]] = []

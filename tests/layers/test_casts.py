@@ -23,10 +23,10 @@ def test_the_decay_gate_is_a_float32_island():
     cfg = kda.Config(hidden_size=8, num_heads=2, head_dim=16)
     weights = params.init(kda.specs(cfg), random.key(0), dtype=torch.bfloat16)
     weights = dataclasses.replace(weights, A_log=GOLDEN["gate_bf16.A_log"], dt_bias=GOLDEN["gate_bf16.dt_bias"])
-    g = kda._log_decay(GOLDEN["gate_bf16.in"], weights, cfg)
+    g = kda._log_decay(GOLDEN["gate_bf16.in"], weights, cfg, 2)
     torch.testing.assert_close(g, GOLDEN["gate_bf16.g_fp32"], rtol=0, atol=1e-6)
     rounded = dataclasses.replace(weights, A_log=GOLDEN["gate_bf16.A_log"].bfloat16())
-    assert (kda._log_decay(GOLDEN["gate_bf16.in"], rounded, cfg) - g).abs().max() > 1e-4
+    assert (kda._log_decay(GOLDEN["gate_bf16.in"], rounded, cfg, 2) - g).abs().max() > 1e-4
 
 
 def test_l2_norm_adds_eps_to_the_sum():

@@ -19,7 +19,7 @@ from k31fn.layers import dsa, indexer, mla
 from k31fn.segments import from_lengths
 from k31fn.testing import live_bytes
 from tests.kernels import attention_oracles as oracle
-from tests.layers.attention_configs import INDEXER, MLA, drawn, dsa_config, pieces, random_rows, tokens
+from tests.layers.attention_configs import INDEXER, MLA, drawn, dsa_config, pieces, projected, random_rows, tokens
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dsa.safetensors"
 CONFIGS = [dsa_config(3), dsa_config(3, "dense_warmup")]
@@ -29,7 +29,7 @@ ROWS, T = [[4, 8], [1, 7, 2]], 12
 
 def one_query_at_a_time(p: dsa.Params[Tensor], x: Tensor, cfg: dsa.Config, rows: list[list[int]]) -> dsa.DsaOut:
     """The layer from its projections and the oracles' loops."""
-    cq, heads, _ = mla.project(p.attn, x, cfg.attn)
+    cq, heads = projected(p.attn, x, cfg.attn)
     out = indexer.apply(p.indexer, x, cq, cfg.indexer)
     scores = oracle.index_scores(*out, cfg.indexer.scale)
     seen = oracle.seen_keys(rows, x.shape[1])
@@ -170,7 +170,7 @@ def test_all_scores_equal_attends_to_the_first_keys():
     p = dataclasses.replace(p, indexer=dataclasses.replace(p.indexer, w_w=torch.zeros_like(p.indexer.w_w)))
     y = dsa.apply(p, x, cfg, segments=from_lengths(ROWS, T)).y
     sets = [[keys[:3] for keys in row] for row in oracle.seen_keys(ROWS, T)]
-    _, heads, _ = mla.project(p.attn, x, MLA)
+    _, heads = projected(p.attn, x, MLA)
     o, _ = oracle.attention(*heads, sets, MLA.scale)
     torch.testing.assert_close(y, mla.gated_output(p.attn, x, o), rtol=0, atol=1e-12)
 
@@ -222,6 +222,20 @@ def test_recomputation_does_not_choose_again(cfg: dsa.Config):
     assert calls["sparse_attention", "reference"] == 2
     assert calls["index_topk", "reference"] == (1 if cfg.stage == "sparse" else 0)
     kept = value_and_grad(loss, (0, 1))(p, x)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(recomputed), tree.leaves(kept), strict=True))
+
+
+@STAGES
+def test_recomputation_of_many_tiles(monkeypatch: pytest.MonkeyPatch, cfg: dsa.Config):
+    monkeypatch.setattr(tiling, "TILE_QUERIES", 2)
+    monkeypatch.setattr(tiling, "KEPT_ELEMENTS", 0)
+    p, x = drawn(dsa.specs(cfg)), tokens(2, T)
+
+    def loss(p: dsa.Params[Tensor], x: Tensor) -> Tensor:
+        out = dsa.apply(p, x, cfg)
+        return out.y.square().sum() + out.kl
+
+    recomputed, kept = value_and_grad(remat(loss), (0, 1))(p, x), value_and_grad(loss, (0, 1))(p, x)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(recomputed), tree.leaves(kept), strict=True))
 
 
@@ -280,7 +294,7 @@ def test_golden_layer():
 
 def test_golden_sets_probabilities_and_kl():
     p, cfg, g = golden_layer()
-    cq, heads, _ = mla.project(p.attn, g["hf.x"], cfg.attn)
+    cq, heads = projected(p.attn, g["hf.x"], cfg.attn)
     index = indexer.apply(p.indexer, g["hf.x"], cq, cfg.indexer)
     chosen = dsa.index_topk(*index, *mla.visible_range(g["hf.x"], None), cfg.topk, cfg.indexer.scale)
     assert torch.equal(chosen.sort(-1).values, g["hf.indices_sorted"])

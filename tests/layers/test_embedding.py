@@ -8,11 +8,11 @@ from torch.autograd import forward_ad
 
 from k31fn import params as P
 from k31fn import random
-from k31fn.autodiff import value_and_grad
+from k31fn.autodiff import value_and_grad, vjp
 from k31fn.layers import embedding
 from k31fn.layers.embedding import Config, Params, check_tokens
 from k31fn.layers.losses import IGNORED
-from k31fn.parallel.sharding import Axis, Sharding
+from k31fn.testing import live_bytes
 
 CFG = Config(vocab_size=9, hidden_size=4, init_std=0.5)
 
@@ -63,6 +63,16 @@ def test_per_sample_gradients() -> None:
         assert torch.equal(together[sample], torch.func.grad(loss)(weight, tokens[sample]))
 
 
+def test_the_table_is_not_kept_for_the_backward() -> None:
+    """A gathered one is freed when it was looked up."""
+    weight, tokens = torch.ones(1000, 4), torch.zeros(1, 2, dtype=torch.int64)
+    for keeps, f in ((False, lookup), (True, lambda w, t: (w * w)[t])):  # the measure sees what is to be avoided
+        with live_bytes() as live:
+            y, _ = vjp(lambda w, f=f: f(w * 2, tokens), weight)
+            assert y.shape == (1, 2, 4)
+            assert (live.current > weight.nbytes) == keeps
+
+
 def test_initial_table() -> None:
     table = P.init(embedding.specs(Config(2000, 50, init_std=0.5)), random.key(0), dtype=torch.float32).weight
     assert abs(table.std().item() - 0.5) < 0.005  # sd of the estimate: 0.5 / sqrt(2 * 1e5) = 0.0011
@@ -73,8 +83,6 @@ def test_initial_table() -> None:
 def test_refusals() -> None:
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="reverse over reverse"):
         lookup(torch.ones(9, 4), torch.tensor([[1]]))
-    with pytest.raises(ValueError, match=r"sh\.vocab"):
-        embedding.apply(Params(torch.ones(9, 4)), torch.tensor([[1]]), CFG, sh=Sharding(vocab=Axis("tp", 2)))
     for field, value in (("vocab_size", 0), ("hidden_size", 0), ("init_std", -1.0)):
         with pytest.raises(ValueError, match=rf"embedding\.Config\.{field}={value}"):
             Config(**{"vocab_size": 2, "hidden_size": 2, field: value})

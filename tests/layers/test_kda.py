@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -171,12 +172,12 @@ def test_tags_and_initial_values():
     assert kda.Config(D, H, K).rank == K
 
 
-def test_low_rank_weights_equal_their_dense_sum():
+@pytest.mark.parametrize("name", ["w_q", "w_fa"])
+def test_low_rank_weights_equal_their_dense_sum(name):
     p, x = weights(), torch.randn(1, 9, D, dtype=torch.float64)
-    a, b = torch.randn(D, 2, dtype=torch.float64), torch.randn(2, H * K, dtype=torch.float64)
-    adapted, dense = (tree.map(lambda w: w, p) for _ in range(2))
-    object.__setattr__(adapted, "w_q", LowRank(p.w_q, a, b))
-    object.__setattr__(dense, "w_q", p.w_q + a @ b)
+    base = getattr(p, name)
+    a, b = torch.randn(D, 2, dtype=torch.float64), torch.randn(2, base.shape[1], dtype=torch.float64)
+    adapted, dense = (dataclasses.replace(p, **{name: w}) for w in (LowRank(base, a, b), base + a @ b))
     torch.testing.assert_close(kda.apply(adapted, x, CFG), kda.apply(dense, x, CFG), rtol=0, atol=1e-12)
 
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import autodiff, tree
-from k31fn.layers.linear import dequantize, grouped_linear, linear, split_heads
+from k31fn.layers.linear import dequantize, grouped_linear, linear, per_head, split_heads, transposed_linear
 from k31fn.params import LowRank, Quantized
 
 IN, OUT, RANK, EXPERTS = 12, 10, 2, 3
@@ -127,3 +128,40 @@ def test_columns_split_into_whole_heads_of_an_equal_share():
             ValueError, match=rf"w: 12 columns do not divide into num_heads={num_heads} heads of {head_dim}"
         ):
             split_heads(x, num_heads, head_dim, "w")
+
+
+LEAVES = {
+    "tensor": lambda: torch.randn(IN, OUT, dtype=torch.float64),
+    "low rank": low_rank,
+    "quantized": quantized,
+    "low rank on quantized": lambda: LowRank(quantized(), low_rank().a, low_rank().b),
+}
+
+
+@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
+def test_transposed_linear_multiplies_with_the_transpose(leaf):
+    w, y = leaf(), torch.randn(2, 3, OUT, dtype=torch.float64)
+    dense = linear(torch.eye(IN, dtype=torch.float64), w)
+    torch.testing.assert_close(transposed_linear(y, w), y @ dense.T, rtol=1e-12, atol=1e-12)
+
+
+def test_transposed_linear_forms_no_dense_update():
+    with FlopCounterMode(display=False) as counted:
+        transposed_linear(torch.randn(3, OUT, dtype=torch.float64), low_rank())
+    assert counted.get_total_flops() == 2 * 3 * (OUT * IN + OUT * RANK + RANK * IN)
+
+
+@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
+def test_a_weight_by_head(leaf):
+    """Columns of 2 heads, each of 3 and then 2 columns; also where 4 heads are spread over 2 ranks."""
+    w, x = leaf(), torch.randn(7, IN, dtype=torch.float64)
+    whole = linear(x, w)
+    for num_heads in (2, 4):
+        first, second = per_head(w, num_heads, (3, 2), "w")
+        assert type(first) is type(w)
+        rows = x.expand(2, 7, IN)
+        for h in range(2):
+            torch.testing.assert_close(linear(rows, first)[h], whole[:, 5 * h : 5 * h + 3], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(linear(rows, second)[h], whole[:, 5 * h + 3 : 5 * h + 5], rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=r"w: 10 columns do not divide into num_heads=2 heads of 4"):
+        per_head(w, 2, (3, 1), "w")

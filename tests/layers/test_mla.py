@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import params as parameters
 from k31fn import tree
 from k31fn.autodiff import value_and_grad
 from k31fn.layers import mla
+from k31fn.layers.linear import dequantize
 from k31fn.segments import Segments, from_lengths
 from tests.kernels.attention_oracles import seen_keys
-from tests.layers.attention_configs import MLA, drawn, pieces, random_rows, tokens
+from tests.layers.attention_configs import MLA, drawn, pieces, projected, random_rows, tokens
 
 
 def full_matrix(p: mla.Params[Tensor], x: Tensor, cfg: mla.Config, rows: list[list[int]]) -> Tensor:
@@ -59,8 +63,8 @@ def test_gradients_equal_the_full_matrix_form():
 def test_a_mask_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch, shift: tuple[int, int]):
     right = mla.visible_range
 
-    def wrong(x: Tensor, segments: Segments | None, *, cached: int = 0) -> tuple[Tensor, Tensor]:
-        start, stop = right(x, segments, cached=cached)
+    def wrong(x: Tensor, segments: Segments | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        start, stop = right(x, segments, **kwargs)
         return start + shift[0], stop + shift[1]
 
     p, x, rows = drawn(mla.specs(MLA)), tokens(2, 9), [[4, 5], [6, 1]]
@@ -110,8 +114,7 @@ def test_prefill_and_decode_in_any_cuts_equal_the_whole():
             y, state = mla.extend(p, x[:, a:b], MLA, state)
             parts.append(y)
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
-        assert state.c.shape == (2, 6, MLA.kv_lora_rank)
-        assert state.kr.shape == (2, 6, MLA.qk_rope_head_dim)
+        assert state.kv.shape == (2, 6, MLA.kv_lora_rank + MLA.qk_rope_head_dim)
 
 
 def test_heads_split_over_ranks_add_up():
@@ -130,19 +133,79 @@ def test_heads_split_over_ranks_add_up():
     torch.testing.assert_close(total, mla.apply(p, x, MLA), rtol=0, atol=1e-12)
 
 
-def test_low_rank_leaves():
+def adapted(w: Tensor) -> parameters.LowRank[Tensor]:
+    return parameters.LowRank(w, torch.randn(w.shape[0], 2).double(), torch.randn(2, w.shape[1]).double())
+
+
+def coded(w: Tensor) -> parameters.Quantized[Tensor]:
+    codes = torch.randint(-7, 8, w.shape, dtype=torch.int8)
+    return parameters.Quantized(codes, 0.1 * torch.rand(1, w.shape[1], dtype=torch.float64))
+
+
+def merged(leaf: Any) -> Tensor:
+    if isinstance(leaf, parameters.LowRank):
+        return merged(leaf.base) + leaf.a @ leaf.b
+    return dequantize(leaf, torch.float64) if isinstance(leaf, parameters.Quantized) else leaf
+
+
+LEAVES = {
+    "tensor": lambda w: w,
+    "low rank": adapted,
+    "quantized": coded,
+    "low rank on quantized": lambda w: dataclasses.replace(adapted(w), base=coded(w)),
+}
+
+
+@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
+@pytest.mark.parametrize("absorbs", [False, True], ids=["expanded", "absorbed"])
+def test_every_kind_of_leaf_in_both_forms(monkeypatch: pytest.MonkeyPatch, leaf: Callable[..., Any], absorbs: bool):
     p, x = drawn(mla.specs(MLA)), tokens(2, 5)
+    other = dataclasses.replace(p, w_qb=leaf(p.w_qb), w_kvb=leaf(p.w_kvb), w_o=leaf(p.w_o))
+    dense = dataclasses.replace(p, w_qb=merged(other.w_qb), w_kvb=merged(other.w_kvb), w_o=merged(other.w_o))
+    expected = full_matrix(dense, x, MLA, [[5], [5]])
+    monkeypatch.setattr(mla, "absorbs", lambda *_: absorbs)
+    torch.testing.assert_close(mla.apply(other, x, MLA), expected, rtol=0, atol=1e-12)
 
-    def adapted(w: Tensor) -> parameters.LowRank[Tensor]:
-        return parameters.LowRank(w, torch.randn(w.shape[0], 2).double(), torch.randn(2, w.shape[1]).double())
 
-    low = dataclasses.replace(p, w_qb=adapted(p.w_qb), w_kvb=adapted(p.w_kvb), w_o=adapted(p.w_o))
-    dense = tree.map(
-        lambda leaf: leaf.base + leaf.a @ leaf.b if isinstance(leaf, parameters.LowRank) else leaf,
-        low,
-        is_leaf=lambda leaf: isinstance(leaf, parameters.LowRank),
-    )
-    torch.testing.assert_close(mla.apply(low, x, MLA), mla.apply(dense, x, MLA), rtol=0, atol=1e-12)
+def test_gradients_of_the_absorbed_form(monkeypatch: pytest.MonkeyPatch):
+    rows = [[4, 5], [6, 1]]
+    p, x, upstream = drawn(mla.specs(MLA)), tokens(2, 9), tokens(2, 9)
+    segments = from_lengths(rows, 9)
+    monkeypatch.setattr(mla, "absorbs", lambda *_: True)
+    mine = value_and_grad(lambda p, x: (upstream * mla.apply(p, x, MLA, segments=segments)).sum(), (0, 1))(p, x)
+    theirs = value_and_grad(lambda p, x: (upstream * full_matrix(p, x, MLA, rows)).sum(), (0, 1))(p, x)
+    torch.testing.assert_close(tree.leaves(mine), tree.leaves(theirs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rank", [2, 5, 9, 20])
+@pytest.mark.parametrize("new", [1, 2, 7, 20])
+def test_the_form_with_fewer_multiplications_is_taken(monkeypatch: pytest.MonkeyPatch, rank: int, new: int):
+    """Counted while the last ``new`` of 20 tokens are decoded."""
+    cfg = dataclasses.replace(MLA, kv_lora_rank=rank)
+    p, x = drawn(mla.specs(cfg)), tokens(1, 20)
+    state = mla.init_state(cfg, 1, dtype=x.dtype)
+    if new < 20:
+        _, state = mla.extend(p, x[:, : 20 - new], cfg, state)
+
+    def flops() -> int:
+        with FlopCounterMode(display=False) as counted:
+            mla.extend(p, x[:, 20 - new :], cfg, state)
+        return counted.get_total_flops()
+
+    chosen = flops()
+    forms = []
+    for form in (True, False):
+        monkeypatch.setattr(mla, "absorbs", lambda *_, form=form: form)
+        forms.append(flops())
+    assert chosen == min(forms)
+
+
+def test_absorbing_pays_for_few_queries_at_the_published_size():
+    cfg = mla.Config(7168, 96, 1536, 512, 128, 64, 128)
+    assert not any(mla.absorbs(cfg, n, n) for n in (1, 170, 4096, 2**20))
+    assert mla.absorbs(cfg, 1, 2**15)
+    assert mla.absorbs(cfg, 170, 2**20)
+    assert not mla.absorbs(cfg, 171, 2**20)
 
 
 def test_bfloat16_rounds_the_gated_output_once():
@@ -150,7 +213,7 @@ def test_bfloat16_rounds_the_gated_output_once():
     p, x = drawn(mla.specs(MLA), torch.bfloat16), tokens(2, 9, torch.bfloat16)
     y = mla.apply(p, x, MLA)
     assert y.dtype == torch.bfloat16
-    _, heads, _ = mla.project(p, x, MLA)
+    _, heads = projected(p, x, MLA)
     wide = mla.Heads(*[t.double() for t in heads])
     k = torch.cat([wide.k, wide.kr[:, :, None].expand(-1, -1, 2, -1)], -1)
     scores = torch.einsum("bthk,bshk->bhts", wide.q, k) * MLA.scale

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from k31fn import tree
 from k31fn.autodiff import custom_vjp, remat, vjp
-from k31fn.layers import dsa, indexer, kda, mla, mlp
+from k31fn.layers import mlp
 from k31fn.parallel import (
     Mesh,
     MeshAxes,
@@ -85,14 +85,14 @@ MLP = mlp.Config(hidden_size=6, intermediate_size=8)
 
 
 def tensor_parallel_mlp(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -> Tensor:
-    return mlp.apply(params, x, MLP, sh=Sharding(mlp=axes.tp))
+    return mlp.apply(params, x, MLP, sh=Sharding.on(axes))
 
 
 def dense_in_disguise(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -> Tensor:
     """Equal values and gradients, without any work split: gathers the weights and computes everything."""
     dims = mlp.Params(w_gate=1, w_up=1, w_down=0)
     whole = tree.map(lambda w, dim: all_gather_invariant(w, axes.tp, dim), params, dims)
-    return mlp.apply(whole, x, MLP)
+    return pslice(mlp.apply(whole, all_gather_invariant(x, axes.tp, 1), MLP), axes.tp, 1)
 
 
 def gathered_mlp(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -> Tensor:
@@ -200,25 +200,3 @@ def started_before_the_other_came(folder: str) -> tuple[list[Tensor], dict[str, 
 def absent_rank() -> tuple[list[Tensor], dict[str, Any]]:
     axes, coordinate = axes_of_process(Mesh(tp=2))
     return ([] if coordinate["tp"] else [psum(torch.ones(2), axes.tp)]), {}
-
-
-def tensor_parallel_attention(axes: MeshAxes, params: Any, x: Tensor) -> Any:
-    """KDA, Gated MLA and Gated DSA (its output and its KL) by heads, by the type of the parameters."""
-    layer, cfg = ATTENTION[type(params).__module__.rpartition(".")[2]]
-    return layer.apply(params, x, cfg, sh=Sharding(heads=axes.tp))
-
-
-_MLA = mla.Config(
-    hidden_size=8,
-    num_heads=4,
-    q_lora_rank=6,
-    kv_lora_rank=6,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=2,
-    v_head_dim=4,
-)
-ATTENTION: dict[str, tuple[Any, Any]] = {
-    "kda": (kda, kda.Config(hidden_size=8, num_heads=4, head_dim=4)),
-    "mla": (mla, _MLA),
-    "dsa": (dsa, dsa.Config(_MLA, indexer.Config(8, 6, num_heads=2, head_dim=4), topk=3)),
-}

@@ -17,27 +17,28 @@ def test_an_empty_mesh_has_no_axis():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "world", "atoms", "ep", "efsdp"),
+    ("mesh", "world", "atoms", "ep", "efsdp", "etp"),
     [
-        (Mesh(fsdp=2, ep=2), 2, ["fsdp"], ["fsdp"], []),
-        (Mesh(fsdp=4, ep=2), 4, ["fsdp_outer", "fsdp_inner"], ["fsdp_inner"], ["fsdp_outer"]),
-        (Mesh(tp=2, ep=2), 2, ["tp"], ["tp"], []),
-        (Mesh(fsdp=2, tp=2, ep=2), 4, ["fsdp", "tp"], ["tp"], ["fsdp"]),
-        (Mesh(fsdp=4, tp=2, ep=4), 8, ["fsdp_outer", "fsdp_inner", "tp"], ["fsdp_inner", "tp"], ["fsdp_outer"]),
+        (Mesh(fsdp=2, ep=2), 2, ["fsdp"], ["fsdp"], [], []),
+        (Mesh(fsdp=4, ep=2), 4, ["fsdp_outer", "fsdp_inner"], ["fsdp_inner"], ["fsdp_outer"], []),
+        (Mesh(tp=2, ep=2), 2, ["tp"], ["tp"], [], []),
+        (Mesh(fsdp=2, tp=2, ep=2), 4, ["fsdp", "tp"], ["tp"], ["fsdp"], []),
+        (Mesh(fsdp=4, tp=2, ep=4), 8, ["fsdp_outer", "fsdp_inner", "tp"], ["fsdp_inner", "tp"], ["fsdp_outer"], []),
         (
             Mesh(pp=2, dp=3, fsdp=2, cp=4, tp=2, ep=4),
             96,
             ["pp", "dp", "fsdp", "cp_outer", "cp_inner", "tp"],
             ["cp_inner", "tp"],
             ["fsdp", "cp_outer"],
+            [],
         ),
-        (Mesh(tp=4, ep=2), 4, ["tp_outer", "tp_inner"], ["tp_inner"], ["tp_outer"]),
+        (Mesh(tp=4, ep=2), 4, ["tp_outer", "tp_inner"], ["tp_inner"], [], ["tp_outer"]),
     ],
 )
-def test_ep_takes_the_innermost_ranks(mesh: Mesh, world: int, atoms, ep, efsdp):
+def test_ep_takes_the_innermost_ranks(mesh: Mesh, world: int, atoms, ep, efsdp, etp):
     axes = mesh.axes()
     assert mesh.world_size == world
-    assert (names(axes.atoms), names(axes.ep), names(axes.efsdp)) == (atoms, ep, efsdp)
+    assert [names(v) for v in (axes.atoms, axes.ep, axes.efsdp, axes.etp)] == [atoms, ep, efsdp, etp]
     size = 1
     for a in axes.ep:
         size *= a.size

@@ -53,11 +53,9 @@ def test_rules_split_heads_and_columns_over_tp_and_the_rest_over_fsdp():
 
 def test_experts_go_over_ep_and_what_it_leaves():
     cfg = latent_moe.Config(8, 4, 4, 2, num_experts=4, top_k=2)
-    found = partition(latent_moe.specs(cfg), AxisRules(), Mesh(fsdp=4, ep=2))
-    leaves = dict(tree.flatten_with_paths(found))
-    experts = [p for path, p in leaves.items() if "experts" in path]
-    assert experts
-    assert all(p == P(("ep", "efsdp"), None, None) for p in experts)
+    experts = partition(latent_moe.specs(cfg), AxisRules(), Mesh(fsdp=4, ep=2)).experts
+    assert experts.w_gate == experts.w_up == P(("ep", "efsdp"), None, "etp")
+    assert experts.w_down == P(("ep", "efsdp"), "etp", None)
 
 
 def test_a_weight_that_nothing_divides_stays_whole():

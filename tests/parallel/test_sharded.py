@@ -9,7 +9,18 @@ import torch
 
 from k31fn import params, random, tree
 from k31fn.layers import mlp
-from k31fn.parallel import AxisRules, Mesh, P, Sharding, partition, ppermute, psum, pvary
+from k31fn.parallel import (
+    AxisRules,
+    Mesh,
+    P,
+    Sharding,
+    all_gather,
+    partition,
+    ppermute,
+    psum,
+    psum_scatter,
+    pvary,
+)
 from k31fn.testing import Ranks, assert_sharded_equals_dense, spawn_ranks
 from tests.parallel import cases
 from tests.parallel.test_shard_map import COUNTS, SPECS, layers
@@ -26,15 +37,18 @@ def tp_specs(mesh: Mesh):
     return partition(mlp.specs(cases.MLP), AxisRules(spread=()), mesh)
 
 
+TOKENS = P(("dp", "fsdp"), "tp")
+BY_TP = {"all_gather": 2, "psum_scatter": 2}  # tokens come together and go apart, forward and backward
+
 check_mlp = functools.partial(
-    assert_sharded_equals_dense, collectives={"psum": 2}, rtol=1e-10, atol=1e-12, impls={"situ_glu": "reference"}
+    assert_sharded_equals_dense, collectives=BY_TP, rtol=1e-10, atol=1e-12, impls={"situ_glu": "reference"}
 )
 
 
 def test_the_mlp_with_tensor_parallelism_on_every_backend(two_ranks: Ranks):
     mesh = Mesh(tp=2)
     report = check_mlp(
-        cases.tensor_parallel_mlp, mlp_arguments(), (tp_specs(mesh), P()), P(), mesh, ranks=two_ranks, flops=0.5
+        cases.tensor_parallel_mlp, mlp_arguments(), (tp_specs(mesh), TOKENS), TOKENS, mesh, ranks=two_ranks, flops=0.5
     )
     assert report.backends == ("simulated", "threads", "processes")
     assert report.flops == pytest.approx(0.5)
@@ -45,18 +59,15 @@ def test_the_mlp_on_other_meshes(mesh: Mesh):
     """Batch rows go over fsdp; a gradient of weights that are whole there would need a psum, so they pass pvary."""
 
     def f(axes, weights, x):
-        data = axes.dp + axes.fsdp
-        return mlp.apply(tree.map(lambda w: pvary(w, data), weights), x, cases.MLP, sh=Sharding(mlp=axes.tp))
+        return mlp.apply(tree.map(lambda w: pvary(w, axes.data), weights), x, cases.MLP, sh=Sharding.on(axes))
 
-    rows, data = P(("dp", "fsdp")), 3 if mesh.fsdp > 1 else 0  # one psum for the gradient of each weight
+    counts = BY_TP | ({"psum": 3} if mesh.fsdp > 1 else {})  # for the gradient of each weight
     if mesh.dp > 1:
         weights, x = mlp_arguments()
         args = weights, torch.cat([x, x + 1])
     else:
         args = mlp_arguments()
-    report = check_mlp(
-        f, args, (tp_specs(mesh), rows), rows, mesh, collectives={"psum": 2 + data}, flops=1 / mesh.world_size
-    )
+    report = check_mlp(f, args, (tp_specs(mesh), TOKENS), TOKENS, mesh, collectives=counts, flops=1 / mesh.world_size)
     assert report.backends == ON_TWO
     assert "only a function at the top of an importable module" in report.skipped
 
@@ -75,33 +86,13 @@ def test_gathered_weights_inside_remat(two_ranks: Ranks):
     )
 
 
-# per layer: one for the output, one backward for each value that is equal on all ranks and used by heads:
-# x, the input of the decay and o_norm; x, the two latents and kr, of which DSA also sums its teacher
-@pytest.mark.parametrize(("name", "psums"), [("kda", 4), ("mla", 5), ("dsa", 6)])
-def test_attention_by_heads_on_every_backend(name: str, psums: int, two_ranks: Ranks):
-    layer, cfg = cases.ATTENTION[name]
-    mesh, specs = Mesh(tp=2), layer.specs(cfg)
-    weights = tree.map(lambda w: w * 20 if w.ndim > 1 else w, params.init(specs, random.key(2), dtype=torch.float64))
-    assert_sharded_equals_dense(
-        cases.tensor_parallel_attention,
-        (weights, torch.randn(2, 6, 8, dtype=torch.float64)),
-        (partition(specs, AxisRules(spread=()), mesh), P()),
-        P(),
-        mesh,
-        collectives={"psum": psums},
-        rtol=1e-10,
-        atol=1e-12,
-        ranks=two_ranks,
-    )
-
-
 def test_fp32_on_processes(two_ranks: Ranks):
     mesh = Mesh(tp=2)
     check_mlp(
         cases.tensor_parallel_mlp,
         mlp_arguments(torch.float32),
-        (tp_specs(mesh), P()),
-        P(),
+        (tp_specs(mesh), TOKENS),
+        TOKENS,
         mesh,
         rtol=1e-5,
         atol=1e-5,  # sums in another order
@@ -136,19 +127,20 @@ def test_the_composition_on_four_processes(four_ranks: Ranks):
 
 
 # ------------------------------------------------------------------------------------------------------ planted errors
-def check_two(f, specs=None, **kwargs):
+def check_two(f, weights=None, tokens=TOKENS, **kwargs):
     mesh = Mesh(tp=2)
-    return check_mlp(f, mlp_arguments(), (specs or tp_specs(mesh), P()), P(), mesh, backends=ON_TWO, **kwargs)
+    specs = (weights or tp_specs(mesh), tokens)
+    return check_mlp(f, mlp_arguments(), specs, tokens, mesh, backends=ON_TWO, **kwargs)
 
 
 def test_the_dense_path_in_place_of_the_sharded_one_is_found():
     with pytest.raises(AssertionError, match=r"simulated: a rank issued \{.*all_gather_invariant.*\}, expected"):
         check_two(cases.dense_in_disguise, dense=cases.tensor_parallel_mlp)
-    counts = {"all_gather_invariant": 3}
+    counts = {"all_gather_invariant": 5}
     with pytest.raises(AssertionError, match=r"threads: a rank did 1 of one device's work, at most 0.5"):
         check_two(cases.dense_in_disguise, dense=cases.tensor_parallel_mlp, collectives=counts, flops=0.5)
-    with pytest.raises(AssertionError, match=r"a rank issued {}, expected {'psum': 2}"):
-        check_two(lambda axes, w, x: mlp.apply(w, x, cases.MLP), specs=P())
+    with pytest.raises(AssertionError, match=r"a rank issued {}, expected {'all_gather': 2, 'psum_scatter': 2}"):
+        check_two(lambda axes, w, x: mlp.apply(w, x, cases.MLP), weights=P(), tokens=P())
 
 
 @pytest.mark.parametrize("backend", ON_TWO)
@@ -176,11 +168,11 @@ def test_a_missing_pvary_is_found(backend):
 @pytest.mark.parametrize("backend", ON_TWO)
 def test_a_doubled_psum_and_a_wrong_denominator_are_found(backend):
     def doubled(axes, w, x):
-        y = mlp.apply(w, x, cases.MLP, sh=Sharding(mlp=axes.tp))
-        return psum(pvary(y, axes.tp), axes.tp)
+        y = mlp.apply(w, x, cases.MLP, sh=Sharding.on(axes))
+        return psum_scatter(all_gather(y, axes.tp, 1), axes.tp, 1)
 
     with pytest.raises(AssertionError, match=f"{backend} against one device"):
-        check_mlp(doubled, mlp_arguments(), (tp_specs(Mesh(tp=2)), P()), P(), Mesh(tp=2), backends=(backend,))
+        check_mlp(doubled, mlp_arguments(), (tp_specs(Mesh(tp=2)), TOKENS), TOKENS, Mesh(tp=2), backends=(backend,))
 
 
 @pytest.mark.parametrize("backend", ON_TWO)

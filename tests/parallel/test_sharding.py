@@ -18,7 +18,9 @@ def test_an_unsharded_layer_has_no_axis():
 
 def test_axes_lists_what_is_split():
     tp, one = Axis("tp", 4), Axis("cp", 1)
-    assert Sharding(heads=tp, mlp=tp, sequence=one).axes() == {"heads": tp, "mlp": tp}
+    assert Sharding(tp, tp, tp, sequence=tp, context=one).axes() == dict.fromkeys(
+        ["heads", "mlp", "vocab", "sequence"], tp
+    )
 
 
 def test_every_field_may_be_split():
@@ -50,4 +52,23 @@ def test_an_axis_that_is_bound_to_no_ranks_is_refused(collective):
 
 def test_a_tuple_of_axes_is_split_too():
     axes = Mesh(fsdp=4, tp=2, ep=4).axes()
-    assert Sharding(experts=axes.ep, heads=axes.cp).axes() == {"experts": axes.ep}
+    assert Sharding(experts=axes.ep, context=axes.cp).axes() == {"experts": axes.ep}
+
+
+def test_a_mesh_says_how_the_model_lies_on_it():
+    axes = Mesh(fsdp=2, cp=2, tp=4, ep=2).axes()
+    sh = Sharding.on(axes)
+    assert sh.heads == sh.mlp == sh.vocab == sh.sequence == axes.tp
+    assert [a.name for a in sh.tokens] == ["cp", "tp_outer", "tp_inner"]
+    assert [a.name for a in axes.data] == ["fsdp", "cp"]
+    assert (sh.experts, sh.expert_mlp) == ((axes.tp[1],), (axes.tp[0],))
+
+
+def test_tensor_parallelism_without_sequence_sharding_is_refused():
+    tp = Axis("tp", 2)
+    with pytest.raises(ValueError, match=r"Sharding.heads=\['tp'\], but sequence=\[\]: .* take Sharding.on\(axes\)"):
+        Sharding(heads=tp)
+    with pytest.raises(ValueError, match=r"Sharding.vocab=\['tp'\], but sequence=\['cp'\]"):
+        Sharding(Axis("cp", 2), Axis("cp", 2), vocab=tp, sequence=Axis("cp", 2))
+    with pytest.raises(ValueError, match=r"Sharding.heads=\[\], but sequence=\['tp'\]"):
+        Sharding(sequence=tp)

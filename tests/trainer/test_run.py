@@ -44,10 +44,10 @@ def during_step(monkeypatch, step, action):
     """Calls ``action`` when the rows of a step are read."""
     read = data.Dataset.batch_at
 
-    def batch_at(self, number):
+    def batch_at(self, number, **share):
         if number == step:
             action()
-        return read(self, number)
+        return read(self, number, **share)
 
     monkeypatch.setattr(data.Dataset, "batch_at", batch_at)
 

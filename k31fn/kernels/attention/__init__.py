@@ -6,13 +6,14 @@
 
 Source: arXiv 2607.24653 (Gated MLA; NoPE, so the "rope" dims are plain dims shared by the heads), arXiv 2405.04434.
 
-Shapes: ``q [B T H K]``, ``k [B S H N]``, ``k_shared [B S P]`` with K = N + P, ``v [B S H V]``; the result is ``[B T H
-V]`` in float32 (float64 for float64 inputs): it is gated before it is rounded. ``k`` and ``v`` may have one head for
-all (``[B S 1 N]``: the absorbed form, where both are the latent).
+Shapes: ``q [B T H K]``, ``k [B S Hk N]``, ``k_shared [B S P]`` with K = N + P, ``v [B S Hk V]``, Hk = H or 1 (one
+head for all: the absorbed form, where ``k`` and ``v`` are both the latent and ``q`` carries the absorbed weight); the
+result is ``[B T H V]`` in float32 (float64 for float64 inputs): it is gated before it is rounded.
 
 Mask: ``start, stop [B T]`` bound the keys that a query sees, which are contiguous because documents are: the first
 token of its document, and its own index + 1. ``start == stop`` is a padding query: its output is 0 and has no
-gradient. If T == S, queries and keys are the same tokens and ``stop[t] <= t + 1``.
+gradient. If T == S, queries and keys are the same tokens and ``stop[t] <= t + 1``; with fewer queries than keys (a
+slice of them, under context parallelism; the next tokens, in decoding) the bounds are indices of keys all the same.
 
 Gradients: to ``q, k, k_shared, v``, to any order. A padding query sends none; a key that no query sees receives zero.
 """

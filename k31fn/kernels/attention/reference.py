@@ -8,7 +8,7 @@ from k31fn.kernels.tiling import map_query_tiles, visible_keys
 from k31fn.precision import upcast
 from k31fn.typing import Bool, Float, Int, Tensor
 
-__all__ = ["attention", "heads_first", "probabilities"]
+__all__ = ["attention", "by_head", "heads_first", "probabilities"]
 
 _MASKED = -1e30  # finite: a row without keys gives no NaN; absorbs any score, so exp gives exactly 0
 
@@ -31,7 +31,7 @@ def attention(
 
 
 def _tile(q: Tensor, start: Tensor, stop: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return probabilities(q, k, visible_keys(start, stop, k.shape[-2])) @ v
+    return by_head(probabilities(q, k, visible_keys(start, stop, k.shape[-2])), v)
 
 
 def heads_first(
@@ -52,4 +52,11 @@ def probabilities(
 ) -> Float[Tensor, "B H t S"]:
     """Softmax of ``q k^T`` over the attended keys, exactly 0 elsewhere; meaningless in a row that attends to none."""
     bias = torch.where(attended, 0.0, _MASKED).to(q.dtype)
-    return torch.softmax(q @ k.transpose(-1, -2) + bias[:, None], dim=-1)
+    return torch.softmax(by_head(q, k.transpose(-1, -2)) + bias[:, None], dim=-1)
+
+
+def by_head(a: Float[Tensor, "B H t n"], b: Float[Tensor, "B Hk n m"]) -> Float[Tensor, "B H t m"]:
+    """``a @ b``; one head of ``b`` for all is one product of all rows (``@`` would copy it to each head)."""
+    if b.shape[1] == a.shape[1]:
+        return a @ b
+    return (a.flatten(1, 2) @ b[:, 0]).unflatten(1, a.shape[1:3])

@@ -5,18 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from k31fn import _functorch
 from k31fn.autodiff import custom_vjp
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["grouped_mm", "grouped_mm_accepts", "ragged", "ragged_accepts"]
-
-
-def ragged_accepts(rows: Tensor, w: Tensor, sizes: Tensor) -> str:
-    """Why :func:`ragged` cannot run, or nothing."""
-    if _batched(rows, w, sizes):
-        return "the number of rows per expert is read on the host, and under vmap it differs between samples"
-    return ""
+__all__ = ["grouped_mm", "grouped_mm_accepts", "ragged"]
 
 
 def ragged(rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]) -> Float[Tensor, "R O"]:
@@ -35,12 +27,11 @@ def ragged(rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Ten
 
 def grouped_mm_accepts(rows: Tensor, w: Tensor, sizes: Tensor) -> str:
     """Why :func:`grouped_mm` cannot run, or nothing."""
-    if rows.dtype != torch.bfloat16 or w.dtype != torch.bfloat16:
-        return f"it multiplies bfloat16, got {rows.dtype} and {w.dtype}"
+    del sizes
+    if w.dtype != rows.dtype:
+        return f"it multiplies rows and weights of one dtype, got {rows.dtype} and {w.dtype}"
     if w.shape[1] % 8 or w.shape[2] % 8:
         return f"rows of 16 bytes: [in, out]={list(w.shape[1:])} must be multiples of 8"
-    if _batched(rows, w, sizes):
-        return "torch.nn.functional.grouped_mm has no batching rule"
     return ""
 
 
@@ -51,10 +42,6 @@ def grouped_mm(rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int
     """
     product = F.grouped_mm(rows.contiguous(), w, offs=sizes.cumsum(0, dtype=torch.int32))
     return _with_contiguous_cotangent(product)
-
-
-def _batched(*tensors: Tensor) -> bool:
-    return any(_functorch.is_batched(t) for t in tensors)
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from k31fn.autodiff import custom_vjp
 from k31fn.precision import island, upcast
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["Plan", "combine", "dispatch", "grouped_matmul", "plan"]
+__all__ = ["Plan", "combine", "dispatch", "grouped_matmul", "permute", "plan"]
 
 
 class Plan(NamedTuple):
@@ -46,12 +46,12 @@ def _permute_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     return _permute(ct, inverse, index), None, None
 
 
-def _permute_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """``x[index]`` for a permutation; the gradient is ``ct[inverse]``."""
-    return x.index_select(0, index)
+def permute(rows: Float[Tensor, "R *D"], index: Int[Tensor, "R"], inverse: Int[Tensor, "R"]) -> Float[Tensor, "R *D"]:
+    """``rows[index]`` for a permutation; the gradient is ``ct[inverse]``."""
+    return _permute(rows, index, inverse)
 
 
-_permute = custom_vjp(_permute_rows).defvjp(_permute_fwd, _permute_bwd)
+_permute = custom_vjp(permute).defvjp(_permute_fwd, _permute_bwd)
 
 
 def _dispatch_fwd(x: Tensor, order: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:

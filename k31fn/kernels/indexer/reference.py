@@ -43,7 +43,8 @@ def index_topk(
     """The ``min(topk, visible)`` best keys of each query in any order, -1 where there are fewer."""
     queries = upcast(q).flatten(-2) * scale, upcast(w), start[..., None], stop[..., None]
     choose = functools.partial(_tile, num=min(topk, k.shape[-2]))
-    return torch.cat(map_query_tiles(choose, queries, (upcast(k),), width=w.shape[0] * w.shape[-1]), dim=-2)
+    width = w.shape[0] * w.shape[-1]
+    return torch.cat(map_query_tiles(choose, queries, (upcast(k),), width=width, gradient=False), dim=-2)
 
 
 def _tile(q: Tensor, w: Tensor, start: Tensor, stop: Tensor, k: Tensor, *, num: int) -> Tensor:

@@ -24,13 +24,25 @@ which float32 and bfloat16 hold (3.4e38); beyond it they overflow. Configs refus
 :func:`recurrence` has no such limit.
 
 Gradients flow to ``q k v g beta initial_state``, to any order in the reference.
+
+``kda_fragment(k, v, g, beta, ids) -> KdaFragment(state, transition)`` is what the tokens of a fragment of a row do to
+the state, for context parallelism (KCP, section 5.1.2 of the K3 report)::
+
+    kda(q, k, v, g, beta, ids, S).state = transition S + state        for every S [B H K V]
+
+``state [B H K V]`` is that of the last document from zero, ``transition [B H K K]`` the product over the tokens, the
+last one leftmost, of ``(I - beta k k^T) Diag(exp g)``; both in float32 (float64 for float64 inputs). S belongs to the
+document of the fragment's first token, so ``transition`` is 0 when another document begins inside. Padding contributes
+the identity: a fragment of padding gives ``state = 0`` and ``transition = I``. Range and padding are as above.
+Gradients flow to ``k v g beta``, to any order in the reference.
 """
 
-from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY, TILE, KdaOut
+from k31fn.kernels.kda.fragment import kda_fragment as _fragment
+from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY, TILE, KdaFragment, KdaOut, recurrence
 from k31fn.kernels.kda.reference import kda as _reference
-from k31fn.kernels.kda.reference import recurrence
 from k31fn.kernels.registry import Op
 
-__all__ = ["MIN_LOG_DECAY", "TILE", "KdaOut", "kda", "recurrence"]
+__all__ = ["MIN_LOG_DECAY", "TILE", "KdaFragment", "KdaOut", "kda", "kda_fragment", "recurrence"]
 
 kda = Op("kda", _reference)
+kda_fragment = Op("kda_fragment", _fragment)

@@ -9,7 +9,7 @@ import torch
 from k31fn.precision import upcast
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["MIN_LOG_DECAY", "TILE", "KdaOut", "recurrence"]
+__all__ = ["MIN_LOG_DECAY", "TILE", "KdaFragment", "KdaOut", "recurrence"]
 
 TILE = 16
 """Tokens whose decays are factored against each other; ``exp(-MIN_LOG_DECAY * TILE)`` is the largest factor."""
@@ -23,6 +23,13 @@ class KdaOut(NamedTuple):
 
     o: Float[Tensor, "B T H V"]
     state: Float[Tensor, "B H K V"]
+
+
+class KdaFragment(NamedTuple):
+    """Result of ``kda_fragment``: from a state S before the fragment it makes ``transition S + state``."""
+
+    state: Float[Tensor, "B H K V"]
+    transition: Float[Tensor, "B H K K"]
 
 
 def recurrence(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from k31fn.autodiff import stop_gradient
-from k31fn.kernels.attention.reference import heads_first, probabilities
+from k31fn.kernels.attention.reference import by_head, heads_first, probabilities
 from k31fn.kernels.tiling import map_query_tiles
 from k31fn.typing import Bool, Float, Int, Tensor
 
@@ -44,7 +44,7 @@ def _tile(q: Tensor, topk_idx: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     p = probabilities(q, k, _as_mask(topk_idx, k.shape[-2]))
     index = topk_idx.to(torch.int64)
     summed = stop_gradient(p).sum(dim=1).gather(-1, index.clamp(min=0))
-    return p @ v, torch.where(index < 0, 0.0, summed)
+    return by_head(p, v), torch.where(index < 0, 0.0, summed)
 
 
 def _as_mask(topk_idx: Int[Tensor, "B t M"], num_keys: int) -> Bool[Tensor, "B t S"]:

@@ -1,0 +1,103 @@
+"""Whether a recipe can run on its mesh, before any work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from k31fn import model
+from k31fn.layers import dsa, mla
+from k31fn.parallel import Mesh
+
+__all__ = ["check_mesh"]
+
+
+def check_mesh(
+    mesh: Mesh, cfg: model.Config, *, batch_size: int, micro_batches: int, length: int, num_chunks: int = 1
+) -> None:
+    """Refuses a mesh over which the model or a step does not split evenly.
+
+    Raises:
+        ValueError: names the view, all sizes that it does not divide, and the nearest values that would do.
+    """
+    tensor = {f"model.{name}": size for name, size in _tensor_parallel(cfg).items()}
+    _divides("mesh.tp", mesh.tp, tensor)
+    if model.moe_layers(cfg):
+        experts = math.prod(a.size for a in mesh.axes().etp)
+        _divides("mesh.ep", mesh.ep, {"model.moe.num_experts": cfg.moe.num_experts})
+        _divides("mesh.tp without the ranks of mesh.ep", experts, {"model.moe.expert_size": cfg.moe.expert_size})
+    if mesh.pp > 1:
+        _check_stages(mesh, cfg, micro_batches, num_chunks)
+    _multiple("length", length, {"mesh.cp": mesh.cp, "mesh.tp": mesh.tp})
+    _multiple("batch_size", batch_size, {"mesh.dp": mesh.dp, "mesh.fsdp": mesh.fsdp, "micro_batches": micro_batches})
+    halo = cfg.kda.conv_width - 1
+    if mesh.cp > 1 and length // mesh.cp < halo:
+        fitting = [n for n in range(1, length + 1) if length % n == 0 and length // n >= halo]
+        raise ValueError(
+            f"mesh.cp={mesh.cp} leaves a rank {length // mesh.cp} of length={length} tokens, fewer than the {halo} "
+            f"that a convolution of model.kda.conv_width={cfg.kda.conv_width} looks back; "
+            f"nearest: {_nearest(mesh.cp, fitting)}"
+        )
+
+
+def _check_stages(mesh: Mesh, cfg: model.Config, micro_batches: int, num_chunks: int) -> None:
+    if mesh.pp * num_chunks > cfg.num_layers:
+        fitting = cfg.num_layers // num_chunks
+        raise ValueError(
+            f"mesh.pp={mesh.pp} x pipeline.num_chunks={num_chunks} stages are more than model.num_layers="
+            f"{cfg.num_layers}: a stage has a layer at least; nearest: mesh.pp {max(fitting, 1)}"
+        )
+    if num_chunks > 1:
+        _multiple("micro_batches", micro_batches, {"mesh.pp": mesh.pp})
+    if cfg.num_mtp_layers:
+        raise ValueError(
+            f"mesh.pp={mesh.pp} with model.num_mtp_layers={cfg.num_mtp_layers}: that layer reads the embedding, which "
+            "the last stage does not have; set mesh.pp=1 or num_mtp_layers=0"
+        )
+
+
+def _tensor_parallel(cfg: model.Config) -> dict[str, int]:
+    """Sizes that tensor parallelism splits."""
+    full = cfg.full_attention
+    sizes = {"vocab_size": cfg.vocab_size}
+    if len(cfg.full_attention_layers) < cfg.num_layers:
+        sizes["kda.num_heads"] = cfg.kda.num_heads
+    if isinstance(full, dsa.Config):
+        sizes["full_attention.attn.num_heads"] = full.attn.num_heads
+    elif isinstance(full, mla.Config):
+        sizes["full_attention.num_heads"] = full.num_heads
+    if cfg.num_dense_layers:
+        sizes["dense.intermediate_size"] = cfg.dense.intermediate_size
+    if model.moe_layers(cfg) and cfg.moe.shared_size:
+        sizes["moe.shared_size"] = cfg.moe.shared_size
+    return sizes
+
+
+def _divides(view: str, ranks: int, sizes: Mapping[str, int]) -> None:
+    if wrong := {name: size for name, size in sizes.items() if size % ranks}:
+        common = math.gcd(*sizes.values())
+        fitting = [n for n in range(1, common + 1) if common % n == 0]
+        named = ", ".join(f"{name}={size}" for name, size in wrong.items())
+        raise ValueError(f"{view}={ranks} does not divide {named}; nearest: {_nearest(ranks, fitting)}")
+
+
+def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
+    """``size`` must be a multiple of the product of ``pieces``; says what would do of each and of the size."""
+    product = math.prod(pieces.values())
+    if size % product == 0:
+        return
+    shown = " x ".join(f"{piece}={n}" for piece, n in pieces.items())
+    fixes = []
+    for piece, n in pieces.items():
+        rest = product // n
+        if n > 1 and size % rest == 0:
+            fitting = [d for d in range(1, size // rest + 1) if size % (rest * d) == 0]
+            fixes.append(f"{piece} {_nearest(n, fitting)}")
+    near = [n for n in (size // product * product, -(-size // product) * product) if n]
+    fixes.append(f"{name} {', '.join(map(str, near))}")
+    raise ValueError(f"{shown} = {product} does not divide {name}={size}; nearest: {' or '.join(fixes)}")
+
+
+def _nearest(value: int, valid: list[int]) -> str:
+    below, above = [v for v in valid if v < value][-1:], [v for v in valid if v > value][:2]
+    return ", ".join(map(str, below + above))

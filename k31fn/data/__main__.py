@@ -1,0 +1,82 @@
+"""``python -m k31fn.data prepare SOURCE FOLDER``: text and images to memory-mapped shards that training reads."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from k31fn.data import images
+from k31fn.data.prepare import Config, Progress, prepare
+
+__all__ = ["bar", "main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prepares a source; 0 if all of it is there."""
+    parser = argparse.ArgumentParser(prog="python -m k31fn.data", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("prepare", help="tokenise text and cut images; call it again to go on")
+    default = images.Config()
+    command.add_argument("source", help="text, .jsonl or .parquet files, a folder of them, or a saved HF dataset")
+    command.add_argument("folder", help="where the stores train and heldout go")
+    command.add_argument("--tokenizer", default="bytes", help="bytes, bytes+media, or a tokenizer's file or folder")
+    command.add_argument("--end", default="", help="name of the token that ends a document")
+    command.add_argument("--text", default="text", help="field that holds the text")
+    command.add_argument("--images", default="", help="field that holds the images; none if left out")
+    command.add_argument("--heldout", type=float, default=0.05, help="fraction of documents to hold out")
+    command.add_argument("--max-patches", type=int, default=default.max_patches, help="of one image")
+    command.add_argument("--max-side", type=int, default=default.max_side, help="patches along a side")
+    command.add_argument("--on-bad", choices=("refuse", "skip"), default="refuse", help="what a bad image does")
+    command.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    given = parser.parse_args(arguments)
+    cfg = Config(
+        given.source,
+        given.tokenizer,
+        given.end,
+        given.text,
+        given.images,
+        heldout_fraction=given.heldout,
+        image=images.Config(max_patches=given.max_patches, max_side=given.max_side, on_bad=given.on_bad),
+    )
+    try:
+        result = prepare(
+            cfg, given.folder, workers=given.workers, report=bar(sys.stderr.write, terminal=sys.stderr.isatty())
+        )
+    except (ValueError, ImportError) as e:
+        print(f"\n{e}", file=sys.stderr)
+        return 1
+    skipped = ", ".join(f"{n} {reason}" for reason, n in result.skipped.items()) or "none"
+    print("{documents:,} documents, {tokens:,} tokens, {images:,} images".format_map(result.counts), end="")
+    print(f" in {given.folder}; documents left out for their images: {skipped}")
+    return 0
+
+
+def _tell(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def bar(write: Callable[[str], object], *, terminal: bool) -> Callable[[Progress], None]:
+    """Reports progress to a terminal as a bar, elsewhere as a line per tenth."""
+    began, shown = time.monotonic(), -1
+
+    def show(progress: Progress) -> None:
+        nonlocal shown
+        done, total = progress.done, max(progress.total, 1)
+        seconds = time.monotonic() - began
+        left = f", about {seconds / done * (total - done):.0f} s left" if 0 < done < total else ""
+        line = f"{done} of {total} shards, {progress.counts['tokens']:,} tokens, {seconds:.0f} s{left}"
+        if terminal:
+            filled = 30 * done // total
+            write(f"\r\033[K[{'#' * filled}{'.' * (30 - filled)}] {line}" + "\n" * (done == total))
+        elif 10 * done // total > shown:
+            shown = 10 * done // total
+            write(line + "\n")
+
+    return show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Rows of text and images from a store, as a pure function of (seed, step, rank), like :mod:`k31fn.data.packing`.
+
+A row has two budgets: ``length`` tokens, of which the placeholders of images are a part, and ``patches`` that the
+vision tower sees. Documents are put into rows whole and in an order that is drawn once: each goes into the row that is
+being filled, or opens the next one. A document that is longer than a row is cut into pieces, never inside an image. So
+a row is made of pieces; which ones does not depend on the epoch, only the order of the rows does.
+
+In a row every piece is a document of the row's segments. Labels at its last token, over placeholders and in padding are
+-100.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from k31fn import segments, tree
+from k31fn.data.images import normalise
+from k31fn.data.packing import Example, draw, permute
+from k31fn.data.store import Store
+from k31fn.layers import projector
+from k31fn.layers.patches import Grid, Patches, from_grids, num_patches, num_slots
+from k31fn.typing import Float, Int, Tensor
+
+__all__ = ["Images", "PackedDataset", "Piece", "Row", "Shape", "collate"]
+
+IGNORED = -100
+
+
+@tree.dataclass
+class Images:
+    """The images of a batch.
+
+    Attributes:
+        pixels: float32 in [-1, 1]; 0 in padding.
+        patches: where they lie.
+        slots: which feature each token takes; -1 for tokens that are no placeholders.
+    """
+
+    pixels: Float[Tensor, "B N X"]
+    patches: Patches
+    slots: Int[Tensor, "B T"]
+
+
+class Shape(NamedTuple):
+    """Of rows.
+
+    Attributes:
+        length: tokens.
+        patches: of images, a multiple of 4; 0 for rows without images, which then have no :class:`Images`.
+    """
+
+    length: int
+    patches: int = 0
+
+
+class Piece(NamedTuple):
+    """Part of a document: its number, and from where to where its tokens go."""
+
+    document: int
+    start: int
+    stop: int
+
+
+class Row(NamedTuple):
+    """What a row holds: the tokens of each piece, and grid and patches of each image, in order."""
+
+    pieces: list[np.ndarray]
+    grids: list[Grid]
+    patches: list[np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDataset:
+    """A store seen as an endless list of rows. Its pieces are found when it is made, in one pass over the lengths.
+
+    Attributes:
+        store: prepared documents.
+        shape: of the rows.
+        seed: of the order.
+
+    Raises:
+        ValueError: a size out of range, or an image that fits into no row; names the document.
+    """
+
+    store: Store
+    shape: Shape
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shape.length < 2:
+            raise ValueError(f"data.length={self.shape.length} must be at least 2: a row of one token predicts nothing")
+        if self.shape.patches < 0 or self.shape.patches % 4:
+            raise ValueError(f"data.patches={self.shape.patches} must be a multiple of 4, or 0 for rows without images")
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"data.seed={self.seed} must be in [0, 2**64); take it modulo 2**64")
+        if not self.store.num_documents:
+            raise ValueError("the store holds no document; prepare more data, or hold out another fraction")
+        _ = self._rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+        return len(self._rows)
+
+    def row(self, number: int) -> Row:
+        """The row of this number, counted from 0 through all epochs."""
+        epoch, inside = divmod(number, self.num_rows)
+        _, keys = draw(self.seed, epoch, self.num_rows)
+        place = int(permute(np.array([inside]), self.num_rows, keys)[0])
+        row = Row([], [], [])
+        for piece in self._rows[place]:
+            document = self.store.read(piece.document)
+            row.pieces.append(document.tokens[piece.start : piece.stop])
+            for grid, (start, stop), patches in zip(document.grids, document.spans, document.patches, strict=True):
+                if piece.start <= start and stop <= piece.stop:
+                    row.grids.append(grid)
+                    row.patches.append(patches)
+        return row
+
+    @functools.cached_property
+    def _rows(self) -> list[list[Piece]]:
+        """The pieces of every row."""
+        count = self.store.num_documents
+        _, keys = draw(self.seed, 1 << 63, count)  # an epoch that never comes
+        rows: list[list[Piece]] = []
+        tokens = patches = 0
+        for document in permute(np.arange(count), count, keys).tolist():
+            for piece, size in self._pieces(document):
+                length = piece.stop - piece.start
+                if not rows or tokens + length > self.shape.length or patches + size > self.shape.patches:
+                    rows.append([])
+                    tokens = patches = 0
+                rows[-1].append(piece)
+                tokens, patches = tokens + length, patches + size
+        return rows
+
+    def _pieces(self, document: int) -> Iterator[tuple[Piece, int]]:
+        """The pieces of a document, each with its patches: as few as fit into rows, none ending inside an image."""
+        spans, grids = self.store.images_of(document)
+        sizes = grids.prod(1, dtype=np.int64)
+        self._check(document, spans, sizes)
+        length, start, image = int(self.store.lengths[document]), 0, 0
+        while start < length:
+            stop, last, used = min(start + self.shape.length, length), image, 0
+            while last < len(spans) and spans[last, 0] < stop:
+                if spans[last, 1] > stop or used + sizes[last] > self.shape.patches:
+                    stop = int(spans[last, 0])
+                    break
+                used += int(sizes[last])
+                last += 1
+            yield Piece(document, start, stop), used
+            start, image = stop, last
+
+    def _check(self, document: int, spans: np.ndarray, sizes: np.ndarray) -> None:
+        for (start, stop), size in zip(spans.tolist(), sizes.tolist(), strict=True):
+            if stop - start > self.shape.length or size > self.shape.patches:
+                raise ValueError(
+                    f"document {document} has an image of {stop - start} tokens and {size} patches, more than a row: "
+                    f"data.length={self.shape.length}, data.patches={self.shape.patches}; raise them, or prepare the "
+                    "data with fewer patches per image"
+                )
+
+
+def collate(rows: Sequence[Row], shape: Shape, store: Store) -> Example:
+    """A batch of rows, on the CPU; ``store`` is one of those they are from, for its tokens and sizes."""
+    tokens = np.zeros((len(rows), shape.length), np.int64)
+    for line, row in zip(tokens, rows, strict=True):
+        whole = np.concatenate(row.pieces)
+        line[: len(whole)] = whole
+    packing = segments.from_lengths([[len(piece) for piece in row.pieces] for row in rows], shape.length)
+    inputs = torch.from_numpy(tokens)
+    labels = segments.next_token_labels(inputs, packing)
+    if store.media_token >= 0:
+        labels = labels.masked_fill(labels == store.media_token, IGNORED)
+    return Example(inputs, labels, packing, _images(rows, inputs, shape, store) if shape.patches else ())
+
+
+def _images(rows: Sequence[Row], tokens: Tensor, shape: Shape, store: Store) -> Images:
+    patches = from_grids([row.grids for row in rows], shape.patches)
+    pixels = torch.zeros(len(rows), shape.patches, store.patch_width)
+    for line, row in zip(pixels, rows, strict=True):
+        if row.patches:
+            values = normalise(np.concatenate(row.patches))
+            assert len(values) == sum(map(num_patches, row.grids)), "a store's grids and patches disagree"
+            line[: len(values)] = values
+    slots = projector.slots(tokens, store.media_token)
+    held = torch.tensor([sum(map(num_slots, row.grids)) for row in rows])
+    if not torch.equal(slots.amax(1) + 1, held):
+        raise ValueError(f"rows have {(slots.amax(1) + 1).tolist()} placeholders for images of {held.tolist()} slots")
+    return Images(pixels, patches, slots)

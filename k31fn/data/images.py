@@ -1,0 +1,200 @@
+"""Image files to patches: decoding, NaViT's size rule, padding, and the order that the vision tower wants.
+
+Size rule (facts of the released preprocessing, NaViT arXiv 2307.06304): an image is never enlarged. With w and h in
+pixels, p the patch side, and limits on patches in all and per side::
+
+    scale = min(1, sqrt(max_patches / ((w // p) (h // p))), max_side p / w, max_side p / h)
+    new   = floor(scale w), floor(scale h), then padded with black on the right and below to a multiple of 2 p
+
+Pixels are RGB, stored as bytes and read as ``(x / 255 - 0.5) / 0.5``. What is transparent shows a board of white and
+grey squares, drawn after shrinking: without it, black text on nothing would be black on black. Files come from
+anywhere, so only raster formats are opened, and the size in the header is checked before anything is decompressed.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from k31fn.layers.patches import MERGE, Grid, cell_order, num_slots
+from k31fn.typing import Float, Tensor
+
+__all__ = ["Config", "Image", "ImageError", "Reason", "Size", "decode", "fit", "normalise", "patchify"]
+
+_SQUARE, _WHITE, _GREY = 8, 255, 180  # of the board behind transparent pixels, as released; white at the top left
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # no format whose reader starts a program or follows links
+
+Reason = Literal["missing", "empty", "corrupt", "huge", "animated", "unsupported"]
+
+
+class ImageError(ValueError):
+    """An image that is not taken. Its text names the sample.
+
+    Attributes:
+        reason: what kind of fault, for counting.
+    """
+
+    def __init__(self, name: str, reason: Reason, why: str):
+        super().__init__(name, reason, why)  # all three, so that it can come back from another process
+        self.reason: Reason = reason
+
+    def __str__(self) -> str:
+        return f"image {self.args[0]}: {self.args[2]}"
+
+
+@dataclass(frozen=True)
+class Config:
+    """How images become patches.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        max_patches: of one image, about: padding may add a row and a column of cells.
+        max_side: patches along one side.
+        max_pixels: of the file; a larger one is refused before it is decompressed.
+        on_bad: ``refuse`` raises at the first bad image; ``skip`` leaves its document out and counts it.
+    """
+
+    patch_size: int = 14
+    max_patches: int = 65536
+    max_side: int = 512
+    max_pixels: int = 64_000_000
+    on_bad: Literal["refuse", "skip"] = "refuse"
+
+    def __post_init__(self) -> None:
+        for name in ("patch_size", "max_patches", "max_side", "max_pixels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"images.{name}={getattr(self, name)} must be at least 1")
+        if self.max_side % MERGE:
+            raise ValueError(f"images.max_side={self.max_side} must be even: images are padded to cells of 2 patches")
+        if self.on_bad not in ("refuse", "skip"):
+            raise ValueError(f"images.on_bad={self.on_bad!r} must be 'refuse' or 'skip'")
+
+
+class Size(NamedTuple):
+    """What :func:`fit` decides: the size after shrinking, in pixels, and the grid after padding."""
+
+    width: int
+    height: int
+    grid: Grid
+
+
+class Image(NamedTuple):
+    """An image as the tower takes it.
+
+    Attributes:
+        patches: uint8 ``[N, 3 p p]``, channels then rows then columns, patches in cell order.
+        grid: frames, height and width in patches.
+        width: of the file, in pixels.
+        height: of the file.
+    """
+
+    patches: np.ndarray
+    grid: Grid
+    width: int
+    height: int
+
+    @property
+    def num_slots(self) -> int:
+        """Placeholders that stand for it in the text."""
+        return num_slots(self.grid)
+
+
+def fit(width: int, height: int, cfg: Config) -> Size:
+    """The size that an image of this size is brought to."""
+    p = cfg.patch_size
+    area = max(1, width // p) * max(1, height // p)
+    scale = min(1.0, math.sqrt(cfg.max_patches / area), cfg.max_side * p / width, cfg.max_side * p / height)
+    w, h = (min(max(1, int(n * scale)), cfg.max_side * p) for n in (width, height))
+    unit = MERGE * p
+    return Size(w, h, (1, -(-h // unit) * MERGE, -(-w // unit) * MERGE))
+
+
+def decode(data: bytes, name: str, cfg: Config) -> Image:
+    """Reads one still image from the bytes of a file.
+
+    Args:
+        data: of a BMP, GIF, JPEG, PNG, TIFF or WebP file.
+        name: of the sample, for errors.
+        cfg: limits.
+
+    Raises:
+        ImageError: the file is empty, corrupt, larger than ``cfg.max_pixels``, animated, or of another kind.
+        ImportError: Pillow is not installed.
+    """
+    if not data:
+        raise ImageError(name, "empty", "the file is empty")
+    with _opened(data, name) as image:
+        width, height = image.size
+        if width * height > cfg.max_pixels:
+            raise ImageError(
+                name, "huge", f"{width} x {height} pixels are more than images.max_pixels={cfg.max_pixels}; shrink it"
+            )
+        if getattr(image, "is_animated", False):
+            raise ImageError(name, "animated", f"the {image.format} has several frames; give one of them as an image")
+        if image.mode.startswith(("I", "F")):
+            raise ImageError(name, "unsupported", f"pixels of mode {image.mode!r}; convert it to 8 bits per channel")
+        image.load()
+        size = fit(width, height, cfg)
+        return Image(patchify(_pixels(image, size), cfg.patch_size), size.grid, width, height)
+
+
+def patchify(pixels: np.ndarray, patch_size: int) -> np.ndarray:
+    """``[H, W, C]`` pixels to ``[N, C p p]`` patches in cell order, padded with zeros on the right and below."""
+    unit = MERGE * patch_size
+    height, width, channels = pixels.shape
+    pixels = np.pad(pixels, ((0, -height % unit), (0, -width % unit), (0, 0)))
+    h, w = pixels.shape[0] // patch_size, pixels.shape[1] // patch_size
+    blocks = pixels.reshape(h, patch_size, w, patch_size, channels).transpose(0, 2, 4, 1, 3)
+    return blocks.reshape(h * w, -1)[cell_order((1, h, w))]
+
+
+def normalise(patches: np.ndarray) -> Float[Tensor, "*rows X"]:
+    """Bytes to float32 in [-1, 1]: mean and deviation 0.5 in each channel."""
+    return torch.from_numpy(patches.astype(np.float32)) / 127.5 - 1
+
+
+@contextmanager
+def _opened(data: bytes, name: str) -> Iterator[Any]:
+    """The image behind the bytes; whatever the decoder raises becomes an ImageError that names the sample."""
+    try:
+        import PIL.Image  # optional: the extra `vision`
+    except ImportError as e:
+        raise ImportError("images need Pillow; pip install 'k31fn[vision]'") from e
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the file's oddities, and of bombs, which max_pixels catches
+            with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                yield image
+    except ImageError:
+        raise
+    except PIL.Image.DecompressionBombError as e:
+        raise ImageError(name, "huge", f"{e}") from e
+    except Exception as e:  # decoders of untrusted bytes raise nearly everything: OSError, SyntaxError, struct.error
+        raise ImageError(name, "corrupt", f"cannot be decoded ({type(e).__name__}: {e}); known: {FORMATS}") from e
+
+
+def _pixels(image: Any, size: Size) -> np.ndarray:
+    """``[H W 3]`` bytes of a loaded image, shrunk, on the board where it is transparent."""
+    import PIL.Image
+
+    transparent = image.has_transparency_data
+    image = image.convert("RGBA" if transparent else "RGB")
+    if image.size != (size.width, size.height):
+        image = image.resize((size.width, size.height), PIL.Image.Resampling.BICUBIC)
+    if transparent:
+        board = PIL.Image.fromarray(_board(size)).convert("RGBA")
+        image = PIL.Image.alpha_composite(board, image).convert("RGB")
+    return np.asarray(image)
+
+
+def _board(size: Size) -> np.ndarray:
+    rows, columns = np.indices((size.height, size.width)) // _SQUARE
+    return np.where((rows + columns) % 2, _GREY, _WHITE).astype(np.uint8)

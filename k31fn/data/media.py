@@ -1,0 +1,123 @@
+"""Images inside text: media tokens, and the layouts of placeholders.
+
+A document with images marks where each one stands, in order, in one of three ways:
+
+- :data:`PLACEHOLDER`, which becomes ``<|media_begin|>image {w}x{h}<|media_content|>``, one ``<|media_pad|>`` per slot
+  of the image (2 x 2 patches) and ``<|media_end|>``; w and h are those of the file in pixels;
+- one ``<|media_pad|>`` per image, which is repeated once per slot;
+- all of its ``<|media_pad|>``, which are counted.
+
+The names of media tokens are tokens in a document with images only; elsewhere they are text like any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from k31fn.data.images import Image
+from k31fn.data.tokenizer import MEDIA_NAMES, Tokenizer
+
+__all__ = ["PLACEHOLDER", "MediaTokens", "encode", "expand", "media_tokens", "spans"]
+
+PLACEHOLDER = "<|kimi_image_placeholder|>"
+_STRUCTURE = re.compile("(" + "|".join(map(re.escape, (PLACEHOLDER, *MEDIA_NAMES))) + ")")
+
+
+class MediaTokens(NamedTuple):
+    """The tokens around an image, and the one that stands for its features."""
+
+    begin: int
+    content: int
+    end: int
+    pad: int
+
+
+def media_tokens(tokenizer: Tokenizer) -> MediaTokens:
+    """The media tokens of a tokenizer.
+
+    Raises:
+        ValueError: it has not all of them.
+    """
+    known = tokenizer.special_tokens
+    if missing := [name for name in MEDIA_NAMES if name not in known]:
+        raise ValueError(
+            f"the tokenizer has no {', '.join(missing)}, which documents with images need; use one that has, such as "
+            "ByteTokenizer(media=True)"
+        )
+    return MediaTokens(*(known[name] for name in MEDIA_NAMES))
+
+
+def encode(text: str, images: Sequence[Image], tokenizer: Tokenizer, name: str) -> np.ndarray:
+    """The tokens of a document with images, each placeholder expanded; without the end token.
+
+    Raises:
+        ValueError: the placeholders do not fit the images; names the document.
+    """
+    if not images:
+        return tokenizer.encode(text).astype(np.int64)
+    media = media_tokens(tokenizer)
+    by_name = dict(zip(MEDIA_NAMES, media, strict=True))
+    parts: list[np.ndarray] = []
+    left = iter(images)
+    for piece in _STRUCTURE.split(text):
+        if piece == PLACEHOLDER:
+            if (image := next(left, None)) is None:
+                raise ValueError(f"{name} has more {PLACEHOLDER} than its {len(images)} images")
+            label = tokenizer.encode(f"image {image.width}x{image.height}")
+            parts += [np.array([media.begin]), label, np.array([media.content, media.pad, media.end])]
+        elif piece in by_name:
+            parts.append(np.array([by_name[piece]]))
+        elif piece:
+            parts.append(tokenizer.encode(piece))
+    tokens = np.concatenate([np.asarray(part, np.int64) for part in parts]) if parts else np.zeros(0, np.int64)
+    return expand(tokens, [image.num_slots for image in images], media.pad, name)
+
+
+def expand(tokens: np.ndarray, slots: Sequence[int], pad: int, name: str) -> np.ndarray:
+    """Tokens in which image i has ``slots[i]`` placeholders, from those with one per image or with all of them.
+
+    Raises:
+        ValueError: neither: the counts do not fit, or a run of placeholders ends inside an image; names the document.
+    """
+    is_pad = tokens == pad
+    count, total = int(is_pad.sum()), sum(slots)
+    if count == len(slots):
+        repeats = np.ones(len(tokens), np.int64)
+        repeats[is_pad] = slots
+        return np.repeat(tokens, repeats)
+    if count != total:
+        raise ValueError(
+            f"{name} has {count} image placeholders; its {len(slots)} images need one each, or "
+            f"{' + '.join(map(str, slots)) or 0} = {total} in all, one per 2 x 2 patches"
+        )
+    edges = np.flatnonzero(np.diff(is_pad, prepend=False, append=False))
+    runs = edges[1::2] - edges[::2]
+    ends = set(np.cumsum(slots).tolist())
+    if wrong := [at for at in np.cumsum(runs).tolist() if at not in ends]:
+        raise ValueError(
+            f"{name}: its placeholders are interrupted after {wrong[0]} of them, inside an image; images need "
+            f"{list(slots)} in a row each"
+        )
+    return tokens
+
+
+def spans(tokens: np.ndarray, slots: Sequence[int], media: MediaTokens) -> np.ndarray:
+    """``[images, 2]``: from where to where the tokens of each image go, with those around its placeholders if there.
+
+    A document may be cut anywhere but inside a span.
+    """
+    pads, ends = np.flatnonzero(tokens == media.pad), np.cumsum([0, *slots])
+    found = np.zeros((len(slots), 2), np.int64)
+    before = 0
+    for i, (first, last) in enumerate(itertools.pairwise(ends)):
+        start, stop = int(pads[first]), int(pads[last - 1]) + 1
+        opened = np.flatnonzero(tokens[before:start] == media.begin)
+        start = before + int(opened[-1]) if len(opened) else start
+        stop += int(stop < len(tokens) and tokens[stop] == media.end)
+        found[i], before = (start, stop), stop
+    return found

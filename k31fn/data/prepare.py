@@ -1,0 +1,246 @@
+"""Sources to stores: tokenises text and cuts images into patches, on many cores, and goes on where it was stopped.
+
+Each unit of a source (:mod:`k31fn.data.records`) becomes one shard of the training store and one of the held-out store.
+What a shard holds depends on its unit and the settings only, so it does not matter how many processes there are, in
+which order they work or how often they are killed. A document goes to the held-out store by the hash of its content:
+equal documents go the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from k31fn.data import media, store
+from k31fn.data.images import Config as ImageConfig
+from k31fn.data.images import Image, ImageError, decode
+from k31fn.data.records import Record, Unit, read_unit, units
+from k31fn.data.tokenizer import Tokenizer
+from k31fn.data.tokenizer_files import open_tokenizer
+
+__all__ = ["SPLITS", "Config", "Progress", "Result", "prepare"]
+
+SPLITS = ("train", "heldout")
+_PLAN, _DONE = "plan.json", "counts.json"
+_PATIENCE = 0.5  # seconds between reports of progress
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to prepare, and how.
+
+    Attributes:
+        source: a file or folder of this machine (:mod:`k31fn.data.records`).
+        tokenizer: as :func:`k31fn.data.tokenizer_files.open_tokenizer` takes it.
+        end: the name of the token that ends a document; "": the tokenizer's own.
+        text: the field of records that holds the text.
+        images: the field that holds the images; "": none.
+        suffixes: files of a folder that are read.
+        heldout_fraction: of the documents, about.
+        image: limits and what happens to a bad image.
+    """
+
+    source: str
+    tokenizer: str = "bytes"
+    end: str = ""
+    text: str = "text"
+    images: str = ""
+    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
+    heldout_fraction: float = 0.05
+    image: ImageConfig = field(default_factory=ImageConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.heldout_fraction < 1:
+            raise ValueError(f"heldout_fraction={self.heldout_fraction} must be in [0, 1), such as 0.05")
+
+
+class Progress(NamedTuple):
+    """How far it is: shards done of all, and what they hold."""
+
+    done: int
+    total: int
+    counts: Counter[str]
+
+
+class Result(NamedTuple):
+    """What the stores hold, and how many documents were left out, by the fault of their image."""
+
+    counts: Counter[str]
+    skipped: Counter[str]
+
+
+def prepare(
+    cfg: Config, folder: str | Path, *, workers: int = 1, report: Callable[[Progress], None] | None = None
+) -> Result:
+    """Writes the stores ``folder/train`` and ``folder/heldout``.
+
+    Shards that are there are kept, so calling it again after a failure does what is left. It is finished when the two
+    ``index.json`` are there.
+
+    Args:
+        cfg: what to prepare.
+        folder: new, or that of an earlier call with the same settings.
+        workers: processes; 1 works in this one.
+        report: is called as shards are done, and now and then.
+
+    Raises:
+        ValueError: the source cannot be read, a record or an image is bad (and ``cfg.image.on_bad`` says refuse), or
+            the folder was prepared with other settings.
+    """
+    root = Path(folder)
+    found = units(cfg.source, cfg.suffixes)
+    tokenizer = open_tokenizer(cfg.tokenizer, end=cfg.end)
+    if cfg.images:
+        media.media_tokens(tokenizer)  # or a clear error before any work
+    _keep_plan(root, cfg, found)
+    names = [f"shard-{i:06}" for i in range(len(found))]
+    counts: Counter[str] = Counter()
+    done = 0
+    for finished in _work(cfg, root, list(zip(names, found, strict=True)), max(1, workers)):
+        done += len(finished)
+        for name in finished:
+            counts.update(_read_json(root / name / _DONE))
+        if report:
+            report(Progress(done, len(found), counts))
+    for split in SPLITS:
+        _write_index(root / split, split, names, cfg, tokenizer)
+    skipped = Counter({name.removeprefix("skipped_"): n for name, n in counts.items() if name.startswith("skipped_")})
+    return Result(Counter({n: c for n, c in counts.items() if not n.startswith("skipped_")}), skipped)
+
+
+def _keep_plan(root: Path, cfg: Config, found: list[Unit]) -> None:
+    """Notes the settings, or compares them with those of an earlier call: mixed shards would be no data set."""
+    root.mkdir(parents=True, exist_ok=True)
+    plan = json.loads(json.dumps({"config": dataclasses.asdict(cfg), "units": found}))
+    file = root / _PLAN
+    if not file.exists():
+        if any(root.iterdir()):
+            raise ValueError(f"{root} is not empty and no prepared data; use another folder")
+        _write_json(file, plan)
+        return
+    before = _read_json(file)
+    if before == plan:
+        for left in root.glob(".*.partial"):  # of processes that were killed
+            shutil.rmtree(left)
+        return
+    changed = [name for name, value in plan["config"].items() if before["config"].get(name) != value]
+    what = f"with other settings: {', '.join(changed)}" if changed else "from other files, or files of other sizes"
+    raise ValueError(f"{root} was prepared {what}; use another folder, or remove it")
+
+
+# -------------------------------------------------------------------------------------------------------------- a shard
+def _done(root: Path, name: str) -> bool:
+    return (root / name / _DONE).is_file()
+
+
+def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
+    """Writes a unit's shards. They are moved to their places together, so a killed process leaves none or all."""
+    tokenizer = open_tokenizer(cfg.tokenizer, end=cfg.end)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    counts: Counter[str] = Counter()
+    options: dict[str, Any] = {"token_dtype": dtype, "patch_width": 3 * cfg.image.patch_size**2}
+    with store.write_shards(root / name, SPLITS, **options) as (folder, shards):
+        for record in read_unit(unit, text=cfg.text, images=cfg.images):
+            try:
+                document = _document(record, cfg, tokenizer)
+            except ImageError as e:
+                if cfg.image.on_bad == "refuse":
+                    raise
+                counts[f"skipped_{e.reason}"] += 1
+                continue
+            shards[SPLITS[_place(record) < cfg.heldout_fraction]].add(document)
+        for split, shard in shards.items():
+            totals = shard.finish()
+            counts.update(totals)
+            _write_json(folder / split / _DONE, totals)
+        _write_json(folder / _DONE, counts)
+
+
+def _document(record: Record, cfg: Config, tokenizer: Tokenizer) -> store.Document:
+    pictures: list[Image] = []
+    for number, data in enumerate(record.images):
+        if isinstance(data, ImageError):
+            raise data
+        pictures.append(decode(data, f"{record.name}, number {number}", cfg.image))
+    if pictures:
+        text = record.text.decode("utf-8", errors="replace")
+        tokens = media.encode(text, pictures, tokenizer, record.name)
+        spans = media.spans(tokens, [p.num_slots for p in pictures], media.media_tokens(tokenizer))
+    else:
+        tokens, spans = tokenizer.encode(record.text).astype(np.int64), np.zeros((0, 2), np.int64)
+    tokens = np.append(tokens, tokenizer.end_token)
+    return store.Document(tokens, [p.grid for p in pictures], spans, [p.patches for p in pictures])
+
+
+def _place(record: Record) -> float:
+    """A hash of the content, in [0, 1)."""
+    digest = hashlib.blake2b(record.text, digest_size=6)
+    for data in record.images:
+        digest.update(data if isinstance(data, bytes) else b"")
+    return int.from_bytes(digest.digest()) / (1 << 48)
+
+
+# ------------------------------------------------------------------------------------------------------------ all of it
+def _work(cfg: Config, root: Path, tasks: Sequence[tuple[str, Unit]], workers: int) -> Iterator[list[str]]:
+    """Does the tasks; yields the names of those that are done: at first, after each and now and then."""
+    yield [name for name, _ in tasks if _done(root, name)]
+    left = [(name, unit) for name, unit in tasks if not _done(root, name)]
+    if workers == 1 or len(left) < 2:
+        for name, unit in left:
+            _prepare_unit(cfg, unit, root, name)
+            yield [name]
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of torch's and tokenizers' threads
+    with ProcessPoolExecutor(min(workers, len(left)), mp_context=context) as pool:
+        waiting = {pool.submit(_prepare_unit, cfg, unit, root, name): name for name, unit in left}
+        try:
+            while waiting:
+                finished, _ = wait(waiting, timeout=_PATIENCE, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                yield [waiting.pop(future) for future in finished]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _write_index(folder: Path, split: str, names: list[str], cfg: Config, tokenizer: Tokenizer) -> None:
+    """The index of one split's store."""
+    shards = []
+    for name in names:
+        totals = _read_json(folder.parent / name / split / _DONE)
+        if totals["documents"]:
+            shards.append({"name": f"../{name}/{split}", **totals})
+    folder.mkdir(exist_ok=True)
+    index = {
+        "version": store.VERSION,
+        "shards": shards,
+        "vocab_size": tokenizer.vocab_size,
+        "end_token": tokenizer.end_token,
+        "media_token": tokenizer.special_tokens.get("<|media_pad|>", -1),
+        "patch_width": 3 * cfg.image.patch_size**2,
+        "prepared": dataclasses.asdict(cfg),
+    }
+    _write_json(folder / store.INDEX, index)
+
+
+def _read_json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _write_json(file: Path, data: Any) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    os.replace(temporary, file)

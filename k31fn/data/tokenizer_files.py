@@ -1,0 +1,80 @@
+"""Which tokenizer a path means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from k31fn.data.json_tokenizer import JsonTokenizer
+from k31fn.data.ranks import RanksTokenizer, read_ranks
+from k31fn.data.tokenizer import ByteTokenizer, Tokenizer
+
+__all__ = ["open_tokenizer"]
+
+_CONFIG = "tokenizer_config.json"
+
+# Places after the base ranks, as released with K3: for a ranks file that comes alone.
+_K3 = {
+    "[BOS]": 0,
+    "[EOS]": 1,
+    "<|end_of_msg|>": 2,
+    "<|open|>": 3,
+    "<|close|>": 4,
+    "<|sep|>": 5,
+    "[UNK]": 254,
+    "[PAD]": 255,
+}
+_K3 |= {"<|media_begin|>": 18, "<|media_content|>": 19, "<|media_end|>": 20, "<|media_pad|>": 21}
+
+
+def open_tokenizer(path: str | Path, *, end: str = "") -> Tokenizer:
+    """The tokenizer at ``path``. Nothing is downloaded and no code of a model is run.
+
+    Args:
+        path: ``bytes``; ``bytes+media``, with tokens for images; a ranks file such as ``tiktoken.model``; a
+            ``.json`` file of ``tokenizers``; or a folder with one of the two.
+        end: the name of the token that ends a document. "": the ``eos_token`` of ``tokenizer_config.json`` beside the
+            file, or ``[EOS]``.
+
+    Raises:
+        ValueError: there is no such file, or it is not what it should be.
+        ImportError: the package that reads it is not installed.
+    """
+    if str(path) in ("bytes", "bytes+media"):
+        return ByteTokenizer(media=str(path) == "bytes+media")
+    file = _file(Path(path))
+    beside = _read(file.parent / _CONFIG) if (file.parent / _CONFIG).is_file() else {}
+    end = end or _name(beside.get("eos_token")) or "[EOS]"
+    if file.suffix == ".json":
+        return JsonTokenizer(file, end)
+    ranks = read_ranks(file)
+    added = beside.get("added_tokens_decoder", {})
+    named = {_name(token): int(i) for i, token in added.items() if int(i) >= len(ranks)}
+    return RanksTokenizer(ranks, named or {name: len(ranks) + i for name, i in _K3.items()}, end)
+
+
+def _file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    found = [path / name for name in ("tiktoken.model", "tokenizer.json") if (path / name).is_file()]
+    if not found:
+        raise ValueError(
+            f"tokenizer {str(path)!r}: neither 'bytes', nor a file, nor a folder with tiktoken.model or tokenizer.json"
+        )
+    return found[0]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{file} is not JSON: {e}") from e
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} must hold a JSON object, it holds a {type(data).__name__}")
+    return data
+
+
+def _name(token: Any) -> str:
+    """The text of a token that a file gives as a string or as an object with its content."""
+    return token.get("content", "") if isinstance(token, dict) else token or ""

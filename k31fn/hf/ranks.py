@@ -1,0 +1,100 @@
+"""Which part of a checkpoint a rank reads and writes, and how ranks learn of each other's failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from k31fn import tree
+from k31fn.hf.transforms import Tile
+from k31fn.parallel import Mesh, MeshAxes, exchange_json, tiles
+from k31fn.parallel.mesh import Coordinate
+from k31fn.parallel.partition import Partition, broadcast, resolve
+from k31fn.params import ParamSpec
+
+__all__ = ["ALONE", "Part", "part_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of the weights.
+
+    Attributes:
+        tile: ``(path, spec) -> slices`` of each parameter, as for :func:`k31fn.params.init`.
+        writes: whether this rank writes the weight at a path: one of those that hold the same tile does.
+        first: whether it makes the folder and finishes it: one rank does.
+        meet: hands in an error, "" for none, and gives those of all ranks; all ranks call it equally often.
+    """
+
+    tile: Callable[[str, ParamSpec], Tile]
+    writes: Callable[[str], bool]
+    first: bool
+    meet: Callable[[str], list[str]]
+
+    def stage(self, work: Callable[[], Any]) -> Any:
+        """Does ``work`` and waits for the others.
+
+        Raises:
+            Exception: what ``work`` raised.
+            RuntimeError: another rank's work failed; says which and why.
+        """
+        error: Exception | None = None
+        result = None
+        try:
+            result = work()
+        except Exception as e:  # whatever it is, the others must not wait for this rank
+            error = e
+        heard = self.meet("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        if failed := [f"rank {rank}: {text}" for rank, text in enumerate(heard) if text]:
+            raise RuntimeError(f"{len(failed)} of {len(heard)} ranks failed; {failed[0]}")
+        return result
+
+
+def _whole(_: str, spec: ParamSpec) -> Tile:
+    return tuple(slice(0, n) for n in spec.shape)
+
+
+ALONE = Part(_whole, lambda _: True, True, lambda error: [error])
+"""One process that holds everything."""
+
+
+def part_of(
+    specs: Any,
+    partition: Partition,
+    mesh: Mesh,
+    axes: MeshAxes,
+    coordinate: Coordinate,
+    *,
+    device: torch.device | str = "cpu",
+) -> Part:
+    """A rank's part of parameters split over a mesh. Of the ranks that hold the same tile, the first writes.
+
+    Args:
+        specs: of the parameters.
+        partition: of the same.
+        mesh: of the ranks.
+        axes: bound to this rank.
+        coordinate: of this rank.
+        device: that of the process group's backend, on which ranks tell each other of failures.
+    """
+    paths = zip(tree.paths(specs), tree.leaves(specs), broadcast(partition, specs), strict=True)
+    owners = {
+        path: all(
+            coordinate[a.name] == 0
+            for a in axes.atoms
+            if a.name not in {b.name for dim in resolve(p, mesh.axes(), len(spec.shape)) for b in dim}
+        )
+        for path, spec, p in paths
+    }
+    first = not any(coordinate.values())
+    return Part(
+        tiles(specs, partition, mesh, coordinate),
+        lambda path: owners.get(path, first),
+        first,
+        lambda error: exchange_json(error, axes.atoms, device=device) if axes.atoms else [error],
+    )

@@ -1,0 +1,223 @@
+"""Leaves of a table's entries from a folder of safetensors, and into one: each rank its own slices."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from k31fn import precision
+from k31fn.hf import mxfp4
+from k31fn.hf.files import DTYPES, Source, open_source
+from k31fn.hf.problems import PACKED, SCALE, find_problems, is_quantised, listed
+from k31fn.hf.ranks import ALONE, Part
+from k31fn.hf.table import Entry
+from k31fn.hf.transforms import Tile
+from k31fn.hf.writing import Layout, Writer, create, lay_out, open_writer, write_json
+from k31fn.typing import Tensor
+
+__all__ = ["SHARD_BYTES", "pieces", "read_leaves", "tile_of", "write_folder"]
+
+SHARD_BYTES = 16 * 2**30  # of one file: K3 has 96 files for 1.56 TB
+_PARAMS = "params."
+
+
+def read_leaves(
+    table: list[Entry], directory: Path, *, dtype: torch.dtype | None = None, part: Part = ALONE
+) -> list[Tensor]:
+    """This rank's tile of each entry's leaf; of each tensor only its bytes are read. MXFP4 is decoded.
+
+    Args:
+        table: the leaves.
+        directory: of the checkpoint.
+        dtype: of the model; None: each weight as it is stored, MXFP4 as bfloat16.
+        part: what this rank holds.
+
+    Raises:
+        ValueError: incomplete files, missing, unknown and misshaped tensors and wrong dtypes, all in one message; or
+            weights that are not finite, all named.
+        RuntimeError: another rank failed.
+    """
+    return part.stage(lambda: _read_all(table, directory, dtype, part))
+
+
+def write_folder(
+    table: list[Entry],
+    leaves: list[Tensor],
+    target: Path,
+    documents: dict[str, dict[str, Any]],
+    *,
+    quantise: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    part: Part = ALONE,
+) -> None:
+    """Writes a new folder with the leaves' tensors and some JSON files: all of it, or nothing.
+
+    The folder is made under another name beside ``target`` and renamed. Each rank writes its own tiles.
+
+    Raises:
+        ValueError: a leaf has another shape than its tile, the folder is not empty, or an expert's tile is no whole
+            groups of MXFP4.
+        RuntimeError: another rank failed.
+    """
+    layout = lay_out(_announced(table, leaves, quantise), shard_bytes)
+    partial = target.with_name(f".{target.name}.partial")
+
+    def check() -> None:
+        _check_shapes(table, leaves, part)
+        if quantise:
+            _check_groups(table, part)
+
+    def begin() -> None:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"{target} is not empty; use another directory")
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        create(partial, layout)
+
+    def finish() -> None:
+        for name, document in documents.items():
+            write_json(partial / name, document)
+        os.replace(partial, target)
+
+    part.stage(check)
+    try:
+        part.stage(begin if part.first else _nothing)
+        part.stage(lambda: _write(table, leaves, layout, partial, part, quantise))
+        part.stage(finish if part.first else _nothing)
+    except BaseException:
+        if part.first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _nothing() -> None:
+    pass
+
+
+def tile_of(entry: Entry, part: Part) -> Tile:
+    """What the rank holds of a leaf; the balance is whole everywhere."""
+    if not entry.path.startswith(_PARAMS):
+        return ALONE.tile(entry.path, entry.spec)
+    given = part.tile(entry.path.removeprefix(_PARAMS), entry.spec)
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(given, entry.spec.shape, strict=True))
+
+
+def pieces(entry: Entry, leaf: Tensor, tile: Tile) -> Iterator[tuple[str, Tile, Tensor]]:
+    """Of each tensor that a rank's part of a leaf touches: its name, the tile of what it stands for, and its value."""
+    if entry.stacked:
+        for name, value in zip(entry.names[tile[0]], leaf.unbind(0), strict=True):
+            yield name, tile[1:], value
+    else:
+        yield entry.names[0], tile, leaf
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+def _read_all(table: list[Entry], directory: Path, dtype: torch.dtype | None, part: Part) -> list[Tensor]:
+    with open_source(directory) as source:
+        if problems := find_problems(table, source.tensors):
+            raise ValueError(f"checkpoint {directory} does not fit the config:\n{problems}")
+        broken: list[str] = []
+        values = [_read(entry, source, dtype, tile_of(entry, part), broken) for entry in table]
+    if broken:
+        lines = "\n".join(listed("with weights that are not finite", broken))
+        raise ValueError(f"checkpoint {directory} cannot be used:\n{lines}")
+    return values
+
+
+def _read(entry: Entry, source: Source, dtype: torch.dtype | None, tile: Tile, broken: list[str]) -> Tensor:
+    stored = {
+        torch.bfloat16 if is_quantised(name, source.tensors) else DTYPES[source.tensors[name].dtype]
+        for name in entry.names
+    }
+    wanted = functools.reduce(torch.promote_types, stored) if dtype is None else dtype
+    held = precision.storage_dtype(entry.spec.dtype, wanted)
+    value = torch.empty([s.stop - s.start for s in tile], dtype=held)
+    for name, inner, piece in pieces(entry, value, tile):
+        place = entry.stored_tile(inner)
+        if is_quantised(name, source.tensors):
+            raw = _read_quantised(source, name, place, held)
+        elif entry.sliced_shape == entry.stored_shape:
+            raw = source.read(name, place)
+        else:
+            raw = source.read(name, place[:1]).flatten(1)[:, place[1]]
+        if not bool(torch.isfinite(raw).all()):
+            broken.append(name)
+        piece.copy_(entry.row.transform.load(raw, inner))
+    return value
+
+
+def _read_quantised(source: Source, name: str, place: Tile, dtype: torch.dtype) -> Tensor:
+    """A tile of an MXFP4 weight: its columns are read from the start of their first group to the end of their last."""
+    rows, columns = place
+    first, last = columns.start // mxfp4.GROUP, -(-columns.stop // mxfp4.GROUP)
+    half = mxfp4.GROUP // 2
+    packed = source.read(name + PACKED, (rows, slice(first * half, last * half)))
+    scale = source.read(name + SCALE, (rows, slice(first, last)))
+    try:
+        values = mxfp4.decode(packed, scale, dtype)
+    except ValueError as e:
+        raise ValueError(f"{name}: {e}") from e
+    start = first * mxfp4.GROUP
+    return values[:, columns.start - start : columns.stop - start]
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+def _check_shapes(table: list[Entry], leaves: list[Tensor], part: Part) -> None:
+    for entry, leaf in zip(table, leaves, strict=True):
+        shape = [s.stop - s.start for s in tile_of(entry, part)]
+        if list(leaf.shape) != shape:
+            raise ValueError(f"{entry.path} has shape {list(leaf.shape)}, cfg wants {shape}")
+
+
+def _announced(
+    table: list[Entry], leaves: list[Tensor], quantise: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor of the checkpoint."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for entry, leaf in zip(table, leaves, strict=True):
+        shape = entry.stored_shape
+        for name in entry.names:
+            if quantise and entry.quantisable:
+                rows, columns = shape
+                found[name + PACKED] = (rows, columns // 2), torch.uint8
+                found[name + SCALE] = (rows, columns // mxfp4.GROUP), torch.uint8
+            else:
+                found[name] = shape, leaf.dtype
+    return found
+
+
+def _check_groups(table: list[Entry], part: Part) -> None:
+    for entry in table:
+        if entry.quantisable:
+            columns = entry.stored_tile(tile_of(entry, part)[1:])[1]
+            whole = entry.stored_shape[1]
+            if columns.start % mxfp4.GROUP or columns.stop % mxfp4.GROUP or whole % mxfp4.GROUP:
+                raise ValueError(
+                    f"{entry.path}: columns {columns.start} to {columns.stop} of {whole} are no whole groups of "
+                    f"{mxfp4.GROUP}, as MXFP4 needs; export without quantising, or from a mesh that splits it otherwise"
+                )
+
+
+def _write(table: list[Entry], leaves: list[Tensor], layout: Layout, folder: Path, part: Part, quantise: bool) -> None:
+    with open_writer(folder, layout) as writer:
+        for entry, leaf in zip(table, leaves, strict=True):
+            if part.writes(entry.path.removeprefix(_PARAMS)):
+                for name, inner, value in pieces(entry, leaf, tile_of(entry, part)):
+                    stored = entry.row.transform.export(value, inner, entry.shape)
+                    place = entry.stored_tile(inner)
+                    if quantise and entry.quantisable:
+                        _write_quantised(writer, name, entry.stored_shape, place, stored)
+                    else:
+                        writer.write(name, entry.sliced_shape, place, stored)
+
+
+def _write_quantised(writer: Writer, name: str, shape: tuple[int, ...], place: Tile, stored: Tensor) -> None:
+    (height, width), (rows, columns) = shape, place
+    for suffix, values, per in zip((PACKED, SCALE), mxfp4.encode(stored), (2, mxfp4.GROUP), strict=True):
+        tile = rows, slice(columns.start // per, columns.stop // per)
+        writer.write(name + suffix, (height, width // per), tile, values)

@@ -1,0 +1,67 @@
+"""``python -m k31fn.kernels``: every op, its implementations, and which of them run on this machine.
+
+In the order of choice. ``default`` is what a call runs unless :func:`~k31fn.kernels.registry.use_impl` names another;
+for what does not run, the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+
+import k31fn.kernels
+from k31fn import device
+from k31fn.kernels.registry import OPS, Implementation, Op
+
+__all__ = ["load_all", "main", "table"]
+
+
+def load_all() -> None:
+    """Imports every op's package, so that all ops are in ``OPS``."""
+    for module in pkgutil.iter_modules(k31fn.kernels.__path__):
+        if module.ispkg:
+            importlib.import_module(f"k31fn.kernels.{module.name}")
+
+
+def table(kind: str) -> list[tuple[str, str, str, str]]:
+    """(op, implementation, device types, whether it runs on a device of this kind or why not), header first."""
+    rows = [("op", "implementation", "devices", f"on {kind}")]
+    for op in sorted(OPS.values(), key=lambda op: op.name):
+        rows += _rows(op, kind)
+    return rows
+
+
+def _rows(op: Op, kind: str) -> list[tuple[str, str, str, str]]:
+    rows, taken = [], False
+    for impl in op.implementations.values():
+        state = _state(impl, kind)
+        if not state:
+            state, taken = "also" if taken else "default", taken or not impl.dtypes
+            state += f" for {', '.join(str(d).removeprefix('torch.') for d in impl.dtypes)}" if impl.dtypes else ""
+        rows.append((op.name, impl.name, ",".join((*impl.devices, *impl.on_request)), state))
+    return [*rows, (op.name, "reference", "all", "on request" if taken else "default")]
+
+
+def _state(impl: Implementation, kind: str) -> str:
+    """Why it is not chosen by default; ``""`` if it is."""
+    if kind not in impl.devices + impl.on_request:
+        return f"no: it runs on {', '.join(impl.devices + impl.on_request)}"
+    if reason := impl.missing():
+        return f"no: {reason}"
+    return "" if kind in impl.devices else "on request"
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m k31fn.kernels", description="Ops and their implementations.")
+    parser.add_argument("--device", default=device.default().type, help="device type (default: the best one here)")
+    load_all()
+    rows = table(parser.parse_args().device)
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for *cells, last in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), last, sep="  ")
+
+
+if __name__ == "__main__":
+    main()

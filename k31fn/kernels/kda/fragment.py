@@ -1,0 +1,66 @@
+"""What a fragment of a row does to the state, in plain torch: the scan of ``kda`` without outputs.
+
+The scan is affine in the state, so one run from ``[0 | I]``, V + K columns of which only the first V read ``v``, ends
+in ``[S~ | M]``. As in ``kda`` a slab's backward is written by hand and starts from the slab's inputs: nothing lives
+between forward and backward but the op's inputs and one ``[K V+K]`` per slab and head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from k31fn.autodiff import custom_vjp
+from k31fn.kernels.kda.chunks import SLAB, Masks, from_tiles, make_masks, operands, prepare, scan, scan_bwd, state_bwd
+from k31fn.kernels.kda.recurrence import TILE, KdaFragment
+from k31fn.precision import island
+from k31fn.typing import Float, Int, Tensor
+
+__all__ = ["kda_fragment"]
+
+
+def kda_fragment(
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H K"],
+    beta: Float[Tensor, "B T H"],
+    ids: Int[Tensor, "B T"],
+) -> KdaFragment:
+    """The chunked form; contract in :mod:`k31fn.kernels.kda`."""
+    batch, length, heads, width = k.shape
+    tile = min(TILE, length)
+    masks = make_masks(ids, tile, island(v.dtype))
+    identity = torch.eye(width, dtype=island(v.dtype), device=v.device)
+    both = torch.nn.functional.pad(identity, (v.shape[-1], 0)).expand(batch, heads, -1, -1)
+    tokens = zip(*(x.split(SLAB * tile, dim=1) for x in (k, v, g, beta)), strict=True)
+    slabs = zip(*(m.split(SLAB) for m in masks), strict=True)
+    for xs, mask in zip(tokens, slabs, strict=True):
+        both = _slab(*xs, both, Masks(*mask))
+    return KdaFragment(*both.split([v.shape[-1], width], dim=-1))
+
+
+def _slab_value(*args: Any) -> Tensor:
+    """The state that leaves one slab."""
+    return _slab_fwd(*args)[0]
+
+
+def _slab_fwd(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, masks: Masks
+) -> tuple[Tensor, tuple[Any, ...]]:
+    t = prepare((k,), v, g, beta, masks)
+    return scan(t, operands(t, masks), state).last, (k, v, g, beta, state, masks)
+
+
+def _slab_bwd(residuals: tuple[Any, ...], ct: Tensor) -> tuple[Tensor | None, ...]:
+    k, v, g, beta, state, masks = residuals
+    t = prepare((k,), v, g, beta, masks)
+    m = operands(t, masks)
+    run, back = scan(t, m, state), scan_bwd(t, m, ct)
+    d = state_bwd(t, m, masks, run, back)
+    d_beta = from_tiles(d.beta[..., None], beta[..., None])[..., 0]
+    grads = [from_tiles(x, like) for x, like in ((d.rows[0], k), (d.v, v), (d.g, g))]
+    return *grads, d_beta, back.last, None
+
+
+_slab = custom_vjp(_slab_value, name="kda_fragment").defvjp(_slab_fwd, _slab_bwd)

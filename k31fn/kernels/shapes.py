@@ -1,0 +1,82 @@
+"""Operators without their work, for programs that are run on meta tensors to see their shapes.
+
+A reference on meta tensors computes nothing, but takes all its steps, thousands for a long sequence. Inside
+:func:`shapes_only` an op of meta tensors takes those of its forward once for each kind of arguments; after that its
+results and gradients are made at once. Memory that an op holds between forward and backward is not seen so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k31fn import tree
+from k31fn.autodiff import custom_vjp
+
+__all__ = ["known", "shapes_only"]
+
+_KNOWN: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("k31fn_shapes", default=None)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Inside, ops of meta tensors have shapes, dtypes and first derivatives, and do nothing else."""
+    token = _KNOWN.set({})
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
+def known(name: str, reference: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op's results on meta tensors; None outside :func:`shapes_only`, or where there are values."""
+    results = _KNOWN.get()
+    if results is None:
+        return None
+    leaves, structure = tree.flatten((args, kwargs), allow_none=True)
+    if not all(x.is_meta for x in leaves if isinstance(x, Tensor)):
+        return None
+    key = (name, structure, tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves))
+    if key not in results:
+        # in a context of its own: an enclosing remat must not record what a replay will not do
+        results[key] = contextvars.Context().run(_run_once, reference, leaves, structure)
+    out, has_gradient, reached = results[key]
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+
+    def fresh(*_: Any) -> Any:
+        return tree.map(torch.empty_like, out)
+
+    def gradients(inputs: tuple[Tensor, ...], _: Any) -> tuple[Tensor | None, ...]:
+        return tuple(torch.empty_like(x) if i in reached else None for i, x in enumerate(inputs))
+
+    rule = custom_vjp(fresh, name=name).defvjp(lambda *x: (fresh(), x), gradients)
+    made = rule(*[x if i in reached else x.detach() for i, x in enumerate(tensors)])
+    return tree.map(lambda x, kept: x if kept else x.detach(), made, has_gradient)
+
+
+def _run_once(reference: Callable[..., Any], leaves: list[Any], structure: Any) -> tuple[Any, Any, set[int]]:
+    """The results, which of them are differentiable, and with respect to which of the tensors among ``leaves``."""
+    values = [_fresh_leaf(x) if isinstance(x, Tensor) else x for x in leaves]
+    args, kwargs = tree.unflatten(structure, values)
+    with torch.enable_grad():
+        out = reference(*args, **kwargs)
+    nodes = [x.grad_fn for x in tree.leaves(out)]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    ends = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    reached = {i for i, x in enumerate(tensors) if id(x) in ends}
+    return tree.map(torch.Tensor.detach, out), tree.map(lambda x: x.requires_grad, out), reached
+
+
+def _fresh_leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_() if x.is_floating_point() else x

@@ -1,0 +1,146 @@
+"""Manifold-constrained hyper-connections (mHC) as a residual scheme: N parallel streams, mixed around every sublayer.
+
+mHC, arXiv 2512.24880; not part of Kimi K3 or K3.1. A sublayer ``f`` reads and updates the streams ``x_1 .. x_N`` so,
+with ``h_pre``, ``h_post`` and ``h_res`` from the streams of the same token (:mod:`k31fn.kernels.mhc_pre`)::
+
+    y    = f(sum_i h_pre[i] x_i)
+    x'_j = h_post[j] y + sum_i h_res[i, j] x_i             :mod:`k31fn.kernels.mhc_post`
+
+``h_res`` is nearly doubly stochastic, so the mixing neither grows nor shrinks the streams over many layers. All streams
+start as the embedding; the final norm reads ``sum_i h_pre[i] x_i`` with coefficients of its own. Streams are stored in
+the model dtype, coefficients and their parameters are float32.
+
+With the initial values below ``h_res`` is nearly uniform and ``h_post`` nearly 1: at first all streams are the plain
+residual stream. See :mod:`k31fn.layers.attn_res`, which says what a residual scheme is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import torch
+
+from k31fn import tree
+from k31fn.kernels.mhc_post import mhc_post
+from k31fn.kernels.mhc_pre import mhc_head, mhc_pre
+from k31fn.parallel.collectives import pvary
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import Constant, ParamSpec, TruncatedNormal
+from k31fn.typing import Float, Leaf, Tensor
+
+__all__ = ["Carry", "Config", "Params", "connect", "finish", "specs", "specs_out", "start"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The scheme.
+
+    Attributes:
+        num_streams: how many.
+        iterations: of Sinkhorn.
+        eps: of the norm of the flat streams.
+        init_std: standard deviation of the first ``phi``.
+        init_scale: first value of the scales, which say how much the coefficients depend on the token.
+    """
+
+    num_streams: int = 4
+    iterations: int = 20
+    eps: float = 1e-6
+    init_std: float = 0.02
+    init_scale: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("num_streams", "iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"mhc.Config.{name}={getattr(self, name)} must be positive; set it to 1 or more")
+        if not self.eps > 0:
+            raise ValueError(f"mhc.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, such as 1e-6")
+        if not self.init_std > 0:
+            raise ValueError(f"mhc.Config.init_std={self.init_std}: a standard deviation; set init_std > 0")
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """``phi [N D, C]``, ``scale`` (one per part) and ``base [C]`` of C coefficients per token."""
+
+    phi: Leaf
+    scale: Leaf
+    base: Leaf
+
+
+@tree.dataclass
+class Carry:
+    """What goes from sublayer to sublayer: ``streams [B T N D]``; before the first one ``[B T 1 D]``, all alike."""
+
+    streams: Tensor
+
+
+def specs(cfg: Config, hidden_size: int) -> Params[ParamSpec]:
+    """Parameters of one sublayer's coefficients."""
+    return _specs(cfg, hidden_size, 3, 2 * cfg.num_streams + cfg.num_streams**2)
+
+
+def specs_out(cfg: Config, hidden_size: int) -> Params[ParamSpec]:
+    """Parameters of the last read, which the final norm reads."""
+    return _specs(cfg, hidden_size, 1, cfg.num_streams)
+
+
+def _specs(cfg: Config, hidden_size: int, parts: int, columns: int) -> Params[ParamSpec]:
+    no_decay = frozenset({"no_decay"})
+    return Params(
+        phi=ParamSpec(
+            (cfg.num_streams * hidden_size, columns), ("hidden", ""), TruncatedNormal(cfg.init_std), torch.float32
+        ),
+        scale=ParamSpec((parts,), ("",), Constant(cfg.init_scale), torch.float32, no_decay),
+        base=ParamSpec((columns,), ("",), Constant(0.0), torch.float32, no_decay),
+    )
+
+
+def start(x: Float[Tensor, "B T D"]) -> Carry:
+    """The carry before the first sublayer; ``x`` is the embedding."""
+    return Carry(streams=x[:, :, None])
+
+
+def connect(
+    params: Params[Tensor],
+    carry: Carry,
+    cfg: Config,
+    f: Callable[[Tensor], tuple[Tensor, Any]],
+    *,
+    opens_block: bool,
+    sh: Sharding = UNSHARDED,
+) -> tuple[Carry, Any]:
+    """One sublayer.
+
+    Args:
+        params: of this sublayer's coefficients.
+        carry: from the sublayer before, or :func:`start`.
+        cfg: of the scheme.
+        f: the sublayer with its norm, ``h [B T D] -> (y [B T D], aux)``.
+        opens_block: of no meaning here.
+        sh: sharding; the carry holds this rank's tokens.
+
+    Returns:
+        The next carry, and ``aux``.
+    """
+    del opens_block
+    pre = mhc_pre(_streams(carry, cfg), *_varying(params, sh), cfg.eps, cfg.iterations)
+    y, aux = f(pre.y)
+    return Carry(mhc_post(pre.x, y.to(pre.x.dtype), pre.h_post, pre.h_res)), aux
+
+
+def finish(
+    params_out: Params[Tensor], carry: Carry, cfg: Config, *, sh: Sharding = UNSHARDED
+) -> Float[Tensor, "B T D"]:
+    """What the final norm reads."""
+    return mhc_head(_streams(carry, cfg), *_varying(params_out, sh), cfg.eps)
+
+
+def _streams(carry: Carry, cfg: Config) -> Tensor:
+    return carry.streams.expand(-1, -1, cfg.num_streams, -1)
+
+
+def _varying(params: Params[Tensor], sh: Sharding) -> tuple[Tensor, ...]:
+    return tuple(pvary(w, sh.sequence) for w in (params.phi, params.scale, params.base))

@@ -1,0 +1,156 @@
+"""One layer of the vision tower: attention inside each image, then an MLP, both on a residual stream.
+
+Equations (MoonViT-V2, arXiv 2607.24653)::
+
+    h = RMSNorm(x)    q, k, v = h W_q, h W_k, h W_v    o = softmax(K^-0.5 rot(q) rot(k)^T) v    x = x + o W_o
+    x = x + gelu_tanh(RMSNorm(x) W_in) W_out
+
+Bidirectional over all patches (and frames) of one image and no other. ``rot`` turns pairs of adjacent dims by the row
+and the column of the patch (:mod:`k31fn.layers.patch_position`). The heads together are wider than the residual
+stream. Softmax and rotation are float32 islands. A padding patch attends to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from k31fn import tree
+from k31fn.kernels.interval_attention import interval_attention
+from k31fn.kernels.norm import rms_norm
+from k31fn.layers.linear import linear, split_heads
+from k31fn.layers.patch_position import angles
+from k31fn.layers.patches import Patches
+from k31fn.parallel.collectives import all_gather, psum_scatter, pvary
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.params import Constant, Normal, ParamSpec, TruncatedNormal
+from k31fn.precision import island, upcast
+from k31fn.typing import Float, Int, Leaf, Tensor
+
+__all__ = ["Config", "Geometry", "Params", "apply", "geometry", "specs"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A layer of the tower.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        num_heads: attention heads of the whole layer.
+        head_dim: dims of a head, a multiple of 4.
+        intermediate_size: inner width of the MLP.
+        rope_theta: base of the rotation's frequencies.
+        norm_eps: of the norms; the released code passes none, which in torch is float32's epsilon for every dtype.
+        init_std: of the attention's weights; the MLP's are drawn with ``sqrt(2 / inputs)``.
+    """
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float = 10000.0
+    norm_eps: float = torch.finfo(torch.float32).eps
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "head_dim", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"vision_block.Config.{name}={getattr(self, name)} must be at least 1")
+        if self.head_dim % 4:
+            raise ValueError(
+                f"vision_block.Config.head_dim={self.head_dim} must be a multiple of 4: pairs of dims turn by row and "
+                f"by column in turn; nearest: {-(-self.head_dim // 4) * 4}"
+            )
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"vision_block.Config.{name}={getattr(self, name)} must be positive")
+
+
+@tree.dataclass
+class Params(Generic[Leaf]):
+    """``attn_norm [D]  w_q w_k w_v [D HK]  w_o [HK D]  mlp_norm [D]  w_in [D F]  w_out [F D]``; columns by head."""
+
+    attn_norm: Leaf
+    w_q: Leaf
+    w_k: Leaf
+    w_v: Leaf
+    w_o: Leaf
+    mlp_norm: Leaf
+    w_in: Leaf
+    w_out: Leaf
+
+
+def specs(cfg: Config) -> Params[ParamSpec]:
+    """Declares the parameters. Heads and the MLP's inner width are split under tensor parallelism."""
+    D, HK, F = cfg.hidden_size, cfg.num_heads * cfg.head_dim, cfg.intermediate_size
+    matrix, init = frozenset({"matrix"}), Normal(cfg.init_std)
+    by_head = ParamSpec((D, HK), ("hidden", "heads"), init, tags=matrix | {"per_head"}, head_dim=cfg.head_dim)
+    norm = ParamSpec((D,), ("hidden",), Constant(1.0), tags=frozenset({"no_decay"}))
+    return Params(
+        attn_norm=norm,
+        w_q=by_head,
+        w_k=by_head,
+        w_v=by_head,
+        w_o=ParamSpec((HK, D), ("heads", "hidden"), init, tags=matrix),
+        mlp_norm=norm,
+        w_in=ParamSpec((D, F), ("hidden", "mlp"), TruncatedNormal(math.sqrt(2 / D)), tags=matrix),
+        w_out=ParamSpec((F, D), ("mlp", "hidden"), TruncatedNormal(math.sqrt(2 / F)), tags=matrix),
+    )
+
+
+class Geometry(NamedTuple):
+    """What all layers of a tower know of the patches: the turns, and which keys each patch sees."""
+
+    cos: Float[Tensor, "B T 1 K2"]
+    sin: Float[Tensor, "B T 1 K2"]
+    start: Int[Tensor, "B T"]
+    stop: Int[Tensor, "B T"]
+
+
+def geometry(patches: Patches, cfg: Config, dtype: torch.dtype) -> Geometry:
+    """The geometry of a pack, computed once for all layers; ``dtype`` is that of the activations."""
+    turn = angles(patches, cfg.head_dim, cfg.rope_theta, island(dtype))[:, :, None]
+    return Geometry(turn.cos(), turn.sin(), patches.start, patches.stop)
+
+
+def apply(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T D"],
+    cfg: Config,
+    *,
+    geometry: Geometry,
+    sh: Sharding = UNSHARDED,
+) -> Float[Tensor, "B T D"]:
+    """The layer on packed patches.
+
+    On a mesh ``x`` is split by patch over ``sh.tokens`` and ``geometry`` over ``sh.context`` only. Patches of one image
+    may lie on several ranks: keys and values are gathered over ``sh.context``.
+    """
+    h = rms_norm(x, pvary(params.attn_norm, sh.sequence), cfg.norm_eps)
+    x = x + _attention(params, h, cfg, geometry, sh)
+    h = all_gather(rms_norm(x, pvary(params.mlp_norm, sh.sequence), cfg.norm_eps), sh.sequence, 1)
+    h = F.gelu(linear(h, params.w_in), approximate="tanh")
+    return x + psum_scatter(linear(h, params.w_out), sh.sequence, 1)
+
+
+def _attention(params: Params[Tensor], h: Tensor, cfg: Config, geometry: Geometry, sh: Sharding) -> Tensor:
+    h = all_gather(h, sh.sequence, 1)
+    q, k, v = (
+        split_heads(linear(h, w), cfg.num_heads, cfg.head_dim, f"vision_block {name}")
+        for name, w in (("w_q", params.w_q), ("w_k", params.w_k), ("w_v", params.w_v))
+    )
+    q, k = _rotate(q, geometry), _rotate(k, geometry)
+    kv = all_gather(torch.cat([k, v], dim=-1), sh.context, 1)
+    k, v = kv.split([cfg.head_dim, cfg.head_dim], dim=-1)
+    o = interval_attention(q, k, v, geometry.start, geometry.stop, cfg.head_dim**-0.5)
+    return psum_scatter(linear(o.flatten(-2).to(h.dtype), params.w_o), sh.sequence, 1)
+
+
+def _rotate(x: Float[Tensor, "B T H K"], geometry: Geometry) -> Float[Tensor, "B T H K"]:
+    a, b = upcast(x).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = geometry.cos, geometry.sin
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)

@@ -1,0 +1,47 @@
+"""Decoding: the logits of the next tokens, and the state that carries what came before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k31fn import balance as quantile
+from k31fn import tree
+from k31fn.layers import block
+from k31fn.model.config import Config, layer_configs
+from k31fn.model.forward import check_layers, finish, logits, start
+from k31fn.model.layers import bias_of
+from k31fn.model.params import Params
+from k31fn.typing import Float, Int
+
+__all__ = ["State", "extend", "init_state"]
+
+
+@tree.dataclass
+class State:
+    """Decoding state: one per layer."""
+
+    layers: tuple[Any, ...]
+
+
+def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
+    """The state before the first token of ``batch`` documents."""
+    return State(tuple(block.init_state(c, batch, dtype=dtype, device=device) for c in layer_configs(cfg)))
+
+
+def extend(
+    params: Params[Tensor], tokens: Int[Tensor, "B T"], cfg: Config, state: State, *, balance: quantile.State
+) -> tuple[Float[Tensor, "B T Z"], State]:
+    """Logits of the next ``T`` tokens of one document per row, and the new state: prefill and decoding alike.
+
+    Cutting a document anywhere gives the values of the whole. One device: there is no sharding.
+    """
+    check_layers(params, cfg)
+    carry, states = start(params, tokens, cfg), []
+    parts = zip(params.layers, layer_configs(cfg), state.layers, strict=True)
+    for i, (layer, layer_cfg, layer_state) in enumerate(parts):
+        carry, new = block.extend(layer, carry, layer_cfg, layer_state, bias=bias_of(balance, i, layer_cfg))
+        states.append(new)
+    return logits(params, finish(params, carry, cfg).hidden), State(tuple(states))

@@ -1,0 +1,142 @@
+"""From tokens to hidden states: embedding, decoder layers, final mix and norm; and the head.
+
+A pipeline stage runs :func:`start` if it is the first, its part of the layers
+(:func:`k31fn.model.layers.run_layers`), and :func:`finish` if it is the last.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from k31fn import balance as quantile
+from k31fn import segments as seg
+from k31fn import tree
+from k31fn.layers import block, embedding, norm
+from k31fn.layers.linear import linear
+from k31fn.model.config import Config, embedding_config, final_norm_config
+from k31fn.model.layers import Remat, check_remat, run_layers
+from k31fn.model.params import Params, whole
+from k31fn.parallel.context import whole_slice
+from k31fn.parallel.fsdp import Placements
+from k31fn.parallel.sharding import UNSHARDED, Sharding
+from k31fn.segments import Segments
+from k31fn.typing import Float, Int
+
+__all__ = ["Final", "Output", "apply", "check_layers", "finish", "logits", "start"]
+
+
+class Final(NamedTuple):
+    """What the last stage makes of the residual state.
+
+    Attributes:
+        hidden: ``[B T D]`` after the final norm, before the head.
+        residual: ``[B T D]`` after the final mix, before the final norm (input of an MTP layer).
+
+    On a mesh these are the rank's own tokens.
+    """
+
+    hidden: Float[Tensor, "B T D"]
+    residual: Float[Tensor, "B T D"]
+
+
+class Output(NamedTuple):
+    """What :func:`apply` computes.
+
+    Attributes:
+        hidden, residual: as in :class:`Final`.
+        kl: indexer KL per full-attention layer, summed over valid queries ``[layers]``.
+        load: real tokens per expert ``[M E]``, M as in :func:`moe_layers` without the MTP layer.
+        histogram: the router's required biases ``[M E bins]``.
+    """
+
+    hidden: Float[Tensor, "B T D"]
+    residual: Float[Tensor, "B T D"]
+    kl: Tensor
+    load: Tensor
+    histogram: Tensor
+
+
+def apply(
+    params: Params[Tensor],
+    tokens: Int[Tensor, "B T"],
+    cfg: Config,
+    *,
+    balance: quantile.State,
+    segments: Segments | None = None,
+    remat: Remat = "none",
+    placements: Placements = (),
+    sh: Sharding = UNSHARDED,
+) -> Output:
+    """The hidden states of ``tokens``.
+
+    On a mesh ``tokens`` and ``segments`` are those of the rank's slice of the context, equal over ``sh.sequence``, and
+    hidden states are split by token over both. Nothing is summed over the context or over rows.
+
+    Args:
+        params: as :func:`specs` declares.
+        tokens: ids below ``vocab_size``, checked where the batch is made.
+        cfg: the model's config.
+        balance: the routers' biases, from :func:`init_balance` or the step before.
+        segments: packed documents; None: one document per row.
+        remat: "layer" keeps only each layer's input (and its routes and top-k sets) for the backward.
+        placements: of the parameters over the data axes, a tree like ``params`` (:mod:`k31fn.parallel.fsdp`); ``()``:
+            they are whole.
+        sh: sharding.
+
+    Raises:
+        ValueError: parameters of another number of layers, a None leaf, segments of another shape than the tokens, a
+            bias of another number of experts, an unknown ``remat``.
+    """
+    check_layers(params, cfg)
+    check_remat(remat)
+    if segments is None:
+        segments = whole_slice(tokens.shape[0], tokens.shape[1], sh.context, device=tokens.device)
+    seg.check_shape(segments, tokens)
+    carry, reports = run_layers(
+        params,
+        start(params, tokens, cfg, placements=placements, sh=sh),
+        cfg,
+        layers=range(cfg.num_layers),
+        balance=balance,
+        segments=segments,
+        remat=remat,
+        placements=placements,
+        sh=sh,
+    )
+    return Output(*finish(params, carry, cfg, placements=placements, sh=sh), *reports)
+
+
+def start(
+    params: Params[Tensor],
+    tokens: Int[Tensor, "B T"],
+    cfg: Config,
+    *,
+    placements: Placements = (),
+    sh: Sharding = UNSHARDED,
+) -> Any:
+    """The residual state before the first layer, from the embedding."""
+    table = whole(params, "embedding", placements)
+    return block.module_of(cfg.residual).start(embedding.apply(table, tokens, embedding_config(cfg), sh=sh))
+
+
+def finish(
+    params: Params[Tensor], carry: Any, cfg: Config, *, placements: Placements = (), sh: Sharding = UNSHARDED
+) -> Final:
+    """The final mix and norm of the residual state after the last layer."""
+    mix, weight = (whole(params, part, placements) for part in ("final_mix", "final_norm"))
+    residual = block.module_of(cfg.residual).finish(mix, carry, cfg.residual, sh=sh)
+    return Final(norm.apply(weight, residual, final_norm_config(cfg), sh=sh), residual)
+
+
+def logits(params: Params[Tensor], hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T Z"]:
+    """Scores of the vocabulary, for sampling. Training uses :func:`loss`, which never holds them all."""
+    return linear(hidden, params.head)
+
+
+def check_layers(params: Params[Tensor], cfg: Config) -> None:
+    """Raises ValueError about parameters of another number of layers, or with a None leaf."""
+    tree.leaves(params)  # refuses None
+    if (given := len(params.layers)) != cfg.num_layers:
+        raise ValueError(f"model.Config.num_layers={cfg.num_layers}, but params has {given} layers; use their config")

@@ -1,0 +1,69 @@
+"""What travels between the ranks of a pipeline, and in which order."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+from k31fn.parallel.pipeline.actions import Action, Schedule
+from k31fn.parallel.pipeline.timeline import timeline
+
+__all__ = ["Message", "messages", "sent_by", "taken_by"]
+
+
+class Message(NamedTuple):
+    """What crosses between two ranks.
+
+    Attributes:
+        kind: the input of a stage, or the cotangent of its output.
+        micro_batch: of which.
+        source: the stage that sends it.
+        to: the stage that takes it, ``source`` + 1 or - 1.
+    """
+
+    kind: Literal["forward", "backward"]
+    micro_batch: int
+    source: int
+    to: int
+
+
+@functools.lru_cache(maxsize=16)
+def messages(schedule: Schedule) -> tuple[Message, ...]:
+    """Everything that travels between ranks, in an order in which every rank can issue its part of it.
+
+    The order is that of the ends of the actions that send, on a timeline. So what a sender needs for a message comes
+    before it in the order, and if all ranks issue their sends and receives in it, the first message that has not
+    arrived can always be produced and taken, however little a send or a receive buffers: also where each blocks the
+    ones behind it, as on one stream of NCCL.
+    """
+    found = [
+        (end, rank, message)
+        for rank, row in enumerate(timeline(schedule))
+        for action, _, end in row
+        if (message := sent_by(action, schedule)) and schedule.num_ranks > 1
+    ]
+    return tuple(message for *_, message in sorted(found))
+
+
+def sent_by(action: Action, schedule: Schedule) -> Message | None:
+    """The message to another stage that an action gives."""
+    i, s = action.micro_batch, action.stage
+    match action.kind:
+        case "forward":
+            return Message("forward", i, s, s + 1) if s + 1 < schedule.num_stages else None
+        case "backward" | "backward_input":
+            return Message("backward", i, s, s - 1) if s else None
+        case "backward_weight":
+            return None
+
+
+def taken_by(action: Action, schedule: Schedule) -> Message | None:
+    """The message from another stage that an action needs."""
+    i, s = action.micro_batch, action.stage
+    match action.kind:
+        case "forward":
+            return Message("forward", i, s - 1, s) if s else None
+        case "backward" | "backward_input":
+            return Message("backward", i, s + 1, s) if s + 1 < schedule.num_stages else None
+        case "backward_weight":
+            return None

@@ -1,0 +1,109 @@
+"""Messages from one rank of an axis to another.
+
+    sent = send(x, axes.pp, to=1)                       on rank 0
+    arriving = recv((4, 8), axes.pp, source=0, dtype=x.dtype, device=x.device)      on rank 1
+    x = arriving()
+
+Both return at once. What two ranks send each other arrives in the order in which it was sent, and must be asked for in
+that order. A message has no gradient: who sends it carries the cotangent back, as
+:mod:`k31fn.parallel.pipeline` does. On real ranks only: in the simulated mesh all ranks run the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from k31fn.parallel import record
+from k31fn.parallel.axis import Axes, Channel, active
+from k31fn.parallel.collectives import axis_size
+
+__all__ = ["own_index", "recv", "send"]
+
+
+def send(x: Tensor, axis: Axes, to: int) -> Callable[[], None]:
+    """Sends ``x``, which must not be changed before the function returned here has been called.
+
+    Args:
+        x: what travels.
+        axis: along which; ranks elsewhere on it are not concerned.
+        to: index of the receiver on ``axis``.
+
+    Raises:
+        ValueError: simulated ranks, or an index that is this rank's or outside the axis.
+    """
+    channel, names = _channel("send", axis, to), tuple(a.name for a in active(axis))
+    _note("issue", "send", names, x)
+    finish = channel.send(x.detach(), to)
+
+    def wait() -> None:
+        finish()
+        _note("wait", "send", names, x)
+
+    return wait
+
+
+def recv(
+    shape: Sequence[int], axis: Axes, source: int, *, dtype: torch.dtype, device: torch.device | str
+) -> Callable[[], Tensor]:
+    """Asks for the next message of ``source``; the function returned waits for it.
+
+    Args:
+        shape: of the message.
+        axis: along which.
+        source: index of the sender on ``axis``.
+        dtype: of the message.
+        device: where it is to lie.
+
+    Raises:
+        ValueError: as in :func:`send`; on threads also, when waited for, a message of another shape or dtype.
+    """
+    channel, names = _channel("recv", axis, source), tuple(a.name for a in active(axis))
+    into = torch.empty(tuple(shape), dtype=dtype, device=device)
+    _note("issue", "recv", names, into)
+    finish = channel.recv(into, source)
+
+    def wait() -> Tensor:
+        y = finish()
+        _note("wait", "recv", names, y)
+        return y
+
+    return wait
+
+
+def own_index(axis: Axes) -> int:
+    """This rank's index on ``axis`` as a number, which only real ranks have.
+
+    Raises:
+        ValueError: the simulated mesh, where a program cannot differ by rank; or an axis that is not bound to ranks.
+    """
+    axes = active(axis)
+    if not axes:
+        return 0
+    names = tuple(a.name for a in axes)
+    for a in axes:
+        if a.host is None:
+            raise ValueError(f"axis {a.name!r} is not bound to ranks; take it from the axes that a rank is given")
+        if a.host.token(a.name) is not None:
+            raise ValueError(
+                f"axes {names} in the simulated mesh, where all ranks run one program: send, recv and pipelines need "
+                "real ranks; use backend 'threads' or 'processes'"
+            )
+    assert axes[0].host is not None
+    return axes[0].host.channel(names).index
+
+
+def _channel(what: str, axis: Axes, other: int) -> Channel:
+    me, size = own_index(axis), axis_size(axis)
+    if other == me or not 0 <= other < size:
+        raise ValueError(f"{what}: rank {other} from rank {me} of {size}; name another rank of the axis")
+    axes = active(axis)
+    assert axes[0].host is not None
+    return axes[0].host.channel(tuple(a.name for a in axes))
+
+
+def _note(what: str, kind: str, names: tuple[str, ...], x: Tensor) -> None:
+    for r in record.records():
+        r.events.append(record.Event(what, kind, names, x.nbytes))

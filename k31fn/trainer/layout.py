@@ -1,0 +1,108 @@
+"""How a recipe's model lies on its mesh, seen from one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from k31fn import model, optim, tree
+from k31fn.config import Recipe
+from k31fn.model.stages import Part, select, stage_moe_layers, stages
+from k31fn.parallel import AxisRules, MeshAxes, Sharding, axis_size, fsdp, partition
+from k31fn.parallel.pipeline import Schedule, schedule, stage_ranges
+from k31fn.parallel.point_to_point import own_index
+from k31fn.params import ParamSpec
+
+__all__ = ["Layout", "cut", "lay_out", "make_optimizer", "make_schedule", "trained_specs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What one rank holds and how it works with the others.
+
+    Attributes:
+        axes: of the mesh, bound to this rank.
+        schedule: of the pipeline; one stage on one rank without one.
+        parts: what each of its stages has of the model.
+        own: what those of this rank have, by chunk.
+        specs: of the parameters that this rank has, of which it holds parts; what is not trained is tagged ``frozen``.
+        partition: how each is split.
+        placements: what becomes of each part where the model uses it.
+        optimizer: of these parts.
+        moe_layers: global numbers of its MoE layers.
+    """
+
+    axes: MeshAxes
+    schedule: Schedule
+    parts: tuple[Part, ...]
+    own: tuple[Part, ...]
+    specs: model.Params[ParamSpec]
+    partition: Any
+    placements: Any
+    optimizer: optim.Transform
+    moe_layers: tuple[int, ...]
+
+    @property
+    def sh(self) -> Sharding:
+        """What layers take."""
+        return Sharding.on(self.axes)
+
+
+def lay_out(recipe: Recipe, axes: MeshAxes) -> Layout:
+    """The layout of ``recipe`` on ``axes``: those of its mesh, or none, for the whole model.
+
+    Raises:
+        ValueError: a weight that its ranks do not divide; names it.
+    """
+    table = make_schedule(recipe, axis_size(axes.pp))
+    parts = cut(recipe.model, table)
+    own = tuple(parts[s] for s in table.stages_of(own_index(axes.pp)))
+    specs, moe_layers = trained_specs(recipe), model.moe_layers(recipe.model)
+    if table.num_stages > 1:
+        specs, moe_layers = select(specs, own), stage_moe_layers(recipe.model, own)
+    split = partition(specs, AxisRules(), recipe.mesh)
+    precision = recipe.precision
+    places = fsdp.placements(specs, split, axes, compute=precision.compute, reduce=precision.reduce)
+    optimizer = make_optimizer(recipe, specs, places)
+    return Layout(axes, table, parts, own, specs, split, places, optimizer, moe_layers)
+
+
+def make_schedule(recipe: Recipe, num_ranks: int) -> Schedule:
+    """The table of a step on a pipeline of so many ranks."""
+    if num_ranks == 1:
+        return schedule("1f1b", 1, recipe.micro_batches)
+    p = recipe.pipeline
+    return schedule(p.schedule, num_ranks, recipe.micro_batches, num_chunks=p.num_chunks)
+
+
+def cut(cfg: model.Config, table: Schedule) -> tuple[Part, ...]:
+    """What each stage has of the model."""
+    if table.num_stages == 1:
+        return (Part(range(cfg.num_layers), first=True, last=True),)
+    return stages(cfg, stage_ranges(cfg.num_layers, table.num_stages))
+
+
+def trained_specs(recipe: Recipe) -> model.Params[ParamSpec]:
+    """The model's specs, with what the recipe does not train tagged ``frozen``."""
+    specs = model.specs(recipe.model)
+    if recipe.trainable == "all":
+        return specs
+
+    def freeze(path: str, spec: ParamSpec) -> ParamSpec:
+        kept = re.search(rf"\.{recipe.trainable}\.", path)
+        return spec if kept else dataclasses.replace(spec, tags=spec.tags | {"frozen"})
+
+    return tree.map_with_path(freeze, specs)
+
+
+def make_optimizer(recipe: Recipe, specs: Any, placements: Any = ()) -> optim.Transform:
+    """The recipe's optimiser for parameters declared by ``specs``, of which ``placements`` says what a rank holds."""
+    o = recipe.optimizer
+    adamw = functools.partial(optim.adamw, specs, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay)
+    if o.kind == "adamw":
+        return adamw()
+    others = adamw(where=lambda path, spec: "matrix" not in spec.tags)
+    return optim.combine(specs, optim.muon(specs, weight_decay=o.weight_decay, placements=placements), others)

@@ -1,0 +1,122 @@
+"""What the ranks of a run agree on, on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from k31fn.parallel import CollectiveError, MeshAxes, exchange_json, pmax
+from k31fn.parallel.mesh import Coordinate
+from k31fn.parallel.point_to_point import own_index
+from k31fn.trainer.watch import Watch
+
+__all__ = ["OtherRankError", "Ranks", "coordinate_of"]
+
+_T = TypeVar("_T")
+
+_FAILED = 1000  # more than any signal's number
+
+
+class OtherRankError(RuntimeError):
+    """Another rank failed, and says why."""
+
+
+def coordinate_of(axes: MeshAxes) -> Coordinate:
+    """Where this rank is in the mesh."""
+    return {a.name: own_index(a) for a in axes.atoms}
+
+
+class Ranks:
+    """The ranks of a run, seen from one of them; without arguments, the only one.
+
+    Args:
+        axes: of the mesh, bound to this rank.
+        watch: looks for lost ranks while a block of it runs; closed once the ranks have agreed to end.
+
+    Attributes:
+        axes: as given.
+        watch: as given.
+        first: whether this is rank 0, which alone reads and writes files and prints.
+        together: whether the ranks are known to be at the same point: of one they are, of several when they agreed on
+            a failure.
+    """
+
+    def __init__(self, axes: MeshAxes | None = None, watch: Watch | None = None) -> None:
+        self.axes = axes or MeshAxes()
+        self.first = own_index(self.axes.atoms) == 0
+        self.together = not self.axes.atoms
+        self.watch: contextlib.AbstractContextManager[Any] = watch or contextlib.nullcontext()
+
+    def on_first(self, f: Callable[[], Any]) -> Any:
+        """``f()``, JSON data, as rank 0 computes it, on every rank.
+
+        Raises:
+            Exception: on rank 0, what ``f`` raises.
+            OtherRankError: on the others, when it does.
+        """
+        answer, error = None, None
+        if self.first:
+            try:
+                answer = f()
+            except CollectiveError:
+                raise
+            except Exception as e:
+                error = e
+        failed, answer = exchange_json([error is not None, answer], self.axes.atoms)[0]
+        if failed:
+            self._fail(error)
+        return answer
+
+    def on_each(self, f: Callable[[], _T]) -> _T:
+        """``f()`` on every rank.
+
+        Raises:
+            ValueError: on rank 0, when it raised a ValueError, ImportError or OSError on one of them: with what they
+                said, and where, if not all said the same.
+            OtherRankError: on the others, then.
+        """
+        value, said = [], ""
+        try:
+            value.append(f())
+        except (ValueError, ImportError, OSError) as e:
+            said = str(e)
+        texts = exchange_json([own_index(self.axes.atoms), coordinate_of(self.axes), said], self.axes.atoms)
+        if all(text == said for *_, text in texts) and said:
+            self._fail(ValueError(said) if self.first else None)
+        if lines := [f"rank {r} at {where}: {text}" for r, where, text in texts if text]:
+            self._fail(ValueError("; ".join(lines)) if self.first else None)
+        return value[0]
+
+    def agree(self, number: int = 0, error: Exception | None = None) -> int:
+        """The largest of the ranks' numbers: of the signals that they got, 0 for none.
+
+        Args:
+            number: of this rank, below 1000.
+            error: what failed on this rank since they last agreed.
+
+        Raises:
+            Exception: ``error``, on the rank that has one.
+            OtherRankError: on the other ranks, when one has.
+        """
+        code = int(pmax(torch.tensor([_FAILED if error is not None else number]), self.axes.atoms))
+        if code == _FAILED:
+            self._fail(error)
+        return code
+
+    def part(self) -> None:
+        """All ranks are here, and none needs another any more."""
+        self.agree()
+        self._close_watch()
+        self.agree()  # the first rank may hold the store that the watches ask
+
+    def _fail(self, error: Exception | None) -> None:
+        self.together = True
+        self._close_watch()
+        raise error if error is not None else OtherRankError("another rank failed")
+
+    def _close_watch(self) -> None:
+        if isinstance(self.watch, Watch):
+            self.watch.close()

@@ -1,0 +1,184 @@
+"""Finding the rank that a run on several ranks was lost by, and ending the others.
+
+A thread of each rank looks at two things. Does this rank get on: has it issued a collective lately? And has a rank
+raised the alarm, because it does not get on, because a collective of its failed, or because it failed itself? Then
+every rank that lives says where it is, within seconds and whatever its main thread does; one of them reports which rank
+died or hangs, and all end with status 1. What is on disk is whole at any moment, so nothing need be tidied up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from k31fn.parallel import CollectiveError, Mesh, Progress
+
+__all__ = ["Watch", "lost"]
+
+_POLLS = 20  # in the time after which a rank counts as hanging
+_GRACE_S = 3.0  # for a rank to say where it is, once the alarm is raised
+
+
+class Watch:
+    """Watches this rank and listens for the others while its block runs. An error that leaves the block ends them all.
+
+    Args:
+        store: shared by the ranks.
+        rank: number of this one.
+        mesh: of the run.
+        progress: of this rank's collectives.
+        timeout: seconds without a collective after which a rank does not get on.
+        end: ends the process; the status is its argument.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        mesh: Mesh,
+        progress: Progress,
+        *,
+        timeout: float,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        # a connection of its own: the main thread may be waiting on the other
+        self._store = dist.PrefixStore("watch", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+        self._rank, self._mesh, self._progress, self._timeout, self._end = rank, mesh, progress, timeout, end
+        self._main = threading.get_ident()
+        self._over = threading.Event()
+        self._error = self._own = ""
+        self._answered = False
+        self._thread = threading.Thread(target=self._listen, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._over.is_set():
+            self._end_with(error)
+        self.close()
+
+    def close(self) -> None:
+        """Stops watching: from here on ranks may end, if they all do."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _end_with(self, error: BaseException) -> None:
+        """Ends all ranks: this one failed, or a collective of it, for which the rank that is to blame is found."""
+        if isinstance(error, CollectiveError):
+            self._error = str(error)
+        else:
+            self._own = f"{type(error).__name__}: {error}"
+            where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
+            said = "" if isinstance(error, KeyboardInterrupt) else "".join(traceback.format_exception(error))
+            print(f"{said}train.py: {where} failed: {self._own}", file=sys.stderr, flush=True)
+        self._call(lambda: self._store.add("alarm", 1))
+        self._thread.join()
+
+    def _listen(self) -> None:
+        pause = min(1.0, self._timeout / _POLLS)
+        seen, since = -1, time.monotonic()
+        while not self._over.wait(pause):
+            if self._progress.issued != seen:
+                seen, since = self._progress.issued, time.monotonic()
+            late = time.monotonic() - since > self._timeout
+            if late:
+                self._call(lambda: self._store.add("alarm", 1))
+            if late or self._call(lambda: self._store.add("alarm", 0)):
+                self._answer(time.monotonic() - since)
+                return
+
+    def _answer(self, still: float) -> None:
+        """Says where this rank is, and, for the first rank that gets so far, what the others said."""
+        frame = sys._current_frames().get(self._main)
+        mine = {
+            "failed": self._own,
+            "waiting": self._error or self._progress.waiting,
+            "issued": self._progress.issued,
+            "where": _position(frame),
+            "still": round(still, 1),
+        }
+        self._call(lambda: self._store.set(f"rank {self._rank}", json.dumps(mine)))
+        self._answered = True
+        deadline = time.monotonic() + _GRACE_S
+        said = self._said()
+        while len(said) < self._mesh.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said = self._said()
+        if self._call(lambda: self._store.add("reporter", 1)) == 1:
+            for line in lost(self._mesh, said):
+                print(f"train.py: {line}", file=sys.stderr, flush=True)
+            self._call(lambda: self._store.set("reported", ""))
+        while not self._call(lambda: self._store.check(["reported"])) and time.monotonic() < deadline + 1:
+            time.sleep(0.05)
+        sys.stdout.flush()
+        self._end(1)
+
+    def _said(self) -> dict[int, dict[str, Any]]:
+        names = {r: f"rank {r}" for r in range(self._mesh.world_size)}
+        there = [r for r, name in names.items() if self._call(lambda name=name: self._store.check([name]))]
+        return {r: json.loads(self._store.get(names[r])) for r in there}
+
+    def _call(self, ask: Callable[[], Any]) -> Any:
+        """What the store says. Without it, whoever held it is gone, and this rank ends."""
+        try:
+            return ask()
+        except RuntimeError:
+            if not self._answered:  # else the others know, and have ended already
+                where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
+                text = f"train.py: {where}: the store of the process group is gone: rank 0 or its torchrun died"
+                print(text, file=sys.stderr, flush=True)
+            self._end(1)
+
+
+def lost(mesh: Mesh, said: dict[int, dict[str, Any]]) -> list[str]:
+    """What to report, from where the ranks that live say they are.
+
+    A rank that failed has reported itself. One that says nothing died. Of ranks that all live, those hang that wait for
+    no other; on a device, whose collectives nobody waits for, those that issued fewer than others of their stage.
+    """
+    if any(state["failed"] for state in said.values()):
+        return []
+    names = {r: f"rank {r} at {mesh.coordinate(r)}" for r in range(mesh.world_size)}
+    waiting = sorted({state["waiting"] for state in said.values() if state["waiting"]})
+    meanwhile = f"; the others wait in {waiting[0].splitlines()[-1].removeprefix('in ')}" if waiting else ""
+    dead = [r for r in names if r not in said]
+    if dead:
+        return [f"{names[r]} died: it says nothing any more{meanwhile}" for r in dead]
+    hanging = [r for r, state in said.items() if not state["waiting"]]
+    if not waiting or not hanging:
+        hanging = [r for r in said if _behind(r, mesh, said)] or list(said)
+    return [
+        f"{names[r]} hangs: no collective for {said[r]['still']} s, at {said[r]['where']}{meanwhile}" for r in hanging
+    ]
+
+
+def _behind(rank: int, mesh: Mesh, said: dict[int, dict[str, Any]]) -> bool:
+    """Whether another rank of the same pipeline stage has issued more collectives."""
+    stage = mesh.coordinate(rank).get("pp")
+    peers = [r for r in said if mesh.coordinate(r).get("pp") == stage]
+    return said[rank]["issued"] < max(said[r]["issued"] for r in peers)
+
+
+def _position(frame: FrameType | None) -> str:
+    """Where a thread is, innermost first, without the places of installed packages."""
+    places = []
+    while frame is not None and len(places) < 3:
+        code = frame.f_code
+        if "site-packages" not in code.co_filename and not code.co_filename.startswith("<"):
+            places.append(f"{os.path.relpath(code.co_filename)}:{frame.f_lineno} in {code.co_name}")
+        frame = frame.f_back
+    return ", from ".join(places) or "no Python code"

@@ -1,0 +1,190 @@
+"""Optimisers on the parts of a mesh: the steps of one device, the same bits on all replicas."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from k31fn import optim
+from k31fn.parallel import AxisRules, Mesh, each_rank, fsdp, partition, record_collectives, shard_map
+from k31fn.testing import Ranks, assert_close_trees
+from tests.parallel import cases_optim as cases
+
+INF = float("inf")
+MESHES = [
+    Mesh(fsdp=2),
+    Mesh(tp=2),
+    Mesh(fsdp=2, ep=2),
+    Mesh(dp=2),
+    Mesh(dp=2, fsdp=2),
+    Mesh(fsdp=4, ep=2),
+    Mesh(fsdp=2, tp=2),
+    Mesh(tp=2, ep=2),
+    Mesh(fsdp=2, cp=2, tp=2, ep=4),
+]
+
+
+def on_threads(mesh: Mesh, f: Any, *trees: dict[str, Tensor]) -> list[Any]:
+    """``f(axes, *parts of trees)`` on each rank."""
+    return each_rank(f, mesh, lambda coordinate: tuple(cases.local(mesh, t, coordinate) for t in trees))
+
+
+def check_replicas(mesh: Mesh, ranks: list[dict[str, Tensor]]) -> None:
+    """Ranks that hold the same part hold the same bits."""
+    held: dict[Any, Tensor] = {}
+    for coordinate, got in zip(mesh.coordinates(), ranks, strict=True):
+        for path, spec in partition(cases.SPECS, AxisRules(), mesh).items():
+            names, x = {a.name for views in spec.dims for a in mesh.axes().view(*views)}, got[path]
+            key = path, tuple((n, i) for n, i in coordinate.items() if n in names)
+            assert torch.equal(held.setdefault(key, x), x), path
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_three_steps_equal_one_device(mesh, kind):
+    wanted = cases.three_steps(Mesh().axes(), Mesh(), kind, cases.weights(), *cases.gradients())
+    ranks = on_threads(
+        mesh, lambda axes, *trees: cases.three_steps(axes, mesh, kind, *trees), cases.weights(), *cases.gradients()
+    )
+    for coordinate, got in zip(mesh.coordinates(), ranks, strict=True):
+        assert_close_trees(got.params, cases.local(mesh, wanted.params, coordinate), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(got.norm, wanted.norm, rtol=1e-12, atol=0)
+        for path, shape in got.state_shapes.items():
+            assert shape == got.params[path].shape
+    check_replicas(mesh, [r.params for r in ranks])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_three_steps_on_processes(kind, four_ranks: Ranks):
+    mesh = Mesh(fsdp=2, tp=2)
+    wanted = cases.three_steps(Mesh().axes(), Mesh(), kind, cases.weights(), *cases.gradients())
+    answers = four_ranks.run(cases.steps_on_rank, mesh, kind, [cases.weights(), *cases.gradients()])
+    got = [dict(zip(cases.SPECS, tensors, strict=True)) for tensors, _ in answers]
+    for coordinate, mine in zip(mesh.coordinates(), got, strict=True):
+        assert_close_trees(mine, cases.local(mesh, wanted.params, coordinate), rtol=1e-10, atol=1e-12)
+    check_replicas(mesh, got)
+
+
+def test_a_step_in_the_simulated_mesh():
+    """Where the same code is traced for all ranks at once."""
+    mesh = Mesh(fsdp=2, tp=2)
+    part = partition(cases.SPECS, AxisRules(), mesh)
+
+    def step(axes: Any, w: Any, g: Any) -> Any:
+        transform = cases.optimizer("muon", fsdp.placements(cases.SPECS, part, axes))
+        return transform.update(g, transform.init(w), w, lr=0.1, donate=False)[0]
+
+    one = cases.optimizer("muon", ())
+    w, g = cases.weights(), cases.gradients()[0]
+    want = one.update(g, one.init(w), w, lr=0.1, donate=False)[0]
+    assert_close_trees(shard_map(step, mesh, (part, part), part)(w, g), want, rtol=1e-10, atol=1e-12)
+
+
+def test_matrices_are_dealt_out(monkeypatch):
+    """Ranks share the work on many matrices; a single one each of them does; whole heads and experts do not move."""
+    seen: list[tuple[int, ...]] = []
+    muon = importlib.import_module("k31fn.optim.muon")
+    plain = muon.orthogonalize
+    monkeypatch.setattr(muon, "orthogonalize", lambda x, **kw: seen.append(tuple(x.shape)) or plain(x, **kw))
+
+    def issued(mesh: Mesh) -> tuple[dict[str, int], list[tuple[int, ...]]]:
+        seen.clear()
+        places = partition(cases.SPECS, AxisRules(), mesh)
+
+        def step(axes: Any, w: Any, g: Any) -> Any:
+            transform = optim.muon(cases.SPECS, placements=fsdp.placements(cases.SPECS, places, axes))
+            return transform.update(g, transform.init(w), w, lr=0.1)
+
+        with record_collectives() as record:
+            on_threads(mesh, step, cases.weights(), cases.gradients()[0])
+        return dict(record.counts), sorted(seen)
+
+    single, odd, three = [(1, 8, 16), (1, 16, 8)], (1, 3, 8), (2, 3, 5)
+    # up and down are put together on both ranks; the heads of query are dealt out; experts lie whole, odd query's heads
+    got = issued(Mesh(fsdp=2))
+    assert got == (
+        {"all_gather_invariant": 2, "all_to_all": 2},
+        sorted(2 * [*single, (2, 8, 4), odd, (2, 8, 16), three]),
+    )
+    # columns of the experts are split: two experts are dealt to each; of three each rank has all
+    got = issued(Mesh(tp=2))
+    assert got == (
+        {"all_gather_invariant": 2, "all_to_all": 2},
+        sorted(2 * [*single, (2, 8, 4), odd, (2, 8, 16), (4, 3, 5)]),
+    )
+    got = issued(Mesh(tp=2, ep=2))
+    assert got == ({"all_gather_invariant": 2}, sorted(2 * [*single, (2, 8, 4), odd, (2, 8, 16), three]))
+
+
+# -------------------------------------------------------------------------------------------------------- global norm
+@pytest.mark.parametrize("p", [2, INF])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_norm_counts_each_element_once(mesh, p):
+    grads = cases.gradients()[0]
+    every = torch.cat([g.flatten() for g in grads.values()])
+    part = partition(cases.SPECS, AxisRules(), mesh)
+
+    def norm(axes: Any, g: Any) -> Tensor:
+        return optim.global_norm(g, placements=fsdp.placements(cases.SPECS, part, axes), p=p)
+
+    ranks = on_threads(mesh, norm, grads)
+    torch.testing.assert_close(ranks[0], torch.linalg.vector_norm(every, ord=p), rtol=1e-12, atol=0)
+    assert all(torch.equal(n, ranks[0]) for n in ranks)
+
+
+@pytest.mark.parametrize("p", [2, INF])
+def test_the_norm_over_pipeline_stages(p):
+    """Each has other leaves, one none that is trained."""
+    mesh = Mesh(pp=3, fsdp=2)
+    grads = cases.gradients()[0]
+    stages = [["up", "norm"], ["down", "query", "experts", "small"], []]
+    every = torch.cat([grads[path].flatten() for own in stages for path in own])
+    part = partition(cases.SPECS, AxisRules(), mesh)
+
+    def norm(axes: Any, g: Any, own: list[str]) -> Tensor:
+        places = fsdp.placements(cases.SPECS, part, axes)
+        zero = torch.zeros((), dtype=torch.float64)
+        mine = {path: g[path] for path in own}
+        return optim.global_norm(mine, placements=places, stages=axes.pp, p=p, empty=zero)
+
+    ranks = each_rank(norm, mesh, lambda c: (cases.local(mesh, grads, c), stages[c["pp"]]))
+    torch.testing.assert_close(ranks[0], torch.linalg.vector_norm(every, ord=p), rtol=1e-12, atol=0)
+    assert all(torch.equal(n, ranks[0]) for n in ranks)
+
+
+@pytest.mark.parametrize("p", [2, INF])
+@pytest.mark.parametrize("bad", [INF, float("nan")])
+def test_one_bad_element_is_known_to_all(bad, p, four_ranks: Ranks):
+    mesh = Mesh(dp=2, fsdp=2)
+    grads = cases.gradients()[0]
+    grads["up"][7, 3] = bad  # the second half of its rows
+    assert all(info["bad"] for _, info in four_ranks.run(cases.bad_on_rank, mesh, grads, p))
+    part = partition(cases.SPECS, AxisRules(), mesh)
+
+    def norm(axes: Any, g: Any) -> Tensor:
+        return optim.global_norm(g, placements=fsdp.placements(cases.SPECS, part, axes), p=p)
+
+    assert all(optim.non_finite(n) for n in on_threads(mesh, norm, grads))
+
+
+def test_clipping_scales_all_ranks_alike():
+    mesh, grads = Mesh(fsdp=2, tp=2), cases.gradients()[0]
+    part = partition(cases.SPECS, AxisRules(), mesh)
+
+    def clip(axes: Any, g: Any) -> Any:
+        return optim.clip_by_global_norm(g, 0.5, placements=fsdp.placements(cases.SPECS, part, axes))[0]
+
+    want = optim.clip_by_global_norm(grads, 0.5)[0]
+    ranks = on_threads(mesh, clip, grads)
+    for coordinate, got in zip(mesh.coordinates(), ranks, strict=True):
+        assert_close_trees(got, cases.local(mesh, want, coordinate), rtol=1e-12, atol=0)
+    check_replicas(mesh, ranks)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="p=1 must be 2 or inf"):
+        optim.global_norm({"a": torch.ones(1)}, p=1)

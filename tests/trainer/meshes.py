@@ -1,0 +1,82 @@
+"""Training on meshes, as functions that threads and spawned processes run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k31fn import config, trainer, tree
+from k31fn.checkpoint import collect
+from k31fn.parallel import Mesh, MeshAxes, axes_of_process, each_rank
+from tests.trainer import runs
+
+CPU = torch.device("cpu")
+
+
+def recipe(text: Path | str, **changes: Any) -> config.Recipe:
+    """Sizes that 2 and 4 ranks divide; the dense layer is a KDA one, that with experts a DSA one."""
+    base = runs.recipe(text)
+    moe = dataclasses.replace(base.model.moe, num_experts=8)
+    return dataclasses.replace(base, model=dataclasses.replace(base.model, vocab_size=260, moe=moe), **changes)
+
+
+def steps(
+    axes: MeshAxes, made: config.Recipe, count: int, device: torch.device = CPU
+) -> tuple[Tensor, trainer.TrainState]:
+    """The metrics of the first steps, and this rank's state after them."""
+    state, step = trainer.init_state(made, device, axes), trainer.make_step(made, axes)
+    dataset, metrics = trainer.load_corpus(made).dataset, []
+    for i in range(count):
+        batches = trainer.make_batches(made, trainer.rows_at(dataset, i, axes), device, axes)
+        state, numbers = step(state, batches, 0.02)
+        metrics.append(torch.stack(numbers))
+    return torch.stack(metrics), state
+
+
+def whole_state(axes: MeshAxes, made: config.Recipe, state: trainer.TrainState) -> Any:
+    """On rank 0; ``()`` on others."""
+    return collect(state, trainer.abstract_state(made), trainer.held_by(made), made.mesh, axes)
+
+
+def on_one_device(made: config.Recipe, count: int, device: torch.device = CPU) -> tuple[Tensor, trainer.TrainState]:
+    return steps(Mesh().axes(), dataclasses.replace(made, mesh=Mesh()), count, device)
+
+
+def on_threads(made: config.Recipe, count: int) -> tuple[list[Tensor], list[trainer.TrainState], trainer.TrainState]:
+    """Each rank's metrics and state, and the whole state."""
+
+    def go(axes: MeshAxes) -> tuple[Tensor, trainer.TrainState, Any]:
+        metrics, state = steps(axes, made, count)
+        return metrics, state, whole_state(axes, made, state)
+
+    ranks = each_rank(go, made.mesh, lambda _: ())
+    return [r[0] for r in ranks], [r[1] for r in ranks], ranks[0][2]
+
+
+def on_process(made: config.Recipe, count: int, device: str = "cpu") -> tuple[list[Tensor], dict[str, Any]]:
+    """Of a spawned rank: its metrics, and on rank 0 the leaves of the whole parameters."""
+    axes, _ = axes_of_process(made.mesh)
+    metrics, state = steps(axes, made, count, torch.device(device))
+    whole = whole_state(axes, made, state)
+    return [metrics, *(tree.leaves(whole.params) if whole != () else [])], {}
+
+
+def replicas(made: config.Recipe, states: list[trainer.TrainState]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each leaf of the state with that of every later rank that holds the same part of it."""
+    held = trainer.held_by(made)
+    split = {
+        path: [a.name for dim in h.spec.dims for view in dim for a in made.mesh.axes().view(view)]
+        for path, h in held.items()
+    }
+    seen: dict[Any, Tensor] = {}
+    for coordinate, state in zip(made.mesh.coordinates(), states, strict=True):
+        for path, x in tree.flatten_with_paths(state):
+            part = (path, *(coordinate[name] for name in split.get(path, [])))
+            if part in seen:
+                yield path, seen[part], x
+            seen.setdefault(part, x)

@@ -1,0 +1,138 @@
+"""Who is to blame when a run on several ranks stands, and that all end."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from k31fn.parallel import CollectiveError, Mesh, Progress
+from k31fn.trainer import watch
+from k31fn.trainer.watch import Watch, lost
+
+MESH = Mesh(pp=2, fsdp=2)
+
+
+def state(waiting="", issued=5, failed="", where="a.py:3 in f"):
+    return {"waiting": waiting, "issued": issued, "failed": failed, "where": where, "still": 2.0}
+
+
+class TestLost:
+    def test_a_dead_rank(self):
+        said = {r: state("psum over ('fsdp',) on rank 0") for r in (0, 1, 3)}
+        assert lost(MESH, said) == [
+            "rank 2 at {'pp': 1, 'fsdp': 0} died: it says nothing any more; the others wait in psum over ('fsdp',) on "
+            "rank 0"
+        ]
+
+    def test_one_that_waits_for_nobody(self):
+        said = {r: state("" if r == 1 else "psum over ('fsdp',)") for r in range(4)}
+        assert lost(MESH, said) == [
+            "rank 1 at {'pp': 0, 'fsdp': 1} hangs: no collective for 2.0 s, at a.py:3 in f; the others wait in psum "
+            "over ('fsdp',)"
+        ]
+
+    def test_on_a_device_one_that_is_behind_in_its_stage(self):
+        said = {0: state(issued=40), 1: state(issued=40), 2: state(issued=9), 3: state(issued=8)}
+        (line,) = lost(MESH, said)
+        assert line.startswith("rank 3 at {'pp': 1, 'fsdp': 1} hangs")
+
+    def test_ranks_that_wait_for_each_other(self):
+        said = {r: state(f"psum {r}") for r in range(4)}
+        assert len(lost(MESH, said)) == 4
+
+    def test_one_that_failed_has_said_so(self):
+        assert lost(MESH, {0: state("psum"), 1: state(failed="disk full")}) == []
+
+
+class Ranks:
+    """A thread per rank, each with its watch; what they end with."""
+
+    def __init__(self, mesh, timeout, monkeypatch):
+        self.mesh, self.timeout, self.store = mesh, timeout, dist.HashStore()
+        self.ended, self.progress = {}, [Progress() for _ in range(mesh.world_size)]
+        monkeypatch.setattr(watch, "_GRACE_S", 0.5)
+
+    def run(self, *bodies):
+        def go(rank, body):
+            watching = Watch(
+                self.store,
+                rank,
+                self.mesh,
+                self.progress[rank],
+                timeout=self.timeout,
+                end=lambda status: self.ended.setdefault(rank, status),
+            )
+            with contextlib.suppress(CollectiveError, MemoryError), watching:
+                body(watching, self.progress[rank])
+
+        threads = [threading.Thread(target=go, args=(r, b)) for r, b in enumerate(bodies) if b]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+
+
+@pytest.fixture
+def two(monkeypatch):
+    return Ranks(Mesh(tp=2), 1.0, monkeypatch)
+
+
+def waits(watching, progress):
+    progress.issued, progress.waiting = 3, "psum over ('tp',)"
+    watching._thread.join()
+
+
+def oversleeps(watching, progress):
+    progress.issued = 2
+    while watching._thread.is_alive():
+        time.sleep(0.05)
+
+
+def test_a_hanging_rank_is_reported_within_the_timeout(two, capsys):
+    begin = time.monotonic()
+    two.run(waits, oversleeps)
+    assert time.monotonic() - begin < 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train.py: rank 1 at {'tp': 1} hangs: no collective for ")
+    assert "test_watch.py:" in line
+    assert "in oversleeps" in line
+    assert line.endswith("the others wait in psum over ('tp',)")
+    assert two.ended == {0: 1, 1: 1}
+
+
+def test_a_rank_that_died_is_reported_when_a_collective_breaks(two, capsys):
+    two.timeout = 100.0
+
+    def breaks(watching, progress):
+        raise CollectiveError("connection closed\nin psum over ('tp',)")
+
+    two.run(breaks, None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "train.py: rank 1 at {'tp': 1} died: it says nothing any more; the others wait in psum over ('tp',)"
+    assert two.ended == {0: 1}
+
+
+def test_a_rank_that_failed_ends_the_others(two, capsys):
+    two.timeout = 100.0
+
+    def fails(watching, progress):
+        raise MemoryError("no memory")
+
+    two.run(waits, fails)
+    *trace, line = capsys.readouterr().err.splitlines()
+    assert line == "train.py: rank 1 at {'tp': 1} failed: MemoryError: no memory"
+    assert trace[0] == "Traceback (most recent call last):"
+    assert two.ended == {0: 1, 1: 1}
+
+
+def test_ranks_that_get_on_end_in_peace(two, capsys):
+    def works(watching, progress):
+        for _ in range(15):
+            progress.issued += 1
+            time.sleep(0.1)
+
+    two.run(works, works)
+    assert two.ended == {}
+    assert capsys.readouterr().err == ""
