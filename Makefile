@@ -3,6 +3,8 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.k31fn-installed
+# triton-ascend takes the place of triton, so Ascend's compilers have an environment of their own
+ASCEND ?= .venv-ascend
 # ARGS is passed to pytest: make test ARGS='-k kda -x'
 ARGS   ?=
 
@@ -10,7 +12,7 @@ ARGS   ?=
 test test-slow: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env train lint types imports test test-slow format clean
+.PHONY: help env train train-vision lint types imports test test-slow ascend-check format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,13 +42,26 @@ train: env ## train a small K3.1 on real text to the end: curve, samples, checkp
 	$(BIN)/python train.py configs/tiny.py $(ARGS)
 	$(BIN)/python -m k31fn.sample runs/tiny --count 3 --save
 
+train-vision: env ## teach it to read mosaics of handwritten digits, scored on scans never seen (ARGS='--steps 200')
+	$(BIN)/python -m examples.digits prepare build/digits
+	$(BIN)/python train.py configs/tiny_vision.py $(ARGS)
+	$(BIN)/python -m examples.digits score runs/tiny_vision
+
 test-slow: env ## the slow tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
+
+ascend-check: $(ASCEND)/.k31fn-installed ## compile the Triton kernels for Ascend and run their IR on the CPU (x86 Linux)
+	$(ASCEND)/bin/python -m tools.ascend.check $(ARGS)
+
+$(ASCEND)/.k31fn-installed: tools/ascend/requirements.txt
+	test -x $(ASCEND)/bin/python || $(PYTHON) -m venv $(ASCEND)
+	$(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r tools/ascend/requirements.txt
+	touch $@
 
 format: env ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(ASCEND) build dist .pytest_cache .ruff_cache .import_linter_cache
 	find k31fn configs examples tests tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -46,7 +46,7 @@ def test_two_sublayers_are_the_ops_in_a_row() -> None:
 
 
 def test_plain_residual_where_the_coefficients_are_uniform() -> None:
-    """Scale 0: h_res is 1/N and h_post 1, so each stream is the plain one; the read is N/2 of it."""
+    """Scale 0: h_res is 1/N and h_post 1: each stream is the plain one (to Sinkhorn's eps), the read N/2 of it."""
     x = torch.randn(2, 3, D, dtype=torch.float64)
     cfg = dataclasses.replace(CFG, init_scale=0.0)
     params = P.init(mhc.specs(cfg, D), random.key(0), dtype=torch.float64)

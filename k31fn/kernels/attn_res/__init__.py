@@ -16,16 +16,34 @@ two numbers per token and source; no copy of a source.
 Two-phase form, for the many sublayers that share the same frozen blocks: ``summarize`` reads the blocks once for all
 their queries, ``merge`` adds the running sum by online softmax. Together they equal
 ``attn_res((*blocks, prefix), ...)``.
+
+``triton`` is one pass over up to 12 sources each way, in float32, with first derivatives only.
 """
+
+import torch
 
 from k31fn.kernels.attn_res.reference import Summary
 from k31fn.kernels.attn_res.reference import attn_res as _attn_res
 from k31fn.kernels.attn_res.reference import merge as _merge
 from k31fn.kernels.attn_res.reference import summarize as _summarize
-from k31fn.kernels.registry import Op
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
+from k31fn.kernels.registry import Implementation, Op
 
 __all__ = ["Summary", "attn_res", "merge", "summarize"]
 
+_TRITON = "k31fn.kernels.attn_res.triton"
 attn_res = Op("attn_res", _attn_res)
+attn_res.register(
+    Implementation(
+        "triton",
+        ("cuda", "npu"),
+        lazily(_TRITON, "attn_res"),
+        lazily(_TRITON, "attn_res_accepts"),
+        dtypes=(torch.bfloat16, torch.float32),
+        on_request=ON_REQUEST,
+        missing=missing_triton,
+        kernels=_TRITON,
+    )
+)
 summarize = Op("attn_res_summarize", _summarize)
 merge = Op("attn_res_merge", _merge)

@@ -9,9 +9,25 @@ The sum runs over the first index of ``h_res``. In float32 (float64 for float64 
 Gradients: to any order in the reference, in all arguments; the backward keeps its inputs only.
 """
 
+import torch
+
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
 from k31fn.kernels.mhc_post.reference import mhc_post as _mhc_post
-from k31fn.kernels.registry import Op
+from k31fn.kernels.registry import Implementation, Op
 
 __all__ = ["mhc_post"]
 
+_TRITON = "k31fn.kernels.mhc_post.triton"
 mhc_post = Op("mhc_post", _mhc_post)
+mhc_post.register(
+    Implementation(
+        "triton",
+        ("cuda", "npu"),
+        lazily(_TRITON, "mhc_post"),
+        lazily(_TRITON, "mhc_post_accepts"),
+        dtypes=(torch.bfloat16, torch.float32),
+        on_request=ON_REQUEST,
+        missing=missing_triton,
+        kernels=_TRITON,
+    )
+)

@@ -27,12 +27,28 @@ No mask: tokens are independent, so packed documents and padding need no care. G
 in the streams, ``phi``, ``scale`` and ``base``; the backward keeps its inputs only.
 """
 
+import torch
+
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
 from k31fn.kernels.mhc_pre.reference import SINKHORN_EPS, Pre, sinkhorn
 from k31fn.kernels.mhc_pre.reference import mhc_head as _mhc_head
 from k31fn.kernels.mhc_pre.reference import mhc_pre as _mhc_pre
-from k31fn.kernels.registry import Op
+from k31fn.kernels.registry import Implementation, Op
 
 __all__ = ["SINKHORN_EPS", "Pre", "mhc_head", "mhc_pre", "sinkhorn"]
 
+_TRITON = "k31fn.kernels.mhc_pre.triton"
 mhc_pre = Op("mhc_pre", _mhc_pre)
+mhc_pre.register(
+    Implementation(
+        "triton",
+        ("cuda", "npu"),
+        lazily(_TRITON, "mhc_pre"),
+        lazily(_TRITON, "mhc_pre_accepts"),
+        dtypes=(torch.bfloat16, torch.float32),
+        on_request=ON_REQUEST,
+        missing=missing_triton,
+        kernels=_TRITON,
+    )
+)
 mhc_head = Op("mhc_head", _mhc_head)

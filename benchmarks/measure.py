@@ -1,0 +1,105 @@
+"""What the benchmarks of single ops share: times of implementations that take turns, from graphs too, and a table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from k31fn import device as devices
+
+__all__ = ["Row", "error", "graphed", "print_rows", "take_turns", "write_json"]
+
+Work = Callable[[], Any]
+
+
+class Row(NamedTuple):
+    """One implementation at one shape; times in milliseconds, ``nan`` where it did not run."""
+
+    shape: str
+    name: str
+    forward: float
+    both: float
+    forward_floor: float
+    both_floor: float
+    peak_bytes: int
+    note: str = ""
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm; NaN is never small."""
+    return float((actual.detach().double() - exact.detach()).norm() / exact.detach().norm())
+
+
+def graphed(work: Work, where: torch.device) -> Work:
+    """Replays ``work`` from a CUDA graph: its kernels without what the host does between them."""
+    stream = torch.cuda.Stream(where)
+    stream.wait_stream(torch.cuda.current_stream(where))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream(where).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = work()
+    return lambda: (graph.replay(), kept)[0]
+
+
+def take_turns(works: Mapping[str, Sequence[Work]], where: torch.device, repeats: int) -> dict[str, float]:
+    """Median milliseconds of each, by device events (by the clock on a CPU).
+
+    Args:
+        works: per name the same work on several sets of inputs, which take turns so that none stays in the cache.
+        where: the device.
+        repeats: timed calls per name.
+    """
+    for some in works.values():
+        for work in some:
+            work()
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for i in range(repeats):
+        for name, some in works.items():
+            times[name].append(_once(some[i % len(some)], where))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def _once(work: Work, where: torch.device) -> float:
+    devices.synchronize(where)
+    if where.type != "cuda":
+        started = time.perf_counter()
+        work()
+        devices.synchronize(where)
+        return 1e3 * (time.perf_counter() - started)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def print_rows(rows: Sequence[Row], forward_bytes: int, both_bytes: int) -> None:
+    """A table: milliseconds, achieved TB/s of the bytes that must move, share of the floor."""
+    for r in rows:
+        backward, floor = r.both - r.forward, r.both_floor - r.forward_floor
+        print(
+            f"{r.shape:20} {r.name:28} fwd {r.forward:8.4f} ms {forward_bytes / r.forward / 1e9:5.2f} TB/s "
+            f"{r.forward_floor / r.forward:5.0%}   bwd {backward:8.4f} ms {floor / backward:5.0%}   "
+            f"both {r.both:8.4f} ms {both_bytes / r.both / 1e9:5.2f} TB/s {r.both_floor / r.both:5.0%}   "
+            f"peak {r.peak_bytes / 2**20:7.0f} MiB {r.note}",
+            flush=True,
+        )
+
+
+def write_json(path: str, rows: Sequence[Row], extra: Mapping[str, Any]) -> None:
+    """All rows, with what else was found."""
+    if path:
+        found = {**extra, "torch": torch.__version__, "rows": [r._asdict() for r in rows]}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

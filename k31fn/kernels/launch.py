@@ -1,0 +1,140 @@
+"""How kernels are launched: where they can run, how large their grid is, and what ``vmap`` makes of them.
+
+This file does not import triton; the kernels themselves, in ``<op>/triton.py``, are imported when the first one runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from k31fn import device
+
+__all__ = ["INTERPRETED", "ON_REQUEST", "Build", "Tile", "grouped", "lazily", "missing_triton", "programs", "step"]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton kernels run in its interpreter, on the CPU. Set ``TRITON_INTERPRET=1`` before the process starts."""
+
+ON_REQUEST = ("cpu",) if INTERPRETED else ()
+"""Where Triton kernels run besides CUDA and Ascend devices."""
+
+_MOST_PROGRAMS = 65535  # Ascend's limit for a grid
+
+
+class Tile(NamedTuple):
+    """How a kernel is cut for a kind of device.
+
+    Attributes:
+        warps: per program (CUDA).
+        per_core: programs per core of the persistent grid.
+        rows: tokens per step; 1 unless the kernel says otherwise.
+        columns: features per step; 0: all.
+        stages: of the compiler's software pipeline (CUDA).
+    """
+
+    warps: int = 4
+    per_core: int = 1
+    rows: int = 1
+    columns: int = 0
+    stages: int = 2
+
+
+class Build(NamedTuple):
+    """A kernel as it would be compiled for a launch; ``tools`` compile all of an op's ahead of time.
+
+    Attributes:
+        name: says kernel, shape and dtype.
+        kernel: the ``@triton.jit`` function.
+        signature: Triton type per argument that is not constant.
+        constants: value per ``constexpr``.
+        direction: which of the two it belongs to.
+        tile: warps and stages.
+        aligned: integers that are multiples of 16, as pointers are; the compiler widens loads by it. Names that the
+            kernel does not have are ignored.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    direction: Literal["forward", "backward"]
+    tile: Tile
+    aligned: tuple[str, ...] = ()
+
+
+def missing_triton() -> str:
+    """``""`` if triton is installed, else how to get it."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'k31fn[cuda]', or 'k31fn[npu]' for Ascend)"
+    return ""
+
+
+def lazily(module: str, name: str) -> Callable[..., Any]:
+    """``module.name``, imported when it is first called."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    return call
+
+
+def programs(where: torch.device, groups: int, work: int, per_core: int) -> int:
+    """Programs per group of a persistent grid over ``groups`` times ``work`` pieces.
+
+    Raises:
+        ValueError: more groups than a grid may have programs.
+    """
+    if groups > _MOST_PROGRAMS:
+        raise ValueError(f"{groups} samples under vmap in one launch, at most {_MOST_PROGRAMS}; use vmap's chunk_size")
+    wanted = max(1, device.num_cores(where) * per_core // groups)
+    return max(1, min(work, wanted, _MOST_PROGRAMS // groups))
+
+
+def step(x: Tensor) -> int:
+    """Elements from one group's part of a contiguous operand to the next's; 0 if they share one."""
+    return 0 if x.shape[0] == 1 else x.stride(0)
+
+
+def grouped(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
+    """``launch(*operands)``, also under ``vmap``, where all samples go into one launch.
+
+    Every operand has a leading dimension of ``G`` groups, or of 1 if the groups share it; every result has one of
+    ``G``. Under ``vmap`` samples become groups, so what a kernel sums over tokens (the gradient of a weight) it sums
+    per group, and a weight that samples share is not copied.
+
+    Args:
+        launch: of plain tensors to a tuple of new ones. Not differentiated: call it inside a ``custom_vjp``.
+        operands: tensors.
+    """
+    return _Grouped.apply(launch, *operands)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
+        return launch(*operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[tuple[Tensor, ...], Any]:
+        launch, *operands = args
+        pairs = list(zip(operands, in_dims[1:], strict=True))
+        leading = [x if d is None else x.movedim(d, 0) for x, d in pairs]
+        batched = [d is not None for _, d in pairs]
+        groups = max(x.shape[1 if b else 0] for x, b in zip(leading, batched, strict=True))
+        folded = []
+        for x, b in zip(leading, batched, strict=True):
+            shared = not b and x.shape[0] == 1
+            whole = x if b else x[None]
+            folded.append(x if shared else whole.expand(info.batch_size, groups, *whole.shape[2:]).flatten(0, 1))
+        outs = _Grouped.apply(launch, *folded)
+        return tuple(o.unflatten(0, (info.batch_size, groups)) for o in outs), (0,) * len(outs)

@@ -1,0 +1,163 @@
+# pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""The update of hyper-connected streams: every stream is read once and written once, each way. First order only."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k31fn.autodiff import custom_vjp
+from k31fn.kernels.launch import Build, Tile, grouped, programs, step
+
+__all__ = ["builds", "mhc_post", "mhc_post_accepts"]
+
+# per device kind: (forward, backward)
+_TILES = {
+    "cuda": (Tile(warps=4, per_core=8, columns=1024), Tile(warps=4, per_core=6, columns=1024)),
+    "npu": (Tile(per_core=2, columns=1024), Tile(per_core=2, columns=1024)),
+    "cpu": (Tile(columns=16), Tile(columns=16)),
+}
+
+
+@triton.jit
+def mhc_post_forward(
+    x_ptr, f_ptr, post_ptr, res_ptr, out_ptr,
+    tokens, width, pieces, per_group, x_group, f_group, post_group, res_group,
+    N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    group = (tl.program_id(0) // per_group).to(tl.int64)
+    streams = tl.arange(0, N)
+    for p in range(tl.program_id(0) % per_group, tokens * pieces, per_group):
+        token = group * 0 + p // pieces  # 64 bits
+        columns = (p % pieces) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < width
+        tile = streams[:, None] * width + columns[None, :]
+        x = tl.load(x_ptr + (group * x_group + token * N * width) + tile, mask=inside[None, :], other=0.0)
+        x = x.to(tl.float32)
+        f = tl.load(f_ptr + (group * f_group + token * width) + columns, mask=inside, other=0.0).to(tl.float32)
+        res = res_ptr + (group * res_group + token * N * N)
+        post = post_ptr + (group * post_group + token * N)
+        out = out_ptr + (group * tokens + token) * N * width
+        for j in tl.static_range(N):
+            weights = tl.load(res + streams * N + j)
+            y = tl.load(post + j) * f + tl.sum(weights[:, None] * x, axis=0)
+            tl.store(out + j * width + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mhc_post_backward(
+    x_ptr, f_ptr, post_ptr, res_ptr, ct_ptr, d_x_ptr, d_f_ptr, d_post_ptr, d_res_ptr,
+    tokens, width, per_group, x_group, f_group, post_group, res_group, ct_group,
+    N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    group = (tl.program_id(0) // per_group).to(tl.int64)
+    streams = tl.arange(0, N)
+    for t in range(tl.program_id(0) % per_group, tokens, per_group):
+        token = group * 0 + t  # 64 bits
+        written = group * tokens + token
+        res = res_ptr + (group * res_group + token * N * N)
+        post = post_ptr + (group * post_group + token * N)
+        d_post = tl.zeros((N,), dtype=tl.float32)
+        d_res = tl.zeros((N, N), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < width
+            tile = streams[:, None] * width + columns[None, :]
+            x = tl.load(x_ptr + (group * x_group + token * N * width) + tile, mask=inside[None, :], other=0.0)
+            x = x.to(tl.float32)
+            f = tl.load(f_ptr + (group * f_group + token * width) + columns, mask=inside, other=0.0).to(tl.float32)
+            d_x = tl.zeros((N, BLOCK), dtype=tl.float32)
+            d_f = tl.zeros((BLOCK,), dtype=tl.float32)
+            for j in tl.static_range(N):
+                row = ct_ptr + (group * ct_group + (token * N + j) * width)
+                ct = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
+                weights = tl.load(res + streams * N + j)
+                d_x += weights[:, None] * ct[None, :]
+                d_f += tl.load(post + j) * ct
+                d_post = tl.where(streams == j, d_post + tl.sum(ct * f, axis=0), d_post)
+                along = tl.sum(x * ct[None, :], axis=1)
+                d_res = tl.where(streams[None, :] == j, d_res + along[:, None], d_res)
+            d_x = d_x.to(d_x_ptr.dtype.element_ty)
+            tl.store(d_x_ptr + written * N * width + tile, d_x, mask=inside[None, :])
+            tl.store(d_f_ptr + written * width + columns, d_f.to(d_f_ptr.dtype.element_ty), mask=inside)
+        tl.store(d_post_ptr + written * N + streams, d_post)
+        tl.store(d_res_ptr + written * N * N + streams[:, None] * N + streams[None, :], d_res)
+
+
+def mhc_post_accepts(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> str:
+    """Why :func:`mhc_post` cannot run, or nothing."""
+    del h_post, h_res
+    if x.shape[-2] not in (2, 4, 8):
+        return f"it has 2, 4 or 8 streams, got {x.shape[-2]}"
+    if f.dtype != x.dtype:
+        return f"streams and the sublayer's output have one dtype, got {x.dtype} and {f.dtype}"
+    return ""
+
+
+def mhc_post(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+    """The op."""
+    flat = (a.flatten(0, 1)[None] for a in (x, f, h_post, h_res))
+    return _post(*flat).view(x.shape)
+
+
+def _post_fwd(*args: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    (out,) = grouped(_launch_forward, *args)
+    return out, args
+
+
+def _post_bwd(residuals: tuple[Tensor, ...], ct: Tensor) -> tuple[Tensor, ...]:
+    return grouped(_launch_backward, *residuals, ct)
+
+
+_post = custom_vjp(_post_fwd, opaque=True, name="mhc_post (triton)").defvjp(_post_fwd, _post_bwd)
+
+
+def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
+    x, f, post, res = (a.contiguous() for a in operands)
+    groups, (_, tokens, n, width) = max(a.shape[0] for a in operands), x.shape
+    out = x.new_empty((groups, tokens, n, width))
+    tile = _TILES[x.device.type][0]
+    pieces = triton.cdiv(width, tile.columns)
+    per_group = programs(x.device, groups, tokens * pieces, tile.per_core)
+    mhc_post_forward[(groups * per_group,)](
+        x, f, post, res, out, tokens, width, pieces, per_group, *map(step, (x, f, post, res)),
+        N=n, BLOCK=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return (out,)
+
+
+def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
+    x, f, post, res, ct = (a.contiguous() for a in operands)
+    groups, (_, tokens, n, width) = max(a.shape[0] for a in operands), x.shape
+    grads = [a.new_empty((groups, *a.shape[1:])) for a in (x, f, post, res)]
+    tile = _TILES[x.device.type][1]
+    per_group = programs(x.device, groups, tokens, tile.per_core)
+    mhc_post_backward[(groups * per_group,)](
+        x, f, post, res, ct, *grads, tokens, width, per_group, *map(step, (x, f, post, res, ct)),
+        N=n, BLOCK=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return tuple(grads)
+
+
+def builds(kind: str) -> list[Build]:
+    """What is compiled for 4 streams of width 5120 on a kind of device."""
+    one, other = _TILES[kind]
+    found = []
+    for dtype in ("bf16", "fp32"):
+        given = {"x_ptr": f"*{dtype}", "f_ptr": f"*{dtype}", "post_ptr": "*fp32", "res_ptr": "*fp32"}
+        groups = ("x_group", "f_group", "post_group", "res_group")
+        aligned = ("width", *groups)
+        sizes = dict.fromkeys(("tokens", "width", "pieces", "per_group", *groups), "i32")
+        forward = {**given, "out_ptr": f"*{dtype}", **sizes}
+        grads = {"d_x_ptr": f"*{dtype}", "d_f_ptr": f"*{dtype}", "d_post_ptr": "*fp32", "d_res_ptr": "*fp32"}
+        sizes = dict.fromkeys(("tokens", "width", "per_group", *groups, "ct_group"), "i32")
+        backward = {**given, "ct_ptr": f"*{dtype}", **grads, **sizes}
+        for name, kernel, signature, direction, tile in (
+            ("mhc_post_forward", mhc_post_forward, forward, "forward", one),
+            ("mhc_post_backward", mhc_post_backward, backward, "backward", other),
+        ):
+            cut = {"N": 4, "BLOCK": tile.columns}
+            found.append(Build(f"{name} {dtype} N4 D5120", kernel, signature, cut, direction, tile, aligned))
+    return found

@@ -1,0 +1,197 @@
+"""The fused residual attention against the reference in float64: values, gradients, vmap, and what it refuses.
+
+Tolerances: sums of D float32 products differ by some sqrt(D) units of 2^-24; 2e-6 for D < 100 leaves a factor of 3, and
+gradients, products of two such sums, get 1e-5. bfloat16 results are rounded once, to 2^-9; the interpreter cuts instead
+of rounding, so 2^-8, and as much again for a gradient's own cast. Where random weights
+are not scaled down, terms of gradients are larger than their sums: there float64 is the judge, and the limit is four
+times what the reference itself is off by in float32.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from k31fn.autodiff import remat, vjp
+from k31fn.kernels.attn_res import attn_res
+from k31fn.kernels.launch import Tile
+from k31fn.kernels.registry import record_impls, use_impl
+from k31fn.testing import assert_op_matches
+from tests.kernels.fused import DEVICE, poisoned
+
+kernels = pytest.importorskip("k31fn.kernels.attn_res.triton", exc_type=ImportError)
+GOLDEN = Path(__file__).parents[1] / "golden" / "attnres.safetensors"
+EPS = 1e-5
+FLOAT32 = {"rtol": 2e-6, "atol": 2e-6, "grad_rtol": 1e-5, "grad_atol": 1e-5}
+BFLOAT16 = {"rtol": 2**-7, "atol": 2**-7}
+
+
+def inputs(n: int, width: int = 37, tokens: int = 3, dtype: torch.dtype = torch.float32) -> tuple[object, ...]:
+    sources = tuple(torch.randn(2, tokens, width, device=DEVICE).to(dtype) for _ in range(n))
+    return sources, torch.randn(width, device=DEVICE), 1 + 0.3 * torch.randn(width, device=DEVICE), EPS
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that cannot hold a token: 37 features in pieces of 16."""
+    cut = Tile(columns=16, per_core=2)
+    monkeypatch.setitem(kernels._TILES, DEVICE, (cut, cut))
+
+
+@pytest.mark.parametrize("n", [1, 3, 12])
+def test_equals_the_reference(n: int) -> None:
+    with poisoned():
+        assert_op_matches(attn_res, "triton", inputs(n), **FLOAT32, reference_dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", [3])
+@pytest.mark.usefixtures("in_pieces")
+def test_pieces_equal_the_reference(n: int) -> None:
+    with poisoned():
+        assert_op_matches(attn_res, "triton", inputs(n), **FLOAT32, reference_dtype=torch.float64)
+
+
+def test_bfloat16() -> None:
+    args = inputs(3, dtype=torch.bfloat16)
+    assert_op_matches(attn_res, "triton", args, **BFLOAT16, reference_dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_golden(n: int) -> None:
+    g = {k.removeprefix(f"n{n}."): v.to(DEVICE) for k, v in load_file(GOLDEN).items() if k[1] == str(n)}
+    with use_impl(attn_res="triton"):
+        args = (tuple(g["sources"][:, None]), g["query"], g["norm_weight"])
+        out, pull = vjp(lambda s, q, w: attn_res(s, q, w, EPS), *args)
+    torch.testing.assert_close(out[0], g["out"], atol=5e-6, rtol=5e-6)
+    d_sources, d_query, d_norm = pull(g["upstream"][None])
+    for name, actual in (("sources", torch.cat(d_sources)), ("query", d_query), ("norm_weight", d_norm)):
+        expected = g[f"grad.{name}"]
+        assert (actual - expected).norm() <= 5e-6 * max(1.0, float(expected.norm())), name
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("n", range(1, 13))
+def test_at_full_width(n: int) -> None:
+    """The width of K3.1, and more tokens than programs."""
+    sources, query, norm, eps = inputs(n, width=7168, tokens=301, dtype=torch.bfloat16)
+    args = (sources, query * 7168**-0.5, norm, eps)
+    with poisoned():
+        assert_op_matches(attn_res, "triton", args, **BFLOAT16, reference_dtype=torch.float64, vmap_grad=n < 4)
+
+
+@pytest.mark.parametrize("width", [1, 16, 33])
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_odd_sizes(width: int, tokens: int) -> None:
+    assert_op_matches(attn_res, "triton", inputs(2, width, tokens), **FLOAT32, vmap_grad=False)
+
+
+def test_fresh_inputs_and_large_scores() -> None:
+    """Inputs of different scales; scores of 1e4 overflow a plain exponential. Gradients in proportion."""
+    for i in range(20 if DEVICE == "cuda" else 5):
+        sources, query, norm, eps = inputs(3)
+        args = (tuple(10.0 ** (i % 3 - 1) * s for s in sources), 10.0 ** (i % 5 - 1) * query, norm, eps)
+        limit = 1e-5 * 10.0 ** max(0, i % 5 - 1)
+        assert_op_matches(
+            attn_res, "triton", args, rtol=limit, atol=limit, grad_rtol=10 * limit, grad_atol=10 * limit,
+            vmap_grad=False, reference_dtype=torch.float64,
+        )  # fmt: skip
+
+
+def gradients(f, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    def loss(*leaves: Tensor) -> Tensor:
+        with use_impl(attn_res=f):
+            return attn_res(leaves[:2], *leaves[2:], EPS).square().sum()
+
+    return torch.func.grad(loss, argnums=(0, 1, 2, 3))(*leaves)
+
+
+def assert_as_good_as_reference(found: Sequence[Tensor | tuple[()]], leaves: list[Tensor]) -> None:
+    """Gradients of all leaves, or of some, () for the others."""
+    single, double = (gradients("reference", [x.to(t) for x in leaves]) for t in (torch.float32, torch.float64))
+    for ours, theirs, exact in zip(found, single, double, strict=True):
+        if isinstance(ours, Tensor):
+            assert (ours - exact).abs().max() <= 4 * (theirs - exact).abs().max()
+
+
+@pytest.mark.parametrize("batched", [(0,), (2,), (0, 1), (0, 1, 2, 3)])
+def test_vmap_over_any_argument(batched: tuple[int, ...]) -> None:
+    """Whichever argument alone is batched, gradients are those of a loop; of a shared weight, one per sample."""
+    sources, query, norm, _ = inputs(2)
+    flat = [*sources, query, norm]
+    args = [torch.stack([x, 1.5 * x, -x]) if i in batched else x for i, x in enumerate(flat)]
+    dims = tuple(0 if i in batched else None for i in range(4))
+    with record_impls() as ran:
+        together = torch.func.vmap(lambda *x: gradients("triton", list(x)), in_dims=dims)(*args)
+    assert ran == {("attn_res", "triton"): 1}
+    for sample in range(3):
+        alone = [x[sample] if i in batched else x for i, x in enumerate(args)]
+        assert_as_good_as_reference([g[sample] for g in together], alone)
+
+
+def test_nested_vmap_and_jacobian() -> None:
+    (source, other), query, norm, _ = inputs(2, width=5, tokens=1)
+
+    def mix(s: Tensor, q: Tensor) -> Tensor:
+        return attn_res((s, other), q, norm, EPS)
+
+    found = []
+    for impl in ("triton", "reference"):
+        with use_impl(attn_res=impl):
+            grid = torch.func.vmap(torch.func.vmap(mix, (0, None)), (None, 0))
+            found.append(grid(torch.stack([source, -source]), torch.stack([query, 2 * query, -query])))
+            found.append(torch.func.jacrev(mix, (0, 1))(source, query))
+    for ours, theirs in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_twenty_runs_are_bit_identical() -> None:
+    """More tokens than programs, so that a program's sums run over several."""
+    sources, query, norm, _ = inputs(3, tokens=600 if DEVICE == "cuda" else 5)
+    seen = []
+    for _ in range(20 if DEVICE == "cuda" else 2):
+        with use_impl(attn_res="triton"):
+            out, pull = vjp(lambda s, q, n: attn_res(s, q, n, EPS), sources, query, norm)
+        d_sources, d_query, d_norm = pull(torch.ones_like(out))
+        seen.append((out, *d_sources, d_query, d_norm))
+    for run in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, seen[0], strict=True))
+
+
+def test_first_order_only_and_under_remat() -> None:
+    sources, query, norm, _ = inputs(2)
+    with use_impl(attn_res="triton"):
+        loss = remat(lambda q: attn_res(sources, q, norm, EPS).square().sum())
+        first = torch.func.grad(loss)(query)
+        with pytest.raises(RuntimeError, match=r"attn_res \(triton\) is first order only.*reference implementation"):
+            torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(query)
+    assert_as_good_as_reference([(), (), first, ()], [*sources, query, norm])
+
+
+def test_refusals() -> None:
+    (source, other), query, norm, _ = inputs(2, width=3)
+    wide = torch.zeros(1, 1, kernels._WIDEST + 1, device=DEVICE)
+    with use_impl(attn_res="triton"):
+        for sources, reason in (
+            ((source,) * 13, "1 to 12 sources, got 13"),
+            ((source, other.bfloat16()), "have one dtype"),
+            ((source.double(), other.double()), "got torch.float64"),
+            ((wide,), "at most 16384 features, got 16385"),
+        ):
+            with pytest.raises(ValueError, match=reason):
+                attn_res(sources, query, norm, EPS)
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One gradient scaled by 1.01."""
+    launch = kernels._launch_backward
+
+    def off(*operands: Tensor) -> tuple[Tensor, ...]:
+        first, *rest = launch(*operands)
+        return 1.01 * first, *rest
+
+    monkeypatch.setattr(kernels, "_launch_backward", off)
+    with pytest.raises(AssertionError, match="gradient"):
+        assert_op_matches(attn_res, "triton", inputs(2), **FLOAT32)

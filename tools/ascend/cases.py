@@ -1,0 +1,44 @@
+"""For each op with kernels, arguments that take a CPU seconds, and how near the float64 reference its kernels come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["CASES", "Case"]
+
+
+class Case(NamedTuple):
+    """``args`` of the op, and a tolerance for values and gradients, relative to the largest element."""
+
+    args: Callable[[], tuple[Any, ...]]
+    tolerance: float
+
+
+def _attn_res() -> tuple[Any, ...]:
+    """Wider than a piece of 4096 features, so that there are two."""
+    sources = tuple(torch.randn(1, 3, 4500) for _ in range(3))
+    return sources, 0.02 * torch.randn(4500), 1 + 0.3 * torch.randn(4500), 1e-5
+
+
+def _mhc_pre(dtype: torch.dtype) -> tuple[Any, ...]:
+    n, width = 4, 300
+    phi = torch.randn(n * width, 24) / (n * width) ** 0.5
+    return torch.randn(1, 9, n, width).to(dtype), phi, torch.randn(3), torch.randn(24), 1e-6, 20
+
+
+def _mhc_post() -> tuple[Any, ...]:
+    return torch.randn(1, 3, 4, 1100), torch.randn(1, 3, 1100), torch.randn(1, 3, 4), torch.randn(1, 3, 4, 4)
+
+
+# float32 sums of thousands of products: some sqrt(5000) units of 2^-24 for each of two factors; bfloat16 results: 2^-9
+CASES = {
+    "attn_res": (Case(_attn_res, 2e-5),),
+    "mhc_post": (Case(_mhc_post, 2e-5),),
+    "mhc_pre": (
+        Case(lambda: _mhc_pre(torch.float32), 3e-5),
+        Case(lambda: _mhc_pre(torch.bfloat16), 2**-7),
+    ),
+}

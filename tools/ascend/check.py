@@ -1,0 +1,135 @@
+# pyright: reportMissingImports=false
+"""``make ascend-check``: every Triton kernel compiled for Ascend up to machine code, and its IR run on the CPU.
+
+Proves every step before machine code and the numbers of the front half. It does not prove a run on an NPU, nor its
+speed. Fails when a kernel fails, when one is skipped, when none ran, and when a kernel that cannot fit UB compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from k31fn import tree
+from k31fn.autodiff import vjp
+from k31fn.kernels.launch import Build
+from k31fn.kernels.registry import OPS
+from tools.ascend.cases import CASES, Case
+from tools.ascend.compile import TARGETS, CompileError, Hivm, to_hivm, to_linalg
+from tools.ascend.run import OnCpu, load_shim
+from tools.kernel_builds import builds, modules
+
+__all__ = ["compile_all", "main", "run_all", "too_large"]
+
+
+def compile_all(wanted: list[Build], targets: tuple[str, ...]) -> int:
+    """Compiles each for each target, prints a line each, and returns how many failed."""
+    failed = 0
+    for build in wanted:
+        for target in targets:
+            started = time.perf_counter()
+            try:
+                made = _compile(build, target)
+                told = f"{made.mode}, {made.scalar} scalar accesses{', planned twice' if made.retried else ''}"
+            except CompileError as e:
+                failed += 1
+                told = f"FAILED: {e}"
+            print(f"compile  {build.name:44}  {target:15}  {told}, {time.perf_counter() - started:.1f} s", flush=True)
+    return failed
+
+
+def too_large(wanted: list[Build], target: str) -> int:
+    """The first kernel of pieces with pieces far too wide must overflow UB; returns 1 if it compiles."""
+    build = next(b for b in wanted if b.constants.get("BLOCK", 0) >= 1024)
+    try:
+        _compile(build._replace(constants={**build.constants, "BLOCK": 65536}), target)
+    except CompileError as e:
+        if "overflow" in str(e):
+            print(f"too large  {build.name} with 65536 features at once is refused: {str(e)[:90]}", flush=True)
+            return 0
+        print(f"too large  {build.name}: refused, but for another reason: {e}", flush=True)
+    return 1
+
+
+def _compile(build: Build, target: str) -> Hivm:
+    return to_hivm(to_linalg(build.kernel, build.signature, build.constants, target), target)
+
+
+def run_all(found: dict[str, Any]) -> int:
+    """Runs each op's lowered kernels, forward and backward, against the float64 reference; returns how many failed."""
+    failed = 0
+    for name, case in [(op, case) for op in found for case in CASES[op]]:
+        started = time.perf_counter()
+        torch.manual_seed(0)
+        try:
+            worst, launched = _worst(name, found[name], case)
+            good = worst <= case.tolerance
+            told = f"{launched} kernels, error {worst:.1e} of at most {case.tolerance:.1e}"
+        except CompileError as e:
+            good, told = False, str(e)
+        failed += not good
+        print(f"run  {name:20}  {'' if good else 'FAILED: '}{told}, {time.perf_counter() - started:.1f} s", flush=True)
+    return failed
+
+
+def _worst(op: str, module: Any, case: Case) -> tuple[float, int]:
+    """Largest error of values and gradients, each over its largest element, and how many kernels ran."""
+    stand_ins = {b.kernel.__name__: OnCpu(b.kernel) for b in module.builds("npu")}
+    args = case.args()
+    values, structure = tree.flatten(args)
+    index = [i for i, v in enumerate(values) if isinstance(v, Tensor)]
+
+    def of(f: Callable[..., Any], dtype: torch.dtype | None) -> list[Tensor]:
+        def call(*leaves: Tensor) -> Any:
+            given = list(values)
+            for i, leaf in zip(index, leaves, strict=True):
+                given[i] = leaf
+            return f(*tree.unflatten(structure, given))
+
+        leaves = [values[i] if dtype is None else values[i].to(dtype) for i in index]
+        out, pull = vjp(call, *leaves)
+        cts = tree.map(lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape).bfloat16().to(y.dtype), out)
+        return [*tree.leaves(out), *pull(cts)]
+
+    tiles = mock.patch.dict(module._TILES, cpu=module._TILES["npu"])
+    with tiles, mock.patch.dict(vars(module), stand_ins):
+        ours = of(getattr(module, op), None)
+    exact = of(OPS[op].reference, torch.float64)
+    if idle := [name for name, k in stand_ins.items() if not k.built]:
+        raise CompileError(f"{idle} did not run")
+    pairs = zip(ours, exact, strict=True)
+    return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs), len(stand_ins)
+
+
+def main() -> int:
+    """Returns 0 if all is well."""
+    parser = argparse.ArgumentParser(prog="python -m tools.ascend.check", description=__doc__)
+    parser.add_argument("--target", action="append", help=f"default: {', '.join(TARGETS)}")
+    parser.add_argument("--only", default="", help="kernels and ops whose name contains this")
+    args = parser.parse_args()
+    wanted = [b for b in builds("npu") if args.only in b.name]
+    found = {op: module for op, module in modules().items() if args.only in op}
+    if missing := set(found) - set(CASES):
+        print(f"no case in tools/ascend/cases.py for {sorted(missing)}")
+        return 1
+    failed = compile_all(wanted, tuple(args.target or TARGETS))
+    if not args.only:
+        failed += too_large(wanted, TARGETS[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        load_shim(Path(folder))
+        failed += run_all(found)
+    print(f"{len(wanted)} kernels compiled, {len(found)} ops run, {failed} failures")
+    return 1 if failed or not wanted or not found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

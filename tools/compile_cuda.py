@@ -1,0 +1,56 @@
+# pyright: reportMissingImports=false
+"""Compiles every Triton kernel of k31fn for sm_90, without a GPU: ``python -m tools.compile_cuda``.
+
+Prints a line per kernel and fails on the first that does not compile. Needs the upstream triton package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not said; this is its default
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from k31fn.kernels.launch import Build
+from tools.kernel_builds import builds
+
+__all__ = ["compile_one", "main"]
+
+
+def compile_one(build: Build, capability: int) -> str:
+    """Compiles one kernel and returns what it takes."""
+    started = time.perf_counter()
+    signature = {**build.signature, **dict.fromkeys(build.constants, "constexpr")}
+    names = build.kernel.arg_names
+    wide = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in build.aligned]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in wide}
+    source = ASTSource(fn=build.kernel, signature=signature, constexprs=dict(build.constants), attrs=attributes)
+    options = {"num_warps": build.tile.warps, "num_stages": build.tile.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return (
+        f"{len(compiled.asm['cubin'])} bytes, shared {compiled.metadata.shared}, {time.perf_counter() - started:.1f} s"
+    )
+
+
+def main() -> int:
+    """Prints a line per kernel and returns 0 if all compile."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sm", type=int, default=90, help="compute capability")
+    parser.add_argument("--only", default="", help="names that contain this")
+    args = parser.parse_args()
+    wanted = [b for b in builds("cuda") if args.only in b.name]
+    for build in wanted:
+        print(f"ok  {build.name:44}  {compile_one(build, args.sm)}", flush=True)
+    print(f"{len(wanted)} kernels compiled for sm_{args.sm}")
+    return 0 if wanted else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""All Triton kernels of k31fn, from the registry: what they compile to, and whether they keep to the dialect.
+
+``builds(kind)`` lists what is compiled for a kind of device, and refuses a registry that would leave something out: a
+file of kernels that no implementation names, an op without a forward or a backward kernel, a kernel that no device's
+list has, or no kernel at all. ``dialect(path)`` lists what a file uses that not all backends have.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from typing import Any
+
+import k31fn.kernels
+from k31fn.kernels.__main__ import load_all
+from k31fn.kernels.launch import Build
+from k31fn.kernels.registry import OPS
+
+__all__ = ["KINDS", "builds", "dialect", "files", "modules"]
+
+KINDS = ("cuda", "npu")
+_ROOT = Path(next(iter(k31fn.kernels.__path__)))
+_NAME = 49  # characters: CANN cuts longer names of kernels
+_ABSENT = {
+    "make_block_ptr": "gone in Triton 3.9; use pointers and masks",
+    "make_tensor_descriptor": "of one vendor; use pointers and masks",
+    "rand": "draw outside the kernel, from a key",
+    "sort": "not on all backends",
+    "cumsum": "not on all backends; use a triangular product",
+    "argmax": "not on all backends; ties differ",
+    "inline_asm_elementwise": "of one vendor",
+    "float64": "not on Ascend; float64 runs the reference",
+    "atomic_add": "sums in the order of arrival; store parts and add them in order",
+    "autotune": "compiles many variants at start; use a table of tiles",
+}
+
+
+def files() -> list[Path]:
+    """Every file of Triton kernels."""
+    return sorted(_ROOT.glob("*/triton.py"))
+
+
+def modules() -> dict[str, Any]:
+    """The imported module of kernels of each op that has one.
+
+    Raises:
+        ValueError: a file of kernels is in no implementation.
+    """
+    load_all()
+    named = {op.name: impl.kernels for op in OPS.values() for impl in op.implementations.values() if impl.kernels}
+    unnamed = {f"k31fn.kernels.{path.parent.name}.triton" for path in files()} - set(named.values())
+    if unnamed:
+        raise ValueError(f"{sorted(unnamed)}: kernels that no implementation names (Implementation.kernels)")
+    return {op: importlib.import_module(name) for op, name in sorted(named.items())}
+
+
+def builds(kind: str) -> list[Build]:
+    """What is compiled for a kind of device.
+
+    Raises:
+        ValueError: something would be left out.
+    """
+    found: list[Build] = []
+    for op, module in modules().items():
+        by_kind = {k: module.builds(k) for k in KINDS}
+        for direction in ("forward", "backward"):
+            if not any(b.direction == direction for b in by_kind[kind]):
+                raise ValueError(f"op {op!r}: its builds({kind!r}) have no {direction} kernel")
+        listed = {b.kernel.__name__ for some in by_kind.values() for b in some}
+        if missing := _kernels(Path(module.__file__ or "")) - listed:
+            raise ValueError(f"op {op!r}: {sorted(missing)} are in no device's builds; helpers start with _")
+        found += by_kind[kind]
+    if not found:
+        raise ValueError("no kernel is registered")
+    return found
+
+
+def _kernels(path: Path) -> set[str]:
+    """Names of the file's ``@triton.jit`` functions that are not helpers."""
+    functions = [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]
+    jitted = [f.name for f in functions if any(ast.unparse(d) == "triton.jit" for d in f.decorator_list)]
+    return {name for name in jitted if not name.startswith("_")}
+
+
+def dialect(path: Path, source: str | None = None) -> list[str]:
+    """What the file has that not every backend can do, as ``line: what, why``."""
+    tree = ast.parse(path.read_text(encoding="utf-8") if source is None else source)
+    found = [(0, f"{name}: {len(name)} characters, at most {_NAME}") for name in _kernels(path) if len(name) > _NAME]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("tl", "triton", "tl.extra"):
+            reason = _ABSENT.get(node.attr)
+            if reason:
+                found.append((node.lineno, f"{ast.unparse(node)}: {reason}"))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot":
+            given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if given.get("input_precision") != "'ieee'":
+                found.append((node.lineno, "tl.dot: input_precision='ieee', or float32 is cut to tf32 on CUDA"))
+    return [f"{line}: {what}" for line, what in sorted(found)]
