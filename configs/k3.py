@@ -1,14 +1,18 @@
-"""Kimi K3's text model: 93 layers, of which 24 have Gated MLA and the others KDA (arXiv 2607.24653)."""
+"""Kimi K3: 93 layers, of which 24 have Gated MLA and the others KDA, and MoonViT-V2 (arXiv 2607.24653)."""
 
-from k31fn import model as text
-from k31fn.layers import attn_res, kda, latent_moe, mla, mlp
+from k31fn import model as k3
+from k31fn.layers import attn_res, kda, latent_moe, mla, mlp, projector, vision, vision_block
 
 
-def model() -> text.Config:
-    """2,779.48B parameters, 104.19B active."""
+def model() -> k3.Config:
+    """2,779.93B parameters, 104.19B active; 2,779.48B of them are the text model's."""
     hidden_size, num_layers = 7168, 93
     every_fourth = range(3, num_layers, 4)
-    return text.Config(
+    tower = vision.Config(
+        vision_block.Config(hidden_size=1024, num_heads=12, head_dim=128, intermediate_size=4096),
+        num_layers=27,
+    )
+    return k3.Config(
         vocab_size=163840,
         hidden_size=hidden_size,
         num_layers=num_layers,
@@ -33,4 +37,6 @@ def model() -> text.Config:
             top_k=16,
         ),
         residual=attn_res.Config(block_size=12),
+        vision=tower,
+        projector=projector.Config(tower.output_size, hidden_size),
     )

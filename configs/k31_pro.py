@@ -1,15 +1,15 @@
-"""Kimi K3.1 Pro's text model: Kimi K3 with a lightning indexer in each full-attention layer (Gated DSA)."""
+"""Kimi K3.1 Pro: Kimi K3 with a lightning indexer in each full-attention layer (Gated DSA)."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from k31fn import config
-from k31fn import model as text
+from k31fn import model as k31
 from k31fn.layers import dsa, indexer, mla
 
 
-def model() -> text.Config:
-    """2,779.66B parameters, 104.37B active."""
+def model() -> k31.Config:
+    """2,780.11B parameters, 104.37B active; 2,779.66B of them are the text model's."""
     k3 = config.load(Path(__file__).with_name("k3.py"))
     assert isinstance(k3.full_attention, mla.Config)
     index = indexer.Config(k3.hidden_size, k3.full_attention.q_lora_rank, num_heads=32, head_dim=128)

@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from k31fn import config
-from k31fn import model as text
+from k31fn import model as k31
 
 
-def model() -> text.Config:
-    """22.30B parameters: six KDA layers and two of Gated DSA, the first layer dense, one AttnRes block."""
+def model() -> k31.Config:
+    """22.75B parameters: six KDA layers and two of Gated DSA, the first dense, one AttnRes block; the whole tower."""
     full = config.load(Path(__file__).with_name("k31_pro.py"))
     return replace(full, num_layers=8, full_attention_layers=(3, 7), moe=replace(full.moe, num_experts=64))

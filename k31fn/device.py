@@ -17,6 +17,7 @@ import torch
 
 __all__ = [
     "PeakRates",
+    "attach_thread",
     "default",
     "keep_heap",
     "memory_allocated",
@@ -96,6 +97,12 @@ def of_rank(device: torch.device, local_rank: int) -> torch.device:
         )
     _module(device.type).set_device(local_rank)
     return torch.device(device.type, local_rank)
+
+
+def attach_thread() -> None:
+    """Binds this thread to the GPU's context. Its first kernel would; but cuBLAS, if that comes first, warns."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def synchronize(device: torch.device) -> None:

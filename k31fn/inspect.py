@@ -2,8 +2,8 @@
 
 Everything comes from the specs; no weight is allocated. Counting rules:
 
-* Active parameters of a token: all but the embedding table, of which a row is looked up, and the routed experts that
-  it is not sent to. The head counts.
+* Active parameters of a token: all but the embedding table, of which a row is looked up, the routed experts that it is
+  not sent to, and the vision tower with its projector, which see images and not tokens. The head counts.
 * Weights in the dtype of their spec: bfloat16, and the float32 islands.
 * AdamW keeps a float32 master copy of each bfloat16 weight, and two moments in float32. Muon keeps the master copy and
   one momentum for matrices; the other weights stay with AdamW. Frozen weights have neither.
@@ -46,8 +46,11 @@ _PARTS = (
     ("norms", r"layers\.\d+\.(attn|ffn)_norm\..*|final_norm\..*"),
     ("head", r"head"),
     ("MTP", r"mtp\..*"),
+    ("vision tower", r"vision\..*"),
+    ("projector", r"projector\..*"),
 )
 PARTS = tuple(name for name, _ in _PARTS)
+_NOT_ACTIVE = ("embedding", "vision tower", "projector")
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def summarise(cfg: model.Config) -> Summary:
         opens=tuple(i for i, c in enumerate(layers) if c.opens_block and isinstance(c.residual, attn_res.Config)),
         parts={name: parts[name] for name in PARTS if name in parts},
         total=sum(parts.values()),
-        active=sum(_active(spec, cfg) for _, spec in leaves) - parts["embedding"],
+        active=sum(_active(spec, cfg) for _, spec in leaves) - sum(parts[name] for name in _NOT_ACTIVE),
         weight_bytes=dict(sorted(stored.items(), key=lambda item: item[0].itemsize)),
         gradient_bytes=sum(4 * spec.numel for spec in trained),
         adamw_bytes=sum(_optimiser_bytes(spec, moments=2) for spec in trained),

@@ -18,6 +18,7 @@ from torch import Tensor
 from k31fn import balance, data, device, model, random, trainer
 from k31fn.checkpoint import Checkpointer, CheckpointError
 from k31fn.config import Recipe
+from k31fn.layers.patches import Images
 from k31fn.trainer import folder
 from k31fn.typing import Float, Int
 
@@ -80,6 +81,7 @@ def generate(
     top_p: float = 1.0,
     end_token: int = -1,
     vocab_size: int | None = None,
+    images: Images | tuple[()] = (),
     emit: Callable[[Tensor], object] = lambda tokens: None,
 ) -> Int[Tensor, "B N"]:
     """The tokens after each prompt, N = ``num_tokens`` or fewer.
@@ -97,6 +99,7 @@ def generate(
         top_p: see :func:`choose`.
         end_token: a row that has drawn it repeats it; ends when all rows have. None is -1.
         vocab_size: only tokens below it are drawn; None: all that the head has, which may be padded.
+        images: those of the prompt, with a slot or -1 for each of its tokens.
         emit: gets each column ``[B]`` as it is drawn.
 
     Raises:
@@ -108,7 +111,7 @@ def generate(
     tokens, drawn = prompt, []
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     for i in range(num_tokens):
-        scores, decoding = model.extend(params, tokens, cfg, decoding, balance=state)
+        scores, decoding = model.extend(params, tokens, cfg, decoding, balance=state, images=() if i else images)
         chosen = choose(scores[:, -1, :vocab_size], random.fold_in(key, i), temperature=temperature, top_p=top_p)
         chosen = torch.where(ended, end_token, chosen)
         ended = chosen == end_token
@@ -175,7 +178,7 @@ def _print_sample(
     args: argparse.Namespace, key: Tensor, recipe: Recipe, params: model.Params[Tensor], state: balance.State
 ) -> str:
     """Prints a sample as it is drawn; returns it with its prompt."""
-    tokenizer = data.ByteTokenizer()
+    tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
     prompt = torch.from_numpy(tokenizer.encode(args.prompt).astype("int64"))[None].to(key.device)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in several tokens
     shown: list[str] = []

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from k31fn import model, params, random
-from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mla, mlp
+from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mla, mlp, projector, vision, vision_block
 
 D = 16
 
@@ -26,6 +26,13 @@ def config(**changes: Any) -> model.Config:
         residual=attn_res.Config(block_size=2, query_std=0.1),
     )
     return dataclasses.replace(base, **changes)
+
+
+def with_vision(**changes: Any) -> model.Config:
+    """The same with a tower for patches of 2 x 2 pixels."""
+    block = vision_block.Config(hidden_size=8, num_heads=2, head_dim=4, intermediate_size=12, init_std=0.5)
+    tower = vision.Config(block, num_layers=2, patch_size=2, table_size=(3, 5))
+    return config(vision=tower, projector=projector.Config(tower.output_size, D), **changes)
 
 
 def weights(cfg: model.Config, dtype: torch.dtype = torch.float64, seed: int = 0) -> model.Params[torch.Tensor]:

@@ -1,5 +1,6 @@
 """The config files, against what is published about each model."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from k31fn import config, model, params
 from k31fn.layers import attn_res, dsa, mla
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-NAMES = ("tiny", "k3", "k31_pro", "k31_pro_reduced_npu")
+NAMES = ("tiny", "tiny_vision", "k3", "k31_pro", "k31_pro_reduced_npu")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,8 @@ def test_reduced(cfgs):
     assert (small.num_layers, small.moe.num_experts, small.moe.top_k) == (8, 64, 16)
     assert [layer.opens_block for layer in model.layer_configs(small)] == [True] + [False] * 7
     assert (small.kda, small.full_attention, small.dense) == (full.kda, full.full_attention, full.dense)
-    assert params.count(model.specs(small)) == 22_302_797_120
+    assert (small.vision, small.projector) == (full.vision, full.projector)
+    assert params.count(model.specs(small)) == 22_302_797_120 + 401_214_464 + 46_144_512
 
 
 def test_tiny(cfgs):
@@ -61,3 +63,15 @@ def test_tiny(cfgs):
     assert (cfg.num_layers, cfg.full_attention_layers) == (4, (3,))
     assert isinstance(cfg.full_attention, dsa.Config)
     assert cfg.full_attention.topk == 64  # below the 256 tokens that it trains on
+
+
+def test_tiny_vision(cfgs):
+    """The text model is the tiny one; patches are those of the full-size tower."""
+    cfg = cfgs["tiny_vision"]
+    assert dataclasses.replace(cfg, vision=(), projector=()) == cfgs["tiny"]
+    assert cfg.vision.pixels_per_patch == cfgs["k31_pro"].vision.pixels_per_patch == 588
+    recipe = config.load_recipe(CONFIGS / "tiny_vision.py")
+    assert recipe.model == cfg
+    assert recipe.patches == 96
+    assert config.to_dict(recipe)["data"]["kind"] == "Prepared"
+    assert config.from_dict(config.Recipe, config.to_dict(recipe)) == recipe

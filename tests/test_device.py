@@ -110,7 +110,9 @@ def test_cpu_memory_is_that_of_the_process() -> None:
     held = torch.ones(64 << 20, dtype=torch.uint8)  # above malloc's threshold: mapped and unmapped at once
     after = device.memory_allocated(CPU)
     assert after - before > 60 << 20
-    assert device.peak_memory(CPU) >= after - (1 << 20)  # the kernel counts pages in batches per core
+    cores = os.cpu_count() or 1
+    uncounted = cores * max(32, 2 * cores) * 4096  # the kernel counts pages in batches, which grow with the cores
+    assert device.peak_memory(CPU) >= after - uncounted
     peak = device.peak_memory(CPU)
     del held
     device.reset_peak_memory(CPU)

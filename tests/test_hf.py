@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from k31fn import balance, config, hf, model, params, random, tree
 from k31fn.hf.table import ROWS, VISION, entries
-from k31fn.layers import dsa, plain_residual
+from k31fn.layers import dsa, mhc, plain_residual, projector, vision, vision_block
+from tests.hf.test_vision_config import PUBLISHED
 
 GOLDEN = Path(__file__).parent / "golden" / "k3_text_tiny"
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -41,6 +42,11 @@ def k31():
     weights = params.init(model.specs(cfg), random.key(1))
     bias = random.normal(random.key(2), (3, cfg.moe.num_experts))
     return cfg, weights, balance.State(bias, model.moe_layers(cfg))
+
+
+def with_eyes(cfg):
+    tower = vision.Config(vision_block.Config(16, 2, 8, 24), 2, patch_size=14, table_size=(3, 5))
+    return dataclasses.replace(cfg, vision=tower, projector=projector.Config(64, cfg.hidden_size))
 
 
 def checkpoint(directory, tensors):
@@ -163,6 +169,22 @@ class TestRoundTrip:
         assert text["architectures"] == ["KimiK31ForConditionalGeneration"]
         assert text["text_config"]["dsa_config"]["full_attn_layers"] == [4]
 
+    @pytest.mark.parametrize("quantise", [False, True])
+    def test_k31_with_vision(self, k31, tmp_path, quantise):
+        """Bit for bit what a checkpoint can say: all of it, or experts whose values MXFP4 has."""
+        cfg = with_eyes(k31[0])
+        drawn = params.init(model.specs(cfg), random.key(1))
+        hf.export(drawn, k31[2], cfg, tmp_path / "one", quantise=quantise)
+        assert hf.config_from_hf(tmp_path / "one") == cfg
+        weights, state = hf.load(tmp_path / "one", cfg)
+        assert_same(weights.vision, drawn.vision)
+        assert_same(weights.projector, drawn.projector)
+        hf.export(weights, state, cfg, tmp_path / "two", quantise=quantise)
+        for file in (tmp_path / "one").iterdir():
+            assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+        text, _ = hf.load(tmp_path / "one", k31[0])
+        assert_same(text, dataclasses.replace(weights, vision=(), projector=()))
+
     def test_float32_islands_stay_float32(self, k31, tmp_path):
         """exp(A_log) of log 15.3 differs by 0.65% after a trip through bfloat16."""
         cfg, weights, state = k31
@@ -205,8 +227,8 @@ class TestRoundTrip:
 
 class TestTable:
     def test_every_row_is_used(self, golden, k31):
-        used = {entry.row for cfg in (golden[0], k31[0]) for entry in entries(cfg)}
-        assert used == {row for row in ROWS if not row.name.startswith(VISION)}
+        used = {entry.row for cfg in (golden[0], with_eyes(k31[0])) for entry in entries(cfg)}
+        assert used == set(ROWS)
 
     def test_a_leaf_without_a_row(self, golden):
         with pytest.raises(ValueError, match=r"params\.head is covered by 0 rows"):
@@ -228,6 +250,8 @@ class TestTable:
         indexer, from public loaders of K3.1."""
         found = {}
         for entry in entries(config.load(CONFIGS / "k31_pro.py")):
+            if entry.names[0].startswith(VISION):
+                continue  # tests/hf/test_slices.py
             shape = entry.stored_shape
             for name in entry.names:
                 found.setdefault(re.sub(r"\.\d+\.", ".N.", name), Counter())[shape] += 1
@@ -338,6 +362,12 @@ class TestLoadRefuses:
         cfg = dataclasses.replace(k31[0], num_mtp_layers=1)
         with pytest.raises(ValueError, match=r"num_mtp_layers=1: K3's checkpoint format has no MTP layer; set it to 0"):
             hf.load(GOLDEN, cfg)
+
+    def test_a_residual_scheme_that_the_format_does_not_know(self, k31, tmp_path):
+        cfg = dataclasses.replace(k31[0], residual=mhc.Config())
+        with pytest.raises(ValueError, match=r"residual is an mhc\.Config, which K3's format has no name for"):
+            hf.export(params.init(model.specs(cfg), random.key(0)), model.init_balance(cfg), cfg, tmp_path / "x")
+        assert not (tmp_path / "x").exists()
 
     def test_no_checkpoint(self, golden, tmp_path):
         (tmp_path / "pytorch_model.bin").write_bytes(b"")
@@ -492,8 +522,16 @@ class TestConfigFromHf:
                 **{"short_conv_kernel_size": 4, "use_full_rank_gate": True},
             },
         }
-        (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vision_config": PUBLISHED}))
         assert hf.config_from_hf(tmp_path) == config.load(CONFIGS / "k3.py")
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+        assert hf.config_from_hf(tmp_path) == dataclasses.replace(
+            config.load(CONFIGS / "k3.py"), vision=(), projector=()
+        )
+        wrong = {"text_config": text, "vision_config": PUBLISHED | {"attn_bias": True}}
+        (tmp_path / "config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=r"config\.json: vision_config does not .* attn_bias=True must be False"):
+            hf.config_from_hf(tmp_path)
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -15,6 +15,7 @@ from k31fn import config, inspect, model, params, random, tree
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
+VISION = 401_214_464 + 46_144_512
 
 
 @functools.cache
@@ -25,8 +26,8 @@ def summary(name):
 @pytest.mark.parametrize(
     ("name", "total", "active", "text"),
     [
-        ("k3", 2_779_484_393_568, 104_189_530_208, ("2,779.48B", "104.19B")),
-        ("k31_pro", 2_779_662_919_776, 104_368_056_416, ("2,779.66B", "104.37B")),
+        ("k3", 2_779_484_393_568 + VISION, 104_189_530_208, ("2,779.93B", "104.19B")),
+        ("k31_pro", 2_779_662_919_776 + VISION, 104_368_056_416, ("2,780.11B", "104.37B")),
     ],
 )
 def test_published_totals(name, total, active, text):
@@ -52,6 +53,7 @@ def test_published_parts():
     assert parts["AttnRes"] == (2 * 93 + 1) * 2 * 7168
     assert parts["norms"] == (2 * 93 + 1) * 7168
     assert parts["head"] == parts["embedding"] == 163840 * 7168
+    assert (parts["vision tower"], parts["projector"]) == (401_214_464, 46_144_512)
     assert "indexer" not in summary("k3").parts
 
 
@@ -135,7 +137,7 @@ class TestCommand:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
-        assert "2,779.66B" in done.stdout
+        assert "2,780.11B" in done.stdout
         assert "104.37B" in done.stdout
 
     def test_errors_are_one_line(self, capsys, tmp_path):
@@ -148,3 +150,58 @@ class TestCommand:
             assert err.startswith("error: config file")
             assert message in err
             assert err.count("\n") == 1
+
+
+class TestOnAMesh:
+    def test_what_a_rank_holds_and_sends(self, capsys):
+        """The rows of the table, and in them sizes that follow by hand."""
+        path = str(CONFIGS / "tiny.py")
+        assert inspect.main([path, "--mesh.fsdp", "2", "--mesh.tp", "2", "--mesh.ep", "2", "--batch-size", "8"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        lines = lines[next(i for i, text in enumerate(lines) if text.startswith("mesh ")) :]
+
+        def line(start):
+            return next(text for text in lines if text.strip().startswith(start))
+
+        assert line("mesh ").split()[1:] == ["fsdp", "2", "x", "tp", "2", "=", "4", "ranks,", "ep", "2"]
+        table = 264 * 128 // 4 * 4  # a quarter of the embedding, in float32; AdamW has two moments of it
+        assert line("embedding  ").split()[1::2] == [f"{n * table / 1e3:.2f}" for n in (1, 1, 2)]
+        experts = 3 * 3 * 8 * 64 * 96 // 4 * 4  # three layers, three matrices each; Muon has one momentum
+        assert line("routed experts  ").split()[2::2][-3:] == [f"{experts / 1e3:.2f}"] * 3
+        assert line("layers.1.ffn.experts.w_gate").split("->") == [
+            f"  {'layers.1.ffn.experts.w_gate':<40}{'[8, 64, 96]':>22} ",
+            f" {'[2, 64, 96]':<22} (tp*fsdp, -, -)",
+        ]
+        assert any(text.split()[:2] == ["all_gather", "fsdp"] for text in lines)
+        assert any(text.split()[:2] == ["ragged_all_to_all", "tp"] for text in lines)
+
+    def test_stages(self, capsys):
+        assert inspect.main([str(CONFIGS / "tiny.py"), "--mesh.pp", "2", "--micro-batches", "2"]) == 0
+        out = capsys.readouterr().out
+        assert "bytes of a rank of stage rank" in out
+        assert "send                  pp" in out
+        assert "recv                  pp" in out
+
+    def test_one_rank_sends_nothing(self, capsys):
+        assert inspect.main([str(CONFIGS / "tiny.py"), "--optimizer", "adamw", "--length", "32"]) == 0
+        out = capsys.readouterr().out
+        assert "mesh        one rank" in out
+        assert out.rstrip().endswith("\n  nothing")
+
+    def test_a_mesh_that_does_not_fit(self, capsys):
+        assert inspect.main([str(CONFIGS / "k31_pro.py"), "--mesh.tp", "5"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: mesh.tp=5 does not divide model.kda.num_heads=96, model.full_attention.")
+        assert err.endswith("; nearest: 4\n")
+
+    @pytest.mark.slow
+    def test_the_full_model(self, capsys):
+        """Every rank of 512 holds a 512th of the experts, in float32: 2.72T x 4 bytes."""
+        path = str(CONFIGS / "k31_pro.py")
+        assert inspect.main([path, "--mesh.fsdp", "64", "--mesh.tp", "2", "--mesh.pp", "4", "--mesh.ep", "32"]) == 0
+        out = capsys.readouterr().out
+        assert "= 512 ranks, ep 32" in out
+        (experts,) = (text.split() for text in out.splitlines() if text.startswith("  routed experts") and "GB" in text)
+        per_stage = 23 * 896 * 33_030_144 * 4 / 128 / 1e9
+        assert float(experts[2]) == pytest.approx(per_stage, rel=1e-3)

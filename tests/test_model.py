@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from k31fn import autodiff, balance, hf, model, params, random, segments, tree
-from k31fn.layers import attn_res, block, dsa, indexer, mlp, mtp, plain_residual, router
+from k31fn.layers import attn_res, block, dsa, indexer, mhc, mlp, mtp, plain_residual, router
 from k31fn.testing import assert_close_trees, check_grads, live_bytes
 from tests import small
 
 GOLDEN = Path(__file__).parent / "golden" / "k3_text_tiny"
+MHC = mhc.Config(num_streams=3, init_scale=0.5)
 LAYERS = range(8)
 
 
@@ -202,11 +203,13 @@ def test_later_tokens_do_not_reach_earlier_ones():
     assert not torch.allclose(a[:, 13:], b[:, 13:])
 
 
-@pytest.mark.parametrize("full_attention", ["dsa", "mla"])
-def test_prefill_and_decode_equal_the_forward(full_attention):
+@pytest.mark.parametrize("kind", ["dsa", "mla", "mhc"])
+def test_prefill_and_decode_equal_the_forward(kind):
     cfg = small.config()
-    if full_attention == "mla":
+    if kind == "mla":
         cfg = dataclasses.replace(cfg, full_attention=cfg.full_attention.attn)
+    if kind == "mhc":
+        cfg = dataclasses.replace(cfg, residual=MHC)
     p, tok = small.weights(cfg, torch.float32), small.tokens(2, 8)
     state = model.init_balance(cfg)
     whole = model.logits(p, _hidden(cfg, p, tok, state=state))
@@ -236,9 +239,10 @@ def test_gradients_of_the_whole_model():
     check_grads(_loss(cfg, small.tokens(1, 6)), (p,), order=2)
 
 
-def test_remat_changes_no_bit_and_keeps_decisions():
+@pytest.mark.parametrize("residual", [small.config().residual, MHC], ids=["attn_res", "mhc"])
+def test_remat_changes_no_bit_and_keeps_decisions(residual):
     """D23, D26: with remat the routes are decided once, tokens are counted once, gradients are the same bits."""
-    cfg = small.config()
+    cfg = small.config(residual=residual)
     p, tok = small.weights(cfg), small.tokens(2, 10)
     batch = model.make_batch(tok, vocab_size=cfg.vocab_size)
     state = model.init_balance(cfg)

@@ -138,3 +138,16 @@ def test_every_field_of_the_recipe_is_explained(capsys):
         option = f"--{name.replace('_', '-')} "
         explained = out.split(option)[1].split("(default:")[0].split(maxsplit=1)
         assert len(explained) == 2, option
+
+
+def test_an_absent_part_stays_absent(capsys):
+    """The tower of a model of text: no option, and no subcommand, for it."""
+    recipe = config.load_recipe(CONFIGS / "tiny.py")
+    assert override(recipe, "--steps", "3").model.vision == ()
+    with pytest.raises(SystemExit):
+        override(recipe, "--help")
+    assert "vision" not in capsys.readouterr().out.lower()
+    seeing = config.load_recipe(CONFIGS / "tiny_vision.py")
+    assert override(seeing, "--model.vision.table-size", "3", "5").model.vision.table_size == (3, 5)
+    with pytest.raises(ValueError, match=r"projector\.input_size=256 must be 128"):
+        override(seeing, "--model.vision.block.hidden-size", "32")

@@ -25,7 +25,8 @@ def test_links_and_commands_exist():
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (root / target).exists(), target
     for module in re.findall(r"python -m (k31fn[\w.]*)", README):
-        assert (root / (module.replace(".", "/") + ".py")).exists(), module
+        path = root / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     makefile = (root / "Makefile").read_text(encoding="utf-8")
     for goal in re.findall(r"^make (\S+)", README, flags=re.MULTILINE):
         assert re.search(rf"^{goal}:", makefile, flags=re.MULTILINE), goal

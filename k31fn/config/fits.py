@@ -7,13 +7,21 @@ from collections.abc import Mapping
 
 from k31fn import model
 from k31fn.layers import dsa, mla
+from k31fn.layers.patches import MERGE
 from k31fn.parallel import Mesh
 
 __all__ = ["check_mesh"]
 
 
 def check_mesh(
-    mesh: Mesh, cfg: model.Config, *, batch_size: int, micro_batches: int, length: int, num_chunks: int = 1
+    mesh: Mesh,
+    cfg: model.Config,
+    *,
+    batch_size: int,
+    micro_batches: int,
+    length: int,
+    patches: int = 0,
+    num_chunks: int = 1,
 ) -> None:
     """Refuses a mesh over which the model or a step does not split evenly.
 
@@ -29,6 +37,8 @@ def check_mesh(
     if mesh.pp > 1:
         _check_stages(mesh, cfg, micro_batches, num_chunks)
     _multiple("length", length, {"mesh.cp": mesh.cp, "mesh.tp": mesh.tp})
+    if patches:
+        _multiple("data.patches", patches, {"mesh.cp": mesh.cp, "mesh.tp": mesh.tp, "2 x 2 patches": MERGE**2})
     _multiple("batch_size", batch_size, {"mesh.dp": mesh.dp, "mesh.fsdp": mesh.fsdp, "micro_batches": micro_batches})
     halo = cfg.kda.conv_width - 1
     if mesh.cp > 1 and length // mesh.cp < halo:
@@ -70,6 +80,10 @@ def _tensor_parallel(cfg: model.Config) -> dict[str, int]:
         sizes["dense.intermediate_size"] = cfg.dense.intermediate_size
     if model.moe_layers(cfg) and cfg.moe.shared_size:
         sizes["moe.shared_size"] = cfg.moe.shared_size
+    if not isinstance(cfg.vision, tuple):
+        sizes["vision.block.num_heads"] = cfg.vision.block.num_heads
+        sizes["vision.block.intermediate_size"] = cfg.vision.block.intermediate_size
+        sizes["vision.output_size"] = cfg.vision.output_size
     return sizes
 
 

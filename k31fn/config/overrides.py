@@ -16,7 +16,8 @@ _T = TypeVar("_T")
 def override(config: _T, args: Sequence[str], *, prog: str, description: str = "") -> _T:
     """``config`` with fields replaced: ``--steps 30 --optimizer.peak-lr 1e-3 --model.moe.num-experts 16``.
 
-    Where a field allows several classes (attention, residual), the config's own class stays and its fields can be set.
+    Where a field allows several classes (attention, residual), the config's own class stays and its fields can be set;
+    a part that is absent (the vision of a model of text) stays so.
     A field declared with ``field(metadata={"flat": True})`` adds its own fields without its name before them.
     ``--help`` in ``args`` prints every field with its value and exits. An unknown or mistyped field prints what is
     wrong and the nearest names, and exits with status 2.
@@ -47,6 +48,8 @@ def _plain(config: Any, flat: Any) -> Any:
     for f in dataclasses.fields(cls):
         value = getattr(config, f.name)
         nested = dataclasses.is_dataclass(value)
+        if value == () and any(dataclasses.is_dataclass(kind) for kind in typing.get_args(hints[f.name])):
+            continue
         values[f.name] = _plain(value, flat) if nested else value
         kind = type(values[f.name]) if nested else hints[f.name]
         fields.append((f.name, flat(kind) if f.metadata.get("flat") else kind))
@@ -59,6 +62,7 @@ def _like(config: Any, plain: Any) -> Any:
     """A config of the class of ``config``, and so on inside, with the values of ``plain``."""
     values = {}
     for f in dataclasses.fields(config):
-        old, new = getattr(config, f.name), getattr(plain, f.name)
+        old = getattr(config, f.name)
+        new = getattr(plain, f.name, old)
         values[f.name] = _like(old, new) if dataclasses.is_dataclass(old) else new
     return type(config)(**values)

@@ -103,7 +103,7 @@ class Recipe:
     Attributes:
         name: runs go to ``runs/<name>/<time>``.
         model: the model.
-        data: the text.
+        data: the text, or prepared stores of text and images.
         optimizer: how parameters are stepped.
         steps: length of the run.
         batch_size: rows of a step.
@@ -124,7 +124,7 @@ class Recipe:
 
     name: str
     model: model.Config
-    data: data.Config = field(default_factory=data.Config)
+    data: data.Config | data.Prepared = field(default_factory=data.Config)
     optimizer: Optimizer = field(default_factory=Optimizer)
     steps: int = 1000
     batch_size: int = 4
@@ -162,14 +162,24 @@ class Recipe:
             )
         if self.trainable == "indexer" and not isinstance(self.model.full_attention, dsa.Config):
             raise ValueError("trainable='indexer': model.full_attention has no indexer; make it a dsa.Config")
+        if self.patches and isinstance(self.model.vision, tuple):
+            raise ValueError(
+                f"data.patches={self.patches}: the model has no vision; give it one, or set data.patches=0"
+            )
         check_mesh(
             self.mesh,
             self.model,
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,
             length=self.length,
+            patches=self.patches,
             num_chunks=self.pipeline.num_chunks,
         )
+
+    @property
+    def patches(self) -> int:
+        """Of images in a row; 0: rows of text."""
+        return self.data.patches if isinstance(self.data, data.Prepared) else 0
 
     @property
     def precision(self) -> Precision:

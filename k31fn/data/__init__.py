@@ -5,14 +5,16 @@ the rows of a step as a pure function of (seed, step, rank), ``heldout`` the fix
 ``NGram`` the model to beat.
 
 Anything else is prepared first: ``python -m k31fn.data prepare SOURCE FOLDER`` writes stores that are mapped into
-memory. ``Mixture([PackedDataset(open_store(folder), shape), ...], weights, batch_size).batch_at(step)`` reads them.
+memory. ``open_prepared(Prepared(...), ...)`` gives a ``Mixture`` to train on, with a ``batch_at(step)`` like that of a
+``Dataset``, and rows to score.
 """
 
-from k31fn.data.heldout import HeldOut, heldout, trained_on
-from k31fn.data.image_packing import Images, PackedDataset, Shape
+from k31fn.data.heldout import HeldOut, heldout, heldout_rows, trained_on
+from k31fn.data.image_packing import PackedDataset, Shape
 from k31fn.data.mixture import Mixture
 from k31fn.data.ngram import NGram
 from k31fn.data.packing import Corpus, Dataset, Example, pieces
+from k31fn.data.prepared import Prepared, open_prepared
 from k31fn.data.sources import Document, read, stdlib
 from k31fn.data.splits import Config, Splits, load
 from k31fn.data.store import Store, open_store
@@ -27,16 +29,18 @@ __all__ = [
     "Document",
     "Example",
     "HeldOut",
-    "Images",
     "Mixture",
     "NGram",
     "PackedDataset",
+    "Prepared",
     "Shape",
     "Splits",
     "Store",
     "Tokenizer",
     "heldout",
+    "heldout_rows",
     "load",
+    "open_prepared",
     "open_store",
     "open_tokenizer",
     "pieces",

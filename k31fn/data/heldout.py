@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from k31fn import tree
+from k31fn.data.image_packing import PackedDataset, collate
 from k31fn.data.packing import Corpus, Dataset, Example, pieces
 from k31fn.data.tokenizer import Tokenizer
 
-__all__ = ["HeldOut", "heldout", "trained_on"]
+__all__ = ["HeldOut", "heldout", "heldout_rows", "trained_on"]
 
 _CHUNK = 256  # rows at a time
 
@@ -22,9 +24,9 @@ class HeldOut:
     """Rows to score a model on: nats per byte is the sum of its token losses divided by ``num_bytes``.
 
     Attributes:
-        rows: as in training, but end tokens are not scored either (label -100): they are no bytes.
+        rows: as in training, but tokens that are no bytes are not scored either (label -100).
         num_bytes: bytes of the tokens that are scored, that is, all but the first token of each piece.
-        pieces: the bytes of each piece of a document in the rows, for a model of another kind.
+        pieces: the bytes of each piece of a document in the rows, for a model of another kind; none of prepared data.
     """
 
     rows: Example
@@ -40,23 +42,45 @@ def heldout(corpus: Corpus, tokenizer: Tokenizer, *, length: int, num_bytes: int
     Raises:
         ValueError: ``num_bytes`` is not positive, or no token of the corpus can be scored.
     """
+    dataset = Dataset(corpus, batch_size=1, length=length)
+    rows, total = _first(_chunks(dataset, dataset.num_rows), tokenizer, num_bytes)
+    return HeldOut(rows, total, tuple(pieces(rows, tokenizer)))
+
+
+def heldout_rows(sources: Sequence[PackedDataset], tokenizer: Tokenizer, *, num_bytes: int = 200_000) -> HeldOut:
+    """The first rows of prepared data, of each source in turn and none twice, in which ``num_bytes`` are scored.
+
+    Raises:
+        ValueError: as :func:`heldout`.
+    """
+    rounds = range(max(source.num_rows for source in sources))
+    rows = (
+        collate([source.row(number)], source.shape, source.store)
+        for number in rounds
+        for source in sources
+        if number < source.num_rows
+    )
+    return HeldOut(*_first(rows, tokenizer, num_bytes), ())
+
+
+def _first(chunks: Iterable[Example], tokenizer: Tokenizer, num_bytes: int) -> tuple[Example, int]:
+    """The first rows in which so many bytes are scored, and how many there are."""
     if num_bytes < 1:
         raise ValueError(f"num_bytes={num_bytes} must be at least 1")
-    dataset = Dataset(corpus, batch_size=1, length=length)
+    special = torch.tensor([tokenizer.end_token, *tokenizer.special_tokens.values()])
     kept: list[Example] = []
     total = 0
-    for chunk in _chunks(dataset, dataset.num_rows):
-        labels = chunk.labels.masked_fill(chunk.labels == tokenizer.end_token, -100)
+    for chunk in chunks:
+        labels = chunk.labels.masked_fill(torch.isin(chunk.labels, special), -100)
         bytes_upto = total + np.cumsum([len(tokenizer.decode_bytes(row)) for row in labels])
         enough = int(np.searchsorted(bytes_upto, num_bytes)) + 1
-        kept.append(tree.map(lambda x, n=enough: x[:n], Example(chunk.tokens, labels, chunk.segments)))
+        kept.append(tree.map(lambda x, n=enough: x[:n], dataclasses.replace(chunk, labels=labels)))
         total = int(bytes_upto[min(enough, len(bytes_upto)) - 1])
         if total >= num_bytes:
             break
     if not total:
-        raise ValueError(f"the held-out text of {corpus.num_documents} documents has no token to score: too short")
-    rows = tree.map(lambda *parts: torch.cat(parts), *kept)
-    return HeldOut(rows, total, tuple(pieces(rows, tokenizer)))
+        raise ValueError(f"the held-out text of {len(kept)} rows has no token to score: too short")
+    return tree.map(lambda *parts: torch.cat(parts), *kept), total
 
 
 def trained_on(dataset: Dataset, num_steps: int, tokenizer: Tokenizer) -> Iterator[bytes]:

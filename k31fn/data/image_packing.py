@@ -19,32 +19,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from k31fn import segments, tree
+from k31fn import segments
 from k31fn.data.images import normalise
 from k31fn.data.packing import Example, draw, permute
 from k31fn.data.store import Store
 from k31fn.layers import projector
-from k31fn.layers.patches import Grid, Patches, from_grids, num_patches, num_slots
-from k31fn.typing import Float, Int, Tensor
+from k31fn.layers.patches import Grid, Images, from_grids, num_patches, num_slots
+from k31fn.typing import Tensor
 
-__all__ = ["Images", "PackedDataset", "Piece", "Row", "Shape", "collate"]
+__all__ = ["PackedDataset", "Piece", "Row", "Shape", "collate"]
 
 IGNORED = -100
-
-
-@tree.dataclass
-class Images:
-    """The images of a batch.
-
-    Attributes:
-        pixels: float32 in [-1, 1]; 0 in padding.
-        patches: where they lie.
-        slots: which feature each token takes; -1 for tokens that are no placeholders.
-    """
-
-    pixels: Float[Tensor, "B N X"]
-    patches: Patches
-    slots: Int[Tensor, "B T"]
 
 
 class Shape(NamedTuple):
@@ -52,7 +37,7 @@ class Shape(NamedTuple):
 
     Attributes:
         length: tokens.
-        patches: of images, a multiple of 4; 0 for rows without images, which then have no :class:`Images`.
+        patches: of images, a multiple of 4; 0 for rows without images, which then have no ``images``.
     """
 
     length: int

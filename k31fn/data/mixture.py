@@ -7,6 +7,8 @@ found in constant time, however long the run.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +55,22 @@ class Mixture:
                 "sources differ in (length, patches), end token, media token or bytes of a patch: "
                 f"{sorted(kinds)}; prepare them with one tokenizer and give them one shape"
             )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch, if the shares are those that the sources have."""
+        return sum(source.num_rows for source in self.sources)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sources."""
+        return sum(int(source.store.lengths.sum()) for source in self.sources)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the indices of the stores: of what was prepared, and how."""
+        indices = json.dumps([source.store.index for source in self.sources], sort_keys=True)
+        return hashlib.blake2b(indices.encode(), digest_size=16).hexdigest()
 
     def batch_at(self, step: int, *, rank: int = 0, num_ranks: int = 1, micro: int = 0, num_micro: int = 1) -> Example:
         """The rows of a micro-batch of a data rank at a step, on the CPU.

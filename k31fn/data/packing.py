@@ -17,6 +17,7 @@ by applying it again to what falls outside. So a row is found in constant time a
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,7 @@ class Example:
         tokens: 0 where the row is padding.
         labels: the next token of the same piece; -100 (ignored) at its last token and in padding.
         segments: the pieces of documents in each row.
-        images: of the rows (:class:`k31fn.data.image_packing.Images`), or ``()`` where data has none.
+        images: of the rows (:class:`k31fn.layers.patches.Images`), or ``()`` where data has none.
     """
 
     tokens: Int[Tensor, "B T"]
@@ -119,6 +120,16 @@ class Dataset:
     def num_rows(self) -> int:
         """Rows of an epoch."""
         return -(-len(self.corpus.tokens) // self.length)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an epoch."""
+        return len(self.corpus.tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens: another one if any differs."""
+        return hashlib.blake2b(self.corpus.tokens.data, digest_size=16).hexdigest()
 
     def batch_at(self, step: int, *, rank: int = 0, num_ranks: int = 1, micro: int = 0, num_micro: int = 1) -> Example:
         """The rows of a micro-batch of a data rank at a step, on the CPU.

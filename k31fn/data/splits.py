@@ -25,6 +25,8 @@ class Config:
         suffixes: files of a folder that are read.
         field: the field or column of records that holds the text.
         heldout_fraction: of the documents, about.
+        tokenizer: as :func:`k31fn.data.open_tokenizer` takes it.
+        end: the name of its end token; "": its own.
 
     Raises:
         ValueError: a fraction outside (0, 1), or no suffix, or one without its dot.
@@ -34,6 +36,8 @@ class Config:
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
     field: str = "text"
     heldout_fraction: float = 0.05
+    tokenizer: str = "bytes"
+    end: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.heldout_fraction < 1:

@@ -1,29 +1,87 @@
-"""``python -m k31fn.hf verify FOLDER``: compares a checkpoint in K3's names with its config, without loading it."""
+"""Checkpoints in K3's names, from and to runs: ``python -m k31fn.hf``.
+
+* ``verify FOLDER`` compares a checkpoint with its config, without loading it.
+* ``import FOLDER configs/tiny.py`` makes a run that starts from a checkpoint, to sample from or to train on.
+* ``export RUN FOLDER`` writes a run's newest checkpoint.
+
+The commands are one process, which holds the whole model; ``hf.load`` and ``hf.export`` work in slices on any mesh.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+from pathlib import Path
 
-from k31fn.hf import verify
+import torch
+
+from k31fn import hf, model, params, sample, trainer
+from k31fn.checkpoint import Checkpointer, CheckpointError
+from k31fn.config import load_recipe
+from k31fn.trainer import folder
 
 __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints what the folder holds and what is wrong with it; 0 if nothing is."""
-    parser = argparse.ArgumentParser(prog="python -m k31fn.hf", description=__doc__)
+    """The command line; returns the exit status: 0, or 1 if something is wrong."""
+    given = _parser().parse_args(arguments)
+    try:
+        return {"verify": _verify, "import": _import, "export": _export}[given.command](given)
+    except (ValueError, RuntimeError, OSError, CheckpointError) as error:
+        print(f"k31fn.hf: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m k31fn.hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("verify", help="compare a folder with its config.json, from headers alone")
-    command.add_argument("folder", help="of safetensors files and config.json")
-    folder = parser.parse_args(arguments).folder
-    report = verify(folder)
-    print(
-        f"{folder}: {report.num_weights:,} weights in {report.num_tensors:,} tensors ({report.num_quantised:,} of them "
-        f"MXFP4 codes) in {report.num_files} files"
-    )
+    command.add_argument("folder", type=Path, help="of safetensors files and config.json")
+    command = commands.add_parser("import", help="make a run whose first state has the weights of a checkpoint")
+    command.add_argument("folder", type=Path, help="of safetensors files and config.json")
+    command.add_argument("config", type=Path, help="a recipe; its model becomes the checkpoint's")
+    command.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders go")
+    command = commands.add_parser("export", help="write the newest checkpoint of a run")
+    command.add_argument("run", type=Path, help="a run folder, or a folder of runs: the newest of them")
+    command.add_argument("folder", type=Path, help="a new one")
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    command.add_argument("--quantise", action="store_true", help="routed experts as MXFP4")
+    return parser
+
+
+def _verify(given: argparse.Namespace) -> int:
+    report = hf.verify(given.folder)
+    tensors = f"{report.num_tensors:,} tensors ({report.num_quantised:,} of them MXFP4 codes)"
+    print(f"{given.folder}: {report.num_weights:,} weights in {tensors} in {report.num_files} files")
     print(report.problems or "fits its config")
     return 1 if report.problems else 0
+
+
+def _import(given: argparse.Namespace) -> int:
+    """The checkpoint's model, trained as the recipe says: what a config file cannot keep is the recipe's."""
+    recipe = load_recipe(given.config)
+    recipe = dataclasses.replace(recipe, model=hf.config_from_hf(given.folder))
+    weights, biases = hf.load(given.folder, recipe.model, dtype=recipe.precision.param)
+    state = trainer.first_state(recipe, weights, biases)
+    run = folder.new(given.runs, recipe)
+    with Checkpointer(run / "checkpoints", keep=recipe.keep) as checkpoints:
+        checkpoints.save(0, state)
+    print(f"run: {run}")
+    print(f"train on: python train.py {run / folder.CONFIG}")
+    return 0
+
+
+def _export(given: argparse.Namespace) -> int:
+    run = folder.resolve(given.run)
+    recipe, weights, biases = sample.load(run, where=torch.device("cpu"))
+    weights = params.cast(weights, model.specs(recipe.model), getattr(torch, given.dtype))
+    hf.export(weights, biases, recipe.model, given.folder, quantise=given.quantise)
+    print(f"{run} written to {given.folder}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import torch
 from k31fn import model
 from k31fn.hf import mxfp4
 from k31fn.hf.files import read_json
-from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mla, mlp, plain_residual
+from k31fn.hf.vision_config import describe_vision, vision_from_hf
+from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mhc, mla, mlp, plain_residual
 
 __all__ = ["FILE", "config_from_hf", "describe"]
 
@@ -105,16 +106,13 @@ _TRAINING = {
 
 
 def config_from_hf(directory: str | Path) -> model.Config:
-    """The text model that ``config.json`` describes.
+    """The model that ``config.json`` describes; without a ``vision_config`` it is one of text alone.
 
     Raises:
         ValueError: missing fields, or values that would need other equations than ours; all listed.
     """
     file = Path(directory) / FILE
-    text = read_json(file).get("text_config")
-    if not isinstance(text, dict):
-        raise ValueError(f"{file} has no text_config: it is not the config of a K3 or K3.1 checkpoint")
-    return _parse(text, str(file))
+    return _parse(read_json(file), str(file))
 
 
 def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) -> dict[str, Any]:
@@ -124,9 +122,12 @@ def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) 
         ValueError: a field of ``cfg`` that matters to the result of the model and that K3's format cannot hold.
     """
     text = _text_config(cfg)
+    parts = {"text_config": text}
+    if not isinstance(cfg.vision, tuple) and not isinstance(cfg.projector, tuple):
+        parts["vision_config"] = describe_vision(cfg.vision, cfg.projector)
     lost = [
         f"{path}={mine!r}, read back as {theirs!r}"
-        for (path, mine), (_, theirs) in zip(_flat(cfg), _flat(_parse(text, "the export")), strict=True)
+        for (path, mine), (_, theirs) in zip(_flat(cfg), _flat(_parse(parts, "the export")), strict=True)
         if mine != theirs
     ]
     if lost:
@@ -138,12 +139,17 @@ def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) 
         "architectures": ["KimiK31ForConditionalGeneration" if sparse else "KimiK3ForConditionalGeneration"],
         "model_type": "kimi_k31" if sparse else "kimi_k3",
         "tie_word_embeddings": False,
+        **parts,
         "text_config": {**text, "torch_dtype": str(dtype).removeprefix("torch.")},
     }
 
 
 def _text_config(cfg: model.Config) -> dict[str, Any]:
     attention = cfg.full_attention.attn if isinstance(cfg.full_attention, dsa.Config) else cfg.full_attention
+    if isinstance(cfg.residual, mhc.Config):
+        raise ValueError(
+            "model.Config.residual is an mhc.Config, which K3's format has no name for; export AttnRes or plain"
+        )
     full = [i + 1 for i in cfg.full_attention_layers]
     block_size = cfg.residual.block_size if isinstance(cfg.residual, attn_res.Config) else None
     linear = {
@@ -192,7 +198,21 @@ def _text_config(cfg: model.Config) -> dict[str, Any]:
     return text
 
 
-def _parse(text: dict[str, Any], file: str) -> model.Config:
+def _parse(parts: dict[str, Any], file: str) -> model.Config:
+    text, seen = parts.get("text_config"), parts.get("vision_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"{file} has no text_config: it is not the config of a K3 or K3.1 checkpoint")
+    cfg = _parse_text(text, file)
+    if not isinstance(seen, dict):
+        return cfg
+    try:
+        tower, onto = vision_from_hf(seen, cfg.hidden_size)
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from e
+    return dataclasses.replace(cfg, vision=tower, projector=onto)
+
+
+def _parse_text(text: dict[str, Any], file: str) -> model.Config:
     linear = text.get("linear_attn_config")
     linear = linear if isinstance(linear, dict) else {}
     if problems := _check(text, linear):

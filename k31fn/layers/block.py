@@ -5,8 +5,8 @@ For the state ``c`` and the scheme's ``connect``::
     c = connect(c, x -> Attention(RMSNorm(x)))
     c = connect(c, x -> FFN(RMSNorm(x)))
 
-The kinds of attention (KDA, Gated MLA, Gated DSA), feed-forward (dense, LatentMoE) and residual scheme (AttnRes, plain)
-are those of the sub-configs: K3 and K3.1 are the same code.
+The kinds of attention (KDA, Gated MLA, Gated DSA), feed-forward (dense, LatentMoE) and residual scheme (AttnRes, mHC,
+plain) are those of the sub-configs: K3 and K3.1 are the same code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.layers import attn_res, dsa, kda, latent_moe, mla, mlp, norm, plain_residual
+from k31fn.layers import attn_res, dsa, kda, latent_moe, mhc, mla, mlp, norm, plain_residual
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
 from k31fn.segments import Segments
@@ -27,7 +27,9 @@ from k31fn.typing import Float, Leaf
 
 __all__ = ["Aux", "Config", "Params", "apply", "extend", "init_state", "module_of", "specs"]
 
-_MODULES: dict[type, ModuleType] = {m.Config: m for m in (attn_res, dsa, kda, latent_moe, mla, mlp, plain_residual)}
+_MODULES: dict[type, ModuleType] = {
+    m.Config: m for m in (attn_res, dsa, kda, latent_moe, mhc, mla, mlp, plain_residual)
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Config:
 
     attention: kda.Config | mla.Config | dsa.Config
     ffn: mlp.Config | latent_moe.Config
-    residual: attn_res.Config | plain_residual.Config
+    residual: attn_res.Config | mhc.Config | plain_residual.Config
     opens_block: bool = False
     norm_eps: float = 1e-5
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from k31fn import tree
-from k31fn.typing import Int, Tensor
+from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["MERGE", "Grid", "Patches", "cell_order", "from_grids", "num_patches", "num_slots"]
+__all__ = ["MERGE", "Grid", "Images", "Patches", "cell_order", "from_grids", "num_patches", "num_slots"]
 
 MERGE = 2  # side of the cells that the tower merges, in patches
 
@@ -54,6 +54,22 @@ class Patches:
     width: Int[Tensor, "B N"]
     frame: Int[Tensor, "B N"]
     cells: Any
+
+
+@tree.dataclass
+class Images:
+    """The images of a batch of rows, as a model takes them beside the tokens.
+
+    Attributes:
+        pixels: of the patches, in [-1, 1]; 0 in padding.
+        patches: where they lie.
+        slots: whose feature each token takes (:func:`k31fn.layers.projector.slots`); -1 for a token that is no
+            placeholder.
+    """
+
+    pixels: Float[Tensor, "B N X"]
+    patches: Patches
+    slots: Int[Tensor, "B T"]
 
 
 def num_patches(grid: Grid) -> int:

@@ -5,7 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from k31fn.layers import attn_res, block, dsa, embedding, kda, latent_moe, mla, mlp, mtp, norm, plain_residual
+from k31fn.layers import (
+    attn_res,
+    block,
+    dsa,
+    embedding,
+    kda,
+    latent_moe,
+    mhc,
+    mla,
+    mlp,
+    mtp,
+    norm,
+    plain_residual,
+    projector,
+    vision,
+)
 
 __all__ = ["Config", "embedding_config", "final_norm_config", "kl_layers", "layer_configs", "moe_layers", "mtp_config"]
 
@@ -23,7 +38,7 @@ class Config:
         full_attention: Gated MLA (K3) or Gated DSA (K3.1).
         dense: feed-forward of the first ``num_dense_layers`` layers.
         moe: feed-forward of the others.
-        residual: AttnRes or plain.
+        residual: AttnRes, mHC or plain.
         num_dense_layers: how many layers, from the first, have a dense feed-forward part.
         norm_eps: of the norms before the sublayers and before the head.
         embedding_std: initial embeddings are N(0, embedding_std^2).
@@ -31,6 +46,8 @@ class Config:
         mtp_weight: weight of the multi-token-prediction loss.
         indexer_weight: weight of the indexers' KL.
         indexer_reduction: whether the KL is summed or averaged over the full-attention layers.
+        vision: the tower that sees images; ``()``: a model of text alone.
+        projector: from the tower to this model, if it has one.
     """
 
     vocab_size: int
@@ -41,7 +58,7 @@ class Config:
     full_attention: mla.Config | dsa.Config
     dense: mlp.Config
     moe: latent_moe.Config
-    residual: attn_res.Config | plain_residual.Config
+    residual: attn_res.Config | mhc.Config | plain_residual.Config
     num_dense_layers: int = 1
     norm_eps: float = 1e-5
     embedding_std: float = 1.0
@@ -49,6 +66,8 @@ class Config:
     mtp_weight: float = 0.1
     indexer_weight: float = 1.0
     indexer_reduction: Literal["sum", "mean"] = "mean"
+    vision: vision.Config | tuple[()] = ()
+    projector: projector.Config | tuple[()] = ()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers"):
@@ -70,6 +89,23 @@ class Config:
             raise ValueError(f"model.Config.num_mtp_layers={self.num_mtp_layers} must be 0 or 1")
         if self.indexer_reduction not in ("sum", "mean"):
             raise ValueError(f"model.Config.indexer_reduction={self.indexer_reduction!r} unknown; use 'sum' or 'mean'")
+        self._check_vision()
+
+    def _check_vision(self) -> None:
+        tower, onto = self.vision, self.projector
+        if isinstance(tower, tuple) and isinstance(onto, tuple):
+            return
+        if isinstance(tower, tuple) or isinstance(onto, tuple):
+            there, absent = ("projector", "vision") if isinstance(tower, tuple) else ("vision", "projector")
+            raise ValueError(
+                f"model.Config.{there} without {absent}: a model that sees images has both; set both or none"
+            )
+        for name, size in (("input_size", tower.output_size), ("hidden_size", self.hidden_size)):
+            if getattr(onto, name) != size:
+                raise ValueError(
+                    f"model.Config.projector.{name}={getattr(onto, name)} must be {size}: it leads from "
+                    f"vision.output_size={tower.output_size} to hidden_size={self.hidden_size}"
+                )
 
 
 def layer_configs(cfg: Config) -> tuple[block.Config, ...]:

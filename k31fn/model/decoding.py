@@ -10,6 +10,7 @@ from torch import Tensor
 from k31fn import balance as quantile
 from k31fn import tree
 from k31fn.layers import block
+from k31fn.layers.patches import Images
 from k31fn.model.config import Config, layer_configs
 from k31fn.model.forward import check_layers, finish, logits, start
 from k31fn.model.layers import bias_of
@@ -32,14 +33,21 @@ def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.dev
 
 
 def extend(
-    params: Params[Tensor], tokens: Int[Tensor, "B T"], cfg: Config, state: State, *, balance: quantile.State
+    params: Params[Tensor],
+    tokens: Int[Tensor, "B T"],
+    cfg: Config,
+    state: State,
+    *,
+    balance: quantile.State,
+    images: Images | tuple[()] = (),
 ) -> tuple[Float[Tensor, "B T Z"], State]:
     """Logits of the next ``T`` tokens of one document per row, and the new state: prefill and decoding alike.
 
-    Cutting a document anywhere gives the values of the whole. One device: there is no sharding.
+    Cutting a document anywhere gives the values of the whole. One device: there is no sharding. ``images`` hold those
+    whose placeholders are among the tokens, ``images.slots`` is of these tokens; tokens that follow need them no more.
     """
     check_layers(params, cfg)
-    carry, states = start(params, tokens, cfg), []
+    carry, states = start(params, tokens, cfg, images=images), []
     parts = zip(params.layers, layer_configs(cfg), state.layers, strict=True)
     for i, (layer, layer_cfg, layer_state) in enumerate(parts):
         carry, new = block.extend(layer, carry, layer_cfg, layer_state, bias=bias_of(balance, i, layer_cfg))

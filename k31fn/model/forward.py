@@ -1,4 +1,4 @@
-"""From tokens to hidden states: embedding, decoder layers, final mix and norm; and the head.
+"""From tokens and images to hidden states: embedding, decoder layers, final mix and norm; and the head.
 
 A pipeline stage runs :func:`start` if it is the first, its part of the layers
 (:func:`k31fn.model.layers.run_layers`), and :func:`finish` if it is the last.
@@ -15,7 +15,9 @@ from k31fn import segments as seg
 from k31fn import tree
 from k31fn.layers import block, embedding, norm
 from k31fn.layers.linear import linear
+from k31fn.layers.patches import Images
 from k31fn.model.config import Config, embedding_config, final_norm_config
+from k31fn.model.images import check_images, see
 from k31fn.model.layers import Remat, check_remat, run_layers
 from k31fn.model.params import Params, whole
 from k31fn.parallel.context import whole_slice
@@ -65,6 +67,7 @@ def apply(
     *,
     balance: quantile.State,
     segments: Segments | None = None,
+    images: Images | tuple[()] = (),
     remat: Remat = "none",
     placements: Placements = (),
     sh: Sharding = UNSHARDED,
@@ -80,6 +83,7 @@ def apply(
         cfg: the model's config.
         balance: the routers' biases, from :func:`init_balance` or the step before.
         segments: packed documents; None: one document per row.
+        images: of the rows, whose features take the places of their placeholders; ``()``: none on any rank.
         remat: "layer" keeps only each layer's input (and its routes and top-k sets) for the backward.
         placements: of the parameters over the data axes, a tree like ``params`` (:mod:`k31fn.parallel.fsdp`); ``()``:
             they are whole.
@@ -87,7 +91,8 @@ def apply(
 
     Raises:
         ValueError: parameters of another number of layers, a None leaf, segments of another shape than the tokens, a
-            bias of another number of experts, an unknown ``remat``.
+            bias of another number of experts, an unknown ``remat``, images that are not of these tokens or that the
+            model cannot see.
     """
     check_layers(params, cfg)
     check_remat(remat)
@@ -96,7 +101,7 @@ def apply(
     seg.check_shape(segments, tokens)
     carry, reports = run_layers(
         params,
-        start(params, tokens, cfg, placements=placements, sh=sh),
+        start(params, tokens, cfg, images=images, remat=remat, placements=placements, sh=sh),
         cfg,
         layers=range(cfg.num_layers),
         balance=balance,
@@ -113,12 +118,18 @@ def start(
     tokens: Int[Tensor, "B T"],
     cfg: Config,
     *,
+    images: Images | tuple[()] = (),
+    remat: Remat = "none",
     placements: Placements = (),
     sh: Sharding = UNSHARDED,
 ) -> Any:
-    """The residual state before the first layer, from the embedding."""
+    """The residual state before the first layer, from the embedding and the images."""
     table = whole(params, "embedding", placements)
-    return block.module_of(cfg.residual).start(embedding.apply(table, tokens, embedding_config(cfg), sh=sh))
+    x = embedding.apply(table, tokens, embedding_config(cfg), sh=sh)
+    if not isinstance(images, tuple):
+        check_images(images, tokens, cfg)
+        x = see(params, x, images, cfg, remat=remat, placements=placements, sh=sh)
+    return block.module_of(cfg.residual).start(x)
 
 
 def finish(

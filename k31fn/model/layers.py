@@ -17,12 +17,13 @@ from k31fn.layers.router import NUM_BINS
 from k31fn.model.config import Config, layer_configs
 from k31fn.model.params import Params
 from k31fn.parallel.collectives import psum
-from k31fn.parallel.scan import Prefetch, scan
+from k31fn.parallel.fsdp import Placements
+from k31fn.parallel.scan import Prefetch, Step, scan
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.precision import island
 from k31fn.segments import Segments
 
-__all__ = ["Remat", "Reports", "bias_of", "check_remat", "collect", "join", "run_layers"]
+__all__ = ["Remat", "Reports", "bias_of", "check_remat", "collect", "join", "run_layers", "run_steps"]
 
 Remat = Literal["none", "layer"]
 """What the backward computes again: nothing, or each layer from its input, its routes and its top-k sets."""
@@ -78,16 +79,33 @@ def run_layers(
     own = [params.layers[i] for i in layers]
     biases = [bias_of(balance, i, layer) for i, layer in zip(layers, configs, strict=True)]
     places = [placements.layers[i] for i in layers] if placements else []
-    if placements and remat == "layer":
-        carry, reports = scan(steps, places, own, carry, segments, biases)
-        return carry, collect(reports, cfg, segments, tree.leaves(carry)[0].dtype, sh)
-    ahead = Prefetch(own, places, range(len(own))) if placements else None
-    reports = []
-    for step, layer, bias in zip(steps, own, biases, strict=True):
-        weights = layer if ahead is None else ahead.take()
-        carry, aux = (rematerialise(step) if remat == "layer" else step)(weights, carry, segments, bias)
-        reports.append(aux)
+    carry, reports = run_steps(steps, own, places, carry, segments, biases, remat=remat)
     return carry, collect(reports, cfg, segments, tree.leaves(carry)[0].dtype, sh)
+
+
+def run_steps(
+    steps: Sequence[Step],
+    params: Sequence[Any],
+    placements: Sequence[Placements],
+    carry: Any,
+    shared: Any,
+    own: Sequence[Any],
+    *,
+    remat: Remat,
+) -> tuple[Any, Sequence[Any]]:
+    """``carry, aux[i] = steps[i](params[i], carry, shared, own[i])`` one after the other, as :func:`run_layers` does.
+
+    ``placements`` of each step's parameters; none: they are whole. Returns the last carry and each step's ``aux``.
+    """
+    if placements and remat == "layer":
+        return scan(steps, placements, params, carry, shared, own)
+    ahead = Prefetch(params, placements, range(len(params))) if placements else None
+    reports = []
+    for step, layer, mine in zip(steps, params, own, strict=True):
+        weights = layer if ahead is None else ahead.take()
+        carry, aux = (rematerialise(step) if remat == "layer" else step)(weights, carry, shared, mine)
+        reports.append(aux)
+    return carry, reports
 
 
 def _run_layer(cfg: block.Config, sh: Sharding, params: Any, carry: Any, segments: Segments, bias: Any) -> Any:

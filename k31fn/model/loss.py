@@ -6,6 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from k31fn import balance as quantile
@@ -13,6 +14,7 @@ from k31fn import segments as seg
 from k31fn import tree
 from k31fn.autodiff import remat as rematerialise
 from k31fn.layers import embedding, losses, mtp
+from k31fn.layers.patches import Images
 from k31fn.model.config import Config, kl_layers, mtp_config
 from k31fn.model.forward import apply
 from k31fn.model.layers import Remat, Reports, collect, join
@@ -35,6 +37,7 @@ class Batch:
         segments: packed documents.
         num_labels: valid labels of the whole step: over all micro-batches and data and context ranks.
         num_queries: valid (not padding) tokens of the whole step, the KL's denominator.
+        images: of the rows (:class:`k31fn.layers.patches.Images`); ``()``: a batch of text, on all ranks.
     """
 
     tokens: Int[Tensor, "B T"]
@@ -42,10 +45,19 @@ class Batch:
     segments: Segments
     num_labels: Int[Tensor, ""]
     num_queries: Int[Tensor, ""]
+    images: Any = ()
 
 
-def make_batch(tokens: Int[Tensor, "B T"], segments: Segments | None = None, *, vocab_size: int) -> Batch:
+def make_batch(
+    tokens: Int[Tensor, "B T"],
+    segments: Segments | None = None,
+    *,
+    vocab_size: int,
+    images: Images | tuple[()] = (),
+) -> Batch:
     """A step of one micro-batch, checked on the host: labels are the next token of the same document.
+
+    A token that stands for a part of an image is no label.
 
     Raises:
         ValueError: tokens that are not integers ``[B, T]``, a token outside the vocabulary, segments of another shape,
@@ -58,7 +70,9 @@ def make_batch(tokens: Int[Tensor, "B T"], segments: Segments | None = None, *, 
         seg.check_shape(segments, tokens)
     segments = seg.whole(*tokens.shape, device=tokens.device) if segments is None else seg.from_ids(segments.ids)
     labels = seg.next_token_labels(tokens, segments)
-    return Batch(tokens, labels, segments, (labels >= 0).sum(), seg.valid(segments).sum())
+    if not isinstance(images, tuple):
+        labels = labels.masked_fill(F.pad(images.slots[:, 1:], (0, 1), value=-1) >= 0, losses.IGNORED)
+    return Batch(tokens, labels, segments, (labels >= 0).sum(), seg.valid(segments).sum(), images)
 
 
 class Losses(NamedTuple):
@@ -98,7 +112,8 @@ def loss(
     the data axes.
     """
     how: Any = {"placements": placements, "sh": sh}
-    out = apply(params, batch.tokens, cfg, balance=balance, segments=batch.segments, remat=remat, **how)
+    seen: Any = {"segments": batch.segments, "images": batch.images}
+    out = apply(params, batch.tokens, cfg, balance=balance, remat=remat, **seen, **how)
     lm, reports = lm_loss(params, out.hidden, batch.labels, **how), Reports(out.kl, out.load, out.histogram)
     second = torch.zeros_like(lm)
     if cfg.num_mtp_layers:
@@ -133,7 +148,8 @@ def mtp_loss(
 ) -> tuple[Float[Tensor, ""], Reports]:
     """Summed cross-entropy of the multi-token-prediction layer, and what that layer reports.
 
-    It needs the parameters ``mtp``, ``embedding`` and ``head``.
+    It needs the parameters ``mtp``, ``embedding`` and ``head``. Of the next token it reads the embedding, also where
+    that is a placeholder.
     """
     places = (placements.mtp, placements.embedding) if placements else ()
     run, bias = functools.partial(_run_mtp, cfg, places, sh), quantile.bias_of(balance, cfg.num_layers)

@@ -8,7 +8,7 @@ import torch
 
 from k31fn import balance as quantile
 from k31fn import tree
-from k31fn.layers import block, embedding, mtp, norm
+from k31fn.layers import block, embedding, mtp, norm, projector, vision
 from k31fn.model.config import Config, embedding_config, final_norm_config, layer_configs, moe_layers, mtp_config
 from k31fn.parallel.fsdp import Placements, gather
 from k31fn.params import ParamSpec, TruncatedNormal
@@ -22,7 +22,8 @@ class Params(Generic[Leaf]):
     """Parameters of the model, or of a pipeline stage.
 
     A stage has ``()`` for each part that is another's. ``layers`` always has an entry per decoder layer of the whole
-    model, so that the paths of the leaves do not depend on the stage. ``mtp`` is ``()`` without such a layer.
+    model, so that the paths of the leaves do not depend on the stage. ``mtp`` is ``()`` without such a layer;
+    ``vision`` and ``projector`` are it in a model of text alone.
     """
 
     embedding: Any
@@ -31,6 +32,8 @@ class Params(Generic[Leaf]):
     final_norm: Any
     head: Any
     mtp: Any
+    vision: Any = ()
+    projector: Any = ()
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:
@@ -47,6 +50,8 @@ def specs(cfg: Config) -> Params[ParamSpec]:
             TruncatedNormal(cfg.hidden_size**-0.5),
         ),
         mtp=mtp.specs(mtp_config(cfg)) if cfg.num_mtp_layers else (),
+        vision=() if isinstance(cfg.vision, tuple) else vision.specs(cfg.vision),
+        projector=() if isinstance(cfg.projector, tuple) else projector.specs(cfg.projector),
     )
 
 

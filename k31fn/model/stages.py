@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
     Attributes:
         layers: global numbers of its layers; possibly none.
-        first: whether it has the embedding.
+        first: whether it has the embedding, the tower and the projector.
         last: whether it has the final mix, the final norm and the head.
     """
 
@@ -76,6 +76,8 @@ def select(params: Params[Any], parts: Sequence[Part]) -> Params[Any]:
         final_norm=params.final_norm if last else (),
         head=params.head if last else (),
         mtp=(),
+        vision=params.vision if first else (),
+        projector=params.projector if first else (),
     )
 
 
@@ -120,8 +122,11 @@ def make_stage(
         sh: sharding.
     """
 
+    def begin(params: Params[Tensor], batch: Batch) -> Any:
+        return start(params, batch.tokens, cfg, images=batch.images, remat=remat, placements=placements, sh=sh)
+
     def stage(params: Params[Tensor], carry: Carry, batch: Batch) -> StageOutput:
-        state = start(params, batch.tokens, cfg, placements=placements, sh=sh) if part.first else _enter(carry)
+        state = begin(params, batch) if part.first else _enter(carry)
         state, reports = run_layers(
             params,
             state,

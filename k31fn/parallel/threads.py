@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k31fn import device as devices
 from k31fn.parallel import record
 from k31fn.parallel.mesh import Coordinate, Mesh
 
@@ -197,6 +198,7 @@ def each_rank(
     def go(rank: int) -> None:
         failed = True
         try:
+            devices.attach_thread()
             torch.autograd.set_multithreading_enabled(False)  # a device's shared backward thread would deadlock
             with record.recording((own[rank],)):
                 results[rank] = f(mesh.axes(_Host(world, rank, names)), *args(coordinates[rank]))

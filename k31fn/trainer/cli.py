@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from k31fn import data
 from k31fn import device as devices
 from k31fn.checkpoint import CheckpointError
 from k31fn.config import Recipe, load_recipe, override
@@ -158,8 +159,9 @@ def _report(outcome: Outcome, recipe: Recipe, where: Path, stop: Stop, process: 
     if outcome.complete:
         print(f"curve:   {where / 'loss.png'}")
         print(f"metrics: {where / 'metrics.jsonl'}")
-        python = Process().command().removesuffix(" train.py")
-        print(f"sample:  {python} {shlex.join(['-m', 'k31fn.sample', str(where), '--prompt', 'def '])}")
+        if isinstance(recipe.data, data.Config):
+            python = Process().command().removesuffix(" train.py")
+            print(f"sample:  {python} {shlex.join(['-m', 'k31fn.sample', str(where), '--prompt', 'def '])}")
     else:
         print(f"stopped by {stop.signal} after {outcome.step} steps, saved; to go on:")
         began = dataclasses.asdict(folder.recipe_of(where).mesh)

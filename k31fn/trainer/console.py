@@ -38,12 +38,12 @@ class View:
         """One that prints nothing."""
         return cls(Console(quiet=True))
 
-    def begin(self, recipe: Recipe, folder: Path, first: int, dataset: data.Dataset) -> None:
+    def begin(self, recipe: Recipe, folder: Path, first: int, dataset: data.Dataset | data.Mixture) -> None:
         """What is about to run."""
         count = params.count(model.specs(recipe.model))
         epochs = recipe.steps * recipe.batch_size / dataset.num_rows
         self.note(f"run {folder}: {count:,} parameters, {recipe.steps} steps of {recipe.batch_size} x {recipe.length}")
-        self.note(f"training text: {len(dataset.corpus.tokens):,} tokens, {epochs:.2f} epochs")
+        self.note(f"training text: {dataset.num_tokens:,} tokens, {epochs:.2f} epochs")
         self._steps = recipe.steps
         if first == recipe.steps:
             self.note("all steps are done")

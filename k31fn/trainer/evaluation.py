@@ -10,6 +10,7 @@ from torch import Tensor
 from k31fn import data, model, segments, tree
 from k31fn.config import Recipe
 from k31fn.layers import losses
+from k31fn.layers.patches import Images, from_grids
 from k31fn.model import stages
 from k31fn.parallel import Axis, MeshAxes, axis_size, psum
 from k31fn.parallel.pipeline import Carry, Wire
@@ -63,7 +64,12 @@ def _pad(rows: data.Example, count: int) -> data.Example:
         return torch.cat([x, x.new_full((missing, *x.shape[1:]), value)]) if missing else x
 
     packing = segments.Segments(pad(rows.segments.ids, 0), pad(rows.segments.position, 0))
-    return data.Example(pad(rows.tokens, 0), pad(rows.labels, losses.IGNORED), packing)
+    images = rows.images
+    if not isinstance(images, tuple):
+        empty = from_grids([[]], images.pixels.shape[1])
+        empty = tree.map(lambda x, e: torch.cat([x, e.expand(missing, *e.shape[1:])]), images.patches, empty)
+        images = Images(pad(images.pixels, 0), empty, pad(images.slots, -1))
+    return data.Example(pad(rows.tokens, 0), pad(rows.labels, losses.IGNORED), packing, images)
 
 
 def _token_losses(recipe: Recipe, layout: Layout, state: TrainState, rows: data.Example) -> Tensor:
@@ -77,12 +83,13 @@ def _token_losses(recipe: Recipe, layout: Layout, state: TrainState, rows: data.
             cfg,
             balance=state.balance,
             segments=rows.segments,
+            images=rows.images,
             placements=places,
             sh=sh,
         )
         return model.lm_loss(state.params, out.hidden, rows.labels, placements=places, sh=sh)
     one = torch.ones((), dtype=torch.int64, device=rows.tokens.device)
-    batch = model.Batch(rows.tokens, rows.labels, rows.segments, num_labels=one, num_queries=one)
+    batch = model.Batch(rows.tokens, rows.labels, rows.segments, num_labels=one, num_queries=one, images=rows.images)
     return _through_stages(recipe, layout, state, batch)
 
 

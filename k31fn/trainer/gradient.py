@@ -40,20 +40,25 @@ class Sums(NamedTuple):
 def make_gradient(
     recipe: Recipe, layout: Layout
 ) -> Callable[[TrainState, Sequence[model.Batch]], tuple[Sums, model.Params[Tensor]]]:
-    """``(state, micro_batches) -> (sums, gradients of this rank's parts)``, both over all ranks."""
+    """``(state, micro_batches) -> (sums, gradients of this rank's parts)``, both over all ranks.
+
+    Raises:
+        ValueError: (at the first call) a schedule that splits the backward, where that would be other work.
+    """
     inside = fsdp.gathers(layout.placements)
+    checked = not layout.schedule.split
 
     def gradient(state: TrainState, batches: Sequence[model.Batch]) -> tuple[Sums, model.Params[Tensor]]:
+        nonlocal checked
         trained, frozen = split(fsdp.enter_step(state.params, layout.placements), layout.specs)
+        runs = make_stages(recipe, layout, state.balance, frozen, inside)
+        weights = [_of_stage(trained, layout, part) for part in layout.own]
         carries = stages.stage_carries(recipe.model, layout.parts, batches[0], recipe.precision.compute, sh=layout.sh)
-        result = pipeline.run(
-            layout.schedule,
-            make_stages(recipe, layout, state.balance, frozen, inside),
-            [_of_stage(trained, layout, part) for part in layout.own],
-            batches,
-            axis=layout.axes.pp,
-            carries=carries,
-        )
+        how: Any = {"axis": layout.axes.pp, "carries": carries}
+        if not checked and not batches[0].tokens.is_meta:
+            pipeline.check_stages(layout.schedule, runs, weights, batches[0], **how)
+        checked = True
+        result = pipeline.run(layout.schedule, runs, weights, batches, **how)
         grads = stages.merge(result.grads) if layout.schedule.num_chunks > 1 else next(iter(result.grads))
         return _sum(result.loss, result.sums, layout.axes), fsdp.sum_gradients(grads, layout.placements)
 

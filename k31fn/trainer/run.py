@@ -6,7 +6,6 @@ agreed on before the next step, so all leave the loop after the same one.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +34,8 @@ _METRICS, _HELDOUT, _NGRAM = "metrics.jsonl", "heldout/loss", "heldout/ngram4_lo
 class Outcome(NamedTuple):
     """How a run ended: steps done, whether that is all of them, and the held-out losses (nats per byte) then.
 
-    The losses are ``()`` in a run that was stopped before it had both, the second also on other ranks than the first.
+    The losses are ``()`` in a run that was stopped before it had both; the second also on other ranks than the first
+    and in a run on prepared data.
     """
 
     step: int
@@ -45,10 +45,10 @@ class Outcome(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """The run's text: rows to train on, and held-out rows to score during the run and at its end."""
+    """The run's text and images: rows to train on, and held-out rows to score during the run and at its end."""
 
-    tokenizer: data.ByteTokenizer
-    dataset: data.Dataset
+    tokenizer: data.Tokenizer
+    dataset: data.Dataset | data.Mixture
     some: data.HeldOut
     all: data.HeldOut
 
@@ -59,16 +59,38 @@ def load_corpus(recipe: Recipe) -> Corpus:
     Raises:
         ValueError: it cannot be read or does not fit the model.
     """
-    tokenizer = data.ByteTokenizer()
+    tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
     if recipe.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"model.vocab_size={recipe.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; raise it"
         )
+    if isinstance(recipe.data, data.Prepared):
+        return _load_prepared(recipe, recipe.data, tokenizer)
     splits = data.load(recipe.data, tokenizer)
     dataset = data.Dataset(splits.train, recipe.batch_size, recipe.length, recipe.seed)
     some, every = (
         data.heldout(splits.heldout, tokenizer, length=recipe.length, num_bytes=n)
         for n in (recipe.eval_bytes, recipe.heldout_bytes)
+    )
+    return Corpus(tokenizer, dataset, some, every)
+
+
+def _source(recipe: Recipe) -> str:
+    cfg = recipe.data
+    return f"data.train={list(cfg.train)}" if isinstance(cfg, data.Prepared) else f"data.path={cfg.path!r}"
+
+
+def _load_prepared(recipe: Recipe, cfg: data.Prepared, tokenizer: data.Tokenizer) -> Corpus:
+    sizes = {"length": recipe.length, "batch_size": recipe.batch_size, "seed": recipe.seed}
+    dataset, heldout = data.open_prepared(cfg, tokenizer, **sizes)
+    tower, width = recipe.model.vision, dataset.sources[0].store.patch_width
+    if cfg.patches and not isinstance(tower, tuple) and width != tower.pixels_per_patch:
+        raise ValueError(
+            f"data.train: patches of {width} bytes, model.vision takes {tower.pixels_per_patch}; prepare the data with "
+            f"patches of patch_size={tower.patch_size}"
+        )
+    some, every = (
+        data.heldout_rows(heldout, tokenizer, num_bytes=n) for n in (recipe.eval_bytes, recipe.heldout_bytes)
     )
     return Corpus(tokenizer, dataset, some, every)
 
@@ -145,14 +167,14 @@ class _Run:
     ) -> None:
         self._recipe, self._corpus, self._folder = recipe, corpus, folder
         self._device, self._view, self._ranks = device, view, ranks
-        self._text = hashlib.blake2b(corpus.dataset.corpus.tokens.data, digest_size=16).hexdigest()
+        self._text = corpus.dataset.fingerprint
         self._error: Exception | None = None  # what failed on this rank since the ranks last agreed
         self._checkpoints: Checkpointer | None = None
         self._tracker: trackers.Tracker = trackers.NoTracker()
         try:
-            self.done, scored, self._ngram = ranks.on_first(self._open)
+            there, self.done, scored, self._ngram = ranks.on_first(self._open)
             self._saved, self._scored = self.done, dict(scored)
-            self.state: TrainState | None = self._restored() if self.done else init_state(recipe, device, ranks.axes)
+            self.state: TrainState | None = self._restored() if there else init_state(recipe, device, ranks.axes)
             ranks.on_first(self._open_tracker)
         except BaseException as error:
             self._finish([self._close], error)
@@ -161,12 +183,13 @@ class _Run:
         self._log = Log(folder / _METRICS if ranks.first else None, self._tracker, view)
 
     def _open(self) -> list[Any]:
-        """What the folder holds: steps done, the losses written down."""
+        """What the folder holds: whether a checkpoint, steps done, the losses written down."""
         self._checkpoints = Checkpointer(self._folder / "checkpoints", keep=self._recipe.keep)
-        done = self._checkpoints.latest(on_damage=self._view.note) or 0
+        latest = self._checkpoints.latest(on_damage=self._view.note)
+        done = latest or 0  # of weights that were imported, that is the step of the checkpoint
         metrics.rewind(self._folder / _METRICS, done)
         scored, ngram = self._recorded()
-        return [done, list(scored.items()), ngram]
+        return [latest is not None, done, list(scored.items()), ngram]
 
     def _open_tracker(self) -> None:
         before = self.done if (self._folder / "events").exists() else None
@@ -243,20 +266,21 @@ class _Run:
         return loss
 
     def score(self, heldout: float | tuple[()]) -> Outcome:
-        """The held-out loss beside that of the 4-gram model of the bytes that the run trained on."""
+        """The held-out loss, and of text beside it that of the 4-gram model of the bytes that the run trained on."""
         recipe, scored = self._recipe, self._corpus.all
         if isinstance(heldout, tuple):
             return Outcome(self.done, False, (), ())
         if not self._ranks.first:
             return Outcome(self.done, True, heldout, ())
+        text = f"held-out loss {heldout:.4f} nats per byte on {scored.num_bytes:,} bytes"
+        if isinstance(self._corpus.dataset, data.Mixture):
+            self._view.note(text)
+            return Outcome(self.done, True, heldout, ())
         if not isinstance(self._ngram, float):
             seen = data.trained_on(self._corpus.dataset, recipe.steps, self._corpus.tokenizer)
             self._ngram = data.NGram.fit(seen, order=4).nats_per_byte(scored.pieces, skip=1)
             self._log.write({"step": recipe.steps - 1, _NGRAM: self._ngram})
-        self._view.note(
-            f"held-out loss {heldout:.4f} nats per byte on {scored.num_bytes:,} bytes; Witten-Bell 4-gram model of the "
-            f"bytes trained on: {self._ngram:.4f}"
-        )
+        self._view.note(f"{text}; Witten-Bell 4-gram model of the bytes trained on: {self._ngram:.4f}")
         return Outcome(self.done, True, heldout, self._ngram)
 
     def save(self) -> None:
@@ -280,8 +304,8 @@ class _Run:
         def restore() -> None:
             assert self._checkpoints is not None
             read.append(self._checkpoints.restore(self.done, whole, device="cpu" if axes.atoms else self._device))
-            if self._checkpoints.metadata(self.done).get("text") != self._text:
-                self._view.note(f"the text of data.path={self._recipe.data.path!r} has changed since the checkpoint")
+            if self._checkpoints.metadata(self.done).get("text", self._text) != self._text:
+                self._view.note(f"the text of {_source(self._recipe)} has changed since the checkpoint")
 
         self._ranks.on_first(restore)
         held, mine = held_by(self._recipe), abstract_state(self._recipe, axes)

@@ -16,7 +16,7 @@ from k31fn.params import ParamSpec
 from k31fn.trainer.layout import cut, lay_out, make_schedule
 from k31fn.trainer.ranks import coordinate_of
 
-__all__ = ["TrainState", "abstract_state", "held_by", "init_state", "merge", "split"]
+__all__ = ["TrainState", "abstract_state", "first_state", "held_by", "init_state", "merge", "split"]
 
 _ONE_RANK = MeshAxes()
 
@@ -61,12 +61,20 @@ def init_state(recipe: Recipe, device: torch.device, axes: MeshAxes = _ONE_RANK)
     layout = lay_out(recipe, axes)
     part = tiles(layout.specs, layout.partition, recipe.mesh, coordinate_of(axes)) if axes.atoms else None
     weights = params.init(layout.specs, random.fold_in(key, 0), dtype=recipe.precision.param, tile=part)
+    return first_state(recipe, weights, model.init_balance(recipe.model, device=device), axes)
+
+
+def first_state(
+    recipe: Recipe, weights: model.Params[Tensor], biases: balance.State, axes: MeshAxes = _ONE_RANK
+) -> TrainState:
+    """The state before the first step from given parameters, this rank's part of them, and the routers' biases."""
+    device = biases.bias.device
     return TrainState(
         step=torch.zeros((), dtype=torch.int64, device=device),
         params=weights,
-        opt_state=layout.optimizer.init(weights),
-        balance=model.init_balance(recipe.model, device=device),
-        key=random.fold_in(key, 1),
+        opt_state=lay_out(recipe, axes).optimizer.init(weights),
+        balance=biases,
+        key=random.fold_in(random.key(recipe.seed, device=device), 1),
     )
 
 

@@ -21,7 +21,7 @@ from k31fn.trainer.gradient import Sums, make_gradient
 from k31fn.trainer.layout import Layout, lay_out
 from k31fn.trainer.state import TrainState
 
-__all__ = ["Metrics", "make_batches", "make_step", "rows_at", "slice_tokens"]
+__all__ = ["Metrics", "make_batches", "make_step", "next_biases", "rows_at", "slice_tokens"]
 
 _ONE_RANK = MeshAxes()
 
@@ -46,7 +46,7 @@ class Metrics(NamedTuple):
     skipped: Tensor
 
 
-def rows_at(dataset: data.Dataset, step: int, axes: MeshAxes = _ONE_RANK) -> data.Example:
+def rows_at(dataset: data.Dataset | data.Mixture, step: int, axes: MeshAxes = _ONE_RANK) -> data.Example:
     """The whole rows of a step that this rank works on, if need be together with others of its context and stage.
 
     They are a slice of one order, which no mesh changes.
@@ -66,15 +66,15 @@ def make_batches(
 
     def micro(i: int) -> model.Batch:
         part = tree.map(lambda x: x[i * size : (i + 1) * size], rows)
-        return model.Batch(part.tokens, part.labels, part.segments, num_labels, num_queries)
+        return model.Batch(part.tokens, part.labels, part.segments, num_labels, num_queries, part.images)
 
     return [micro(i) for i in range(recipe.micro_batches)]
 
 
 def slice_tokens(rows: data.Example, axes: MeshAxes) -> data.Example:
-    """This rank's slice of rows along the tokens. Labels were made from whole rows."""
-    size, index = rows.tokens.shape[1] // axis_size(axes.cp), own_index(axes.cp)
-    return tree.map(lambda x: x[:, index * size : (index + 1) * size], rows)
+    """This rank's slice of rows along tokens and patches. Labels and slots were made from whole rows."""
+    ranks, index = axis_size(axes.cp), own_index(axes.cp)
+    return tree.map(lambda x: x[:, index * x.shape[1] // ranks : (index + 1) * x.shape[1] // ranks], rows)
 
 
 def make_step(
@@ -103,7 +103,7 @@ def make_step(
         weights, opt_state = layout.optimizer.update(clipped, state.opt_state, state.params, lr=lr, skip=skip)
         biases = state.balance
         if recipe.trainable == "all":  # they are part of the trunk
-            biases = _next_biases(biases, sums.histogram, layout, recipe.model.moe.top_k)
+            biases = next_biases(biases, sums.histogram, layout, recipe.model.moe.top_k)
         new = TrainState(
             step=state.step + 1,
             params=weights,
@@ -116,8 +116,10 @@ def make_step(
     return step
 
 
-def _next_biases(state: balance.State, histogram: Tensor, layout: Layout, top_k: int) -> balance.State:
+def next_biases(state: balance.State, histogram: Tensor, layout: Layout, top_k: int) -> balance.State:
     """The biases of all layers on every rank; a stage makes those of its own layers."""
+    if not state.layers:
+        return state
     rows = [state.layers.index(layer) for layer in layout.moe_layers]
     bias = torch.stack([state.bias[row] for row in rows]) if rows else state.bias[:0]  # a list index would be uploaded
     own = balance.update(balance.State(bias, layout.moe_layers), histogram, top_k=top_k).bias

@@ -2,8 +2,8 @@
 
 A step of a deep model with many micro-batches does the same again and again, so it is run for a model with one layer of
 each kind, then with another layer of each, and for one micro-batch and two: what is added each time is added as often
-as there are layers and micro-batches. The sums of gradients, which travel many tensors at a time, are those of the
-whole model. Routes are taken to be balanced.
+as there are layers and micro-batches. Sums of gradients, which travel many tensors at a time, and messages between the
+stages of a pipeline, which hold blocks of earlier ones, are those of the whole model. Rows are text, and routes are taken to be balanced.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from k31fn import data, model, segments, tree
 from k31fn.config import Recipe
 from k31fn.kernels.shapes import shapes_only
 from k31fn.layers import kda, latent_moe
+from k31fn.layers.router import NUM_BINS
+from k31fn.layers.patches import Images, Patches
 from k31fn.model import stages
 from k31fn.parallel import MeshAxes, Record, fsdp, record_collectives
 from k31fn.parallel.abstract import abstract_axes
 from k31fn.parallel.pipeline import Wire
 from k31fn.parallel.pipeline.messages import messages
-from k31fn.trainer.layout import Layout, lay_out
+from k31fn.trainer.layout import Layout, lay_out, make_schedule
 from k31fn.trainer.state import abstract_state, split
-from k31fn.trainer.step import make_batches, make_step
+from k31fn.trainer.step import make_batches, make_step, next_biases
 
 __all__ = ["Held", "Volume", "held", "run_abstractly", "volumes"]
 
@@ -94,6 +96,14 @@ class Volume(NamedTuple):
             sums.append(Counter({k: mine[k] + times * theirs[k] for k in {**mine, **theirs}}))
         return Volume(*sums)
 
+    def divided(self, by: int) -> Volume:
+        """An equal part of this."""
+        return Volume(*(Counter({k: n // by for k, n in counter.items()}) for counter in self))
+
+    def without(self, *kinds: str) -> Volume:
+        """The other kinds of collectives."""
+        return Volume(*(Counter({k: n for k, n in counter.items() if k[0] not in kinds}) for counter in self))
+
 
 def volumes(recipe: Recipe) -> list[Volume]:
     """What a rank sends in a step; for each rank of the pipeline, any of those that work on its stages."""
@@ -107,38 +117,48 @@ def _by_kinds(recipe: Recipe) -> Volume:
     kinds = _kinds(recipe.model)
 
     def of(layers: Sequence[_Kind]) -> Volume:
-        small = dataclasses.replace(recipe, model=_with_layers(recipe.model, layers))
-        return _by_micro_batches(small, 0)
+        return _by_micro_batches(_with_layers(recipe, layers), 0)
 
     each = list(dict.fromkeys(kinds))
     total = base = of(each)
     for kind in each:
         if (more := kinds.count(kind) - 1) > 0:
             total = total.plus(of([*each, kind]), more).plus(base, -more)
-    return total.plus(_sums(recipe, 0))
+    return total.plus(_at_once(recipe, 0))
 
 
 def _by_stages(recipe: Recipe) -> list[Volume]:
-    """Stages of as many layers of each kind do the same, but for what crosses the cuts between them."""
-    result, known, kinds = [], {}, _kinds(recipe.model)
-    for rank in range(recipe.mesh.pp):
+    """From pipelines whose stages have one layer, of the commonest kind, but for a second one on the first stage."""
+    p, kinds = recipe.mesh.pp, _kinds(recipe.model)
+    chunks = make_schedule(recipe, p).num_chunks
+    common = kinds[-1]
+    single = _with_layers(recipe, [common] * (p * chunks))
+    ends = [_by_micro_batches(single, rank) for rank in sorted({0, min(1, p - 1), p - 1})]
+    bases = [ends[0], *[ends[1]] * (p - 2), ends[-1]]
+    more = {}
+    for kind in dict.fromkeys(kinds):
+        second = _with_layers(recipe, [common, kind, *[common] * (2 * (p * chunks - 1))])
+        more[kind] = _by_micro_batches(second, 0).plus(ends[0], -1)  # this layer, and one of the common kind per chunk
+    one = more[common].divided(chunks)
+    result = []
+    for rank, total in enumerate(bases):
         layout = lay_out(recipe, _axes(recipe, rank))
-        alike = tuple((frozenset(Counter(kinds[i] for i in p.layers).items()), p.first, p.last) for p in layout.own)
-        if alike not in known:
-            known[alike] = _by_micro_batches(recipe, rank)
-        inside = Volume(*(Counter({k: n for k, n in c.items() if k[0] not in ("send", "recv")}) for c in known[alike]))
-        result.append(inside.plus(_sums(recipe, rank)).plus(_messages(recipe, layout, rank)))
+        own = Counter(kinds[i] for part in layout.own for i in part.layers)
+        for kind, count in own.items():
+            total = total.plus(more[kind].plus(one, 1 - chunks), count)
+        total = total.plus(one, -chunks).without("send", "recv")
+        result.append(total.plus(_at_once(recipe, rank)).plus(_messages(recipe, layout, rank)))
     return result
 
 
 def _by_micro_batches(recipe: Recipe, stage_rank: int) -> Volume:
-    """Without the sums of gradients."""
+    """Without what is done for all layers at once."""
     unit = recipe.mesh.pp if recipe.pipeline.num_chunks > 1 and recipe.mesh.pp > 1 else 1
 
     def of(count: int) -> Volume:
         size = recipe.batch_size // recipe.micro_batches * count
         some = dataclasses.replace(recipe, micro_batches=count, batch_size=size)
-        return _volume(run_abstractly(some, stage_rank)).plus(_sums(some, stage_rank), -1)
+        return _volume(run_abstractly(some, stage_rank)).plus(_at_once(some, stage_rank), -1)
 
     low, more = of(unit), recipe.micro_batches // unit - 1
     return low.plus(of(2 * unit), more).plus(low, -more) if more else low
@@ -148,27 +168,41 @@ def run_abstractly(recipe: Recipe, stage_rank: int = 0) -> Record:
     """The collectives that a rank issues in a step, in order."""
     axes = _axes(recipe, stage_rank)
     tokens = torch.empty(_batch(recipe), dtype=torch.int64, device=_META)
-    rows = data.Example(tokens, tokens, segments.Segments(tokens, tokens))
+    rows = data.Example(tokens, tokens, segments.Segments(tokens, tokens), _images(recipe, tokens))
     with record_collectives() as record:
         make_step(recipe, axes)(abstract_state(recipe, axes), make_batches(recipe, rows, _META, axes), 1e-3)
     return record
 
 
-def _sums(recipe: Recipe, stage_rank: int) -> Volume:
-    """Of gradients over the ranks that hold the same parts."""
+def _images(recipe: Recipe, tokens: torch.Tensor) -> Any:
+    """Of so many patches as the recipe's rows have; ``()`` for text."""
+    tower = recipe.model.vision
+    if not recipe.patches or isinstance(tower, tuple):
+        return ()
+    x = torch.empty(len(tokens), recipe.patches, dtype=torch.int64, device=_META)
+    pixels = torch.empty(*x.shape, tower.pixels_per_patch, device=_META)
+    return Images(pixels, Patches(x, x, x, x, x, x, x, cells=()), tokens)
+
+
+def _at_once(recipe: Recipe, stage_rank: int) -> Volume:
+    """What a step sends for all layers of the model together: sums of gradients, and new biases."""
     axes = _axes(recipe, stage_rank)
-    layout = lay_out(recipe, axes)
-    grads, _ = split(abstract_state(recipe, axes).params, layout.specs)
+    layout, state = lay_out(recipe, axes), abstract_state(recipe, axes)
+    grads, _ = split(state.params, layout.specs)
+    shape = len(layout.moe_layers), recipe.model.moe.num_experts, NUM_BINS
+    histogram = torch.empty(shape, dtype=torch.int64, device=_META)
     with record_collectives() as record:
         fsdp.sum_gradients(grads, layout.placements)
+        if recipe.trainable == "all":
+            next_biases(state.balance, histogram, layout, recipe.model.moe.top_k)
     return _volume(record)
 
 
 def _messages(recipe: Recipe, layout: Layout, rank: int) -> Volume:
     """Between the stages, by what the engine would send."""
     rows, tokens = _batch(recipe)[0] // recipe.micro_batches, recipe.length // recipe.mesh.cp
-    x = torch.empty(rows, tokens, dtype=torch.int64, device=_META)
-    batch = model.Batch(x, x, segments.Segments(x, x), x, x)
+    x, count = (torch.empty(shape, dtype=torch.int64, device=_META) for shape in ((rows, tokens), ()))
+    batch = model.Batch(x, x, segments.Segments(x, x), count, count)
     carries = stages.stage_carries(recipe.model, layout.parts, batch, recipe.precision.compute, sh=layout.sh)
     table, wire = layout.schedule, Wire(carries, layout.schedule.num_ranks)
     volume = Volume(Counter(), Counter())
@@ -203,9 +237,12 @@ def _kinds(cfg: model.Config) -> list[_Kind]:
     return [(layer.attention, layer.ffn) for layer in model.layer_configs(cfg)]
 
 
-def _with_layers(cfg: model.Config, kinds: Sequence[_Kind]) -> model.Config:
-    """The model with layers of these kinds, dense ones first."""
+def _with_layers(recipe: Recipe, kinds: Sequence[_Kind]) -> Recipe:
+    """The recipe with a model of layers of these kinds; dense ones come first."""
     dense = [k for k in kinds if not isinstance(k[1], latent_moe.Config)]
     layers = dense + [k for k in kinds if isinstance(k[1], latent_moe.Config)]
     full = tuple(i for i, (attention, _) in enumerate(layers) if not isinstance(attention, kda.Config))
-    return dataclasses.replace(cfg, num_layers=len(layers), full_attention_layers=full, num_dense_layers=len(dense))
+    cfg = dataclasses.replace(
+        recipe.model, num_layers=len(layers), full_attention_layers=full, num_dense_layers=len(dense)
+    )
+    return dataclasses.replace(recipe, model=cfg)

@@ -1,13 +1,15 @@
 """Finding the rank that a run on several ranks was lost by, and ending the others.
 
-A thread of each rank looks at two things. Does this rank get on: has it issued a collective lately? And has a rank
-raised the alarm, because it does not get on, because a collective of its failed, or because it failed itself? Then
-every rank that lives says where it is, within seconds and whatever its main thread does; one of them reports which rank
+A thread of each rank looks at three things. Does this rank get on: has it issued a collective lately? Does the next
+rank's thread live: with a device's collectives nobody learns of a death from the connection. And has a rank raised the
+alarm, because of one of these, because a collective of its failed, or because it failed itself? Then every rank that
+lives says where it is, within seconds and whatever its main thread does; one of them reports which rank
 died or hangs, and all end with status 1. What is on disk is whole at any moment, so nothing need be tidied up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -25,6 +27,7 @@ from k31fn.parallel import CollectiveError, Mesh, Progress
 __all__ = ["Watch", "lost"]
 
 _POLLS = 20  # in the time after which a rank counts as hanging
+_SILENCE_S = 10.0  # after which a rank counts as dead; torchrun, once one is, kills the others after 30
 _GRACE_S = 3.0  # for a rank to say where it is, once the alarm is raised
 
 
@@ -57,6 +60,7 @@ class Watch:
         self._over = threading.Event()
         self._error = self._own = ""
         self._answered = False
+        self._heard, self._silent = -1, 0.0
         self._thread = threading.Thread(target=self._listen, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -72,9 +76,12 @@ class Watch:
 
     def close(self) -> None:
         """Stops watching: from here on ranks may end, if they all do."""
+        listened = self._thread.ident is not None and not self._over.is_set()
         self._over.set()
-        if self._thread.ident is not None:
+        if listened:
             self._thread.join()
+            with contextlib.suppress(RuntimeError):  # the first rank, which may hold the store, may have ended
+                self._store.set(f"left {self._rank}", "")
 
     def _end_with(self, error: BaseException) -> None:
         """Ends all ranks: this one failed, or a collective of it, for which the rank that is to blame is found."""
@@ -94,12 +101,24 @@ class Watch:
         while not self._over.wait(pause):
             if self._progress.issued != seen:
                 seen, since = self._progress.issued, time.monotonic()
-            late = time.monotonic() - since > self._timeout
-            if late:
+            raised = self._next_died(pause) or time.monotonic() - since > self._timeout
+            if raised:
                 self._call(lambda: self._store.add("alarm", 1))
-            if late or self._call(lambda: self._store.add("alarm", 0)):
+            if raised or self._call(lambda: self._store.add("alarm", 0)):
                 self._answer(time.monotonic() - since)
                 return
+
+    def _next_died(self, pause: float) -> bool:
+        """Says that this rank lives, and whether the next one has said nothing for long.
+
+        Counted in pauses of this thread, not on a clock: a machine that stood still has nobody dead.
+        """
+        other = (self._rank + 1) % self._mesh.world_size
+        self._call(lambda: self._store.add(f"beats {self._rank}", 1))
+        heard = self._call(lambda: self._store.add(f"beats {other}", 0))
+        self._silent = self._silent + pause if heard == self._heard else 0.0
+        self._heard = heard
+        return self._silent > _SILENCE_S and not self._call(lambda: self._store.check([f"left {other}"]))
 
     def _answer(self, still: float) -> None:
         """Says where this rank is, and, for the first rank that gets so far, what the others said."""

@@ -25,8 +25,12 @@ from k31fn.layers import (
     mtp,
     norm,
     plain_residual,
+    projector,
     router,
+    vision,
+    vision_block,
 )
+from k31fn.layers.patches import Images, from_grids
 from k31fn.parallel import (
     AxisRules,
     Mesh,
@@ -76,6 +80,13 @@ CONFIGS = {
         moe=dataclasses.replace(CFG.moe, balanced=False),
     ),
 }
+TOWER = vision.Config(
+    vision_block.Config(hidden_size=8, num_heads=4, head_dim=4, intermediate_size=12),
+    num_layers=2,
+    patch_size=2,
+    table_size=(3, 5),
+)
+CONFIGS["k31 vision"] = dataclasses.replace(CFG, vision=TOWER, projector=projector.Config(TOWER.output_size, D))
 PACKED = [[3, 7, 4], [1, 12], [16], [5, 6]]  # documents cross slices of 4 and of 8 tokens; rows end in padding
 
 
@@ -95,11 +106,31 @@ def shaken(specs: Any, dtype: torch.dtype = torch.float64) -> Any:
 
 # --------------------------------------------------------------------------------------------------- the whole model
 def batch(cfg: model.Config = CFG) -> model.Batch:
-    tokens = random.bits(random.key(5), (ROWS, T)) % cfg.vocab_size
-    return model.make_batch(tokens, segments.from_lengths(PACKED, T), vocab_size=cfg.vocab_size)
+    tokens, packing = random.bits(random.key(5), (ROWS, T)) % cfg.vocab_size, segments.from_lengths(PACKED, T)
+    if isinstance(cfg.vision, tuple):
+        return model.make_batch(tokens, packing, vocab_size=cfg.vocab_size)
+    tokens, images = with_images(tokens, cfg.vision)
+    return model.make_batch(tokens, packing, vocab_size=cfg.vocab_size, images=images)
 
 
-BATCH_SPECS = tree.map(lambda x: SLICE if x.ndim else P(), batch())
+GRIDS = [[(1, 2, 6), (1, 2, 2)], [(1, 6, 4)], [], []]  # the second row's lies on both halves; the others have none
+PLACES = [[4, 5, 6, 11], [2, 3, 4, 5, 6, 7], [], []]  # of their placeholders
+MEDIA, PATCHES = VOCAB - 1, 32
+
+
+def with_images(tokens: Tensor, tower: vision.Config) -> tuple[Tensor, Images]:
+    tokens = torch.where(tokens == MEDIA, 0, tokens)
+    for row, places in enumerate(PLACES):
+        tokens[row, places] = MEDIA
+    pixels = random.normal(random.key(6), (ROWS, PATCHES, tower.pixels_per_patch)).to(torch.float64)
+    return tokens, Images(pixels, from_grids(GRIDS, PATCHES), projector.slots(tokens, MEDIA))
+
+
+def batch_specs(rows: model.Batch) -> Any:
+    return tree.map(lambda x: SLICE if x.ndim else P(), rows)
+
+
+BATCH_SPECS = batch_specs(batch())
 
 
 def biases(cfg: model.Config, device: torch.device | str | None = None) -> balance.State:

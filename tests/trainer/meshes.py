@@ -66,6 +66,30 @@ def on_process(made: config.Recipe, count: int, device: str = "cpu") -> tuple[li
     return [metrics, *(tree.leaves(whole.params) if whole != () else [])], {}
 
 
+def with_loads(axes: MeshAxes, made: config.Recipe, count: int) -> tuple[Tensor, Tensor, trainer.TrainState]:
+    """Metrics, tokens of each expert of this rank's layers in each step, and the state; one call at a time."""
+    original, loads = trainer.step._metrics, []
+
+    def noting(recipe: Any, batch: Any, sums: Any, *rest: Any) -> Any:
+        loads.append(sums.load)
+        return original(recipe, batch, sums, *rest)
+
+    trainer.step._metrics = noting
+    try:
+        metrics, state = steps(axes, made, count)
+    finally:
+        trainer.step._metrics = original
+    return metrics, torch.stack(loads), state
+
+
+def on_process_with_loads(made: config.Recipe, count: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """:func:`on_process`, with the loads after the metrics."""
+    axes, _ = axes_of_process(made.mesh)
+    metrics, loads, state = with_loads(axes, made, count)
+    whole = whole_state(axes, made, state)
+    return [metrics, loads, *(tree.leaves(whole.params) if whole != () else [])], {}
+
+
 def replicas(made: config.Recipe, states: list[trainer.TrainState]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Each leaf of the state with that of every later rank that holds the same part of it."""
     held = trainer.held_by(made)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from k31fn import trainer
+from k31fn.config import Pipeline
+from k31fn.parallel import Mesh
 from k31fn.trainer import folder, run
 from tests.trainer import runs
 
@@ -183,6 +185,14 @@ class TestRunFolders:
     def test_a_run_with_changed_fields(self, call, text, tmp_path):
         run = folder.new(tmp_path / "other", runs.recipe(text))
         assert "steps is 10 there, 11 here" in call(run / "config.json", "--steps", "11")
+
+    def test_another_mesh_is_the_same_run(self, text, tmp_path):
+        recipe = dataclasses.replace(runs.recipe(text), batch_size=8)
+        where = folder.new(tmp_path, dataclasses.replace(recipe, mesh=Mesh(fsdp=2)))
+        other = dataclasses.replace(recipe, mesh=Mesh(dp=4), pipeline=Pipeline("zero_bubble"))
+        assert folder.open_existing(where, other) == folder.newest(tmp_path, other) == where
+        with pytest.raises(ValueError, match=r"another config: steps is 10 there, 11 here; "):
+            folder.open_existing(where, dataclasses.replace(other, steps=11))
 
     def test_auto_without_a_run_starts_one(self, call, config, tmp_path, monkeypatch):
         seen = []

@@ -114,6 +114,26 @@ def test_a_rank_that_died_is_reported_when_a_collective_breaks(two, capsys):
     assert two.ended == {0: 1}
 
 
+def test_a_rank_that_died_is_reported_where_no_collective_breaks(two, capsys, monkeypatch):
+    """As on a device, where the others wait for it without an error; long before the timeout."""
+    monkeypatch.setattr(watch, "_POLLS", 1000)
+    monkeypatch.setattr(watch, "_SILENCE_S", 0.5)
+    two.timeout = 100.0
+    two.run(waits, None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train.py: rank 1 at {'tp': 1} died: it says nothing any more")
+    assert two.ended == {0: 1}
+
+
+def test_a_rank_that_has_left_is_not_dead(two, capsys, monkeypatch):
+    monkeypatch.setattr(watch, "_POLLS", 1000)
+    monkeypatch.setattr(watch, "_SILENCE_S", 0.2)
+    two.timeout = 100.0
+    two.run(lambda watching, progress: time.sleep(1.5), lambda watching, progress: None)
+    assert two.ended == {}
+    assert capsys.readouterr().err == ""
+
+
 def test_a_rank_that_failed_ends_the_others(two, capsys):
     two.timeout = 100.0
 

@@ -1,0 +1,71 @@
+"""Prepared stores as the data of a run: a mixture to train on, and rows to score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from k31fn.data.image_packing import PackedDataset, Shape
+from k31fn.data.mixture import Mixture
+from k31fn.data.store import Store, open_store
+from k31fn.data.tokenizer import Tokenizer
+
+__all__ = ["Prepared", "open_prepared"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Which stores to train on.
+
+    Attributes:
+        train: their folders, such as ``("out/train",)`` after ``python -m k31fn.data prepare SOURCE out``.
+        heldout: folders of those that the run is scored on.
+        weights: share of the rows of each of ``train``; ``()``: each as many as it has.
+        patches: of images in a row, a multiple of 4; 0: rows without images.
+        tokenizer: what they were prepared with, as :func:`k31fn.data.open_tokenizer` takes it.
+        end: the name of its end token; "": its own.
+    """
+
+    train: tuple[str, ...]
+    heldout: tuple[str, ...]
+    weights: tuple[float, ...] = ()
+    patches: int = 0
+    tokenizer: str = "bytes"
+    end: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("train", "heldout"):
+            if not getattr(self, name):
+                raise ValueError(f"data.{name}=() names no store; give the folder of one at least")
+        if self.weights and len(self.weights) != len(self.train):
+            raise ValueError(
+                f"data.weights={self.weights} has {len(self.weights)} shares for {len(self.train)} stores of data.train"
+            )
+        if self.patches < 0 or self.patches % 4:
+            raise ValueError(f"data.patches={self.patches} must be a multiple of 4, or 0 for rows without images")
+
+
+def open_prepared(
+    cfg: Prepared, tokenizer: Tokenizer, *, length: int, batch_size: int, seed: int = 0
+) -> tuple[Mixture, list[PackedDataset]]:
+    """The rows to train on, and the held-out ones (:func:`k31fn.data.heldout_rows`), whose order no seed changes.
+
+    Raises:
+        ValueError: a store cannot be opened, or was prepared with another tokenizer.
+    """
+    shape = Shape(length, cfg.patches)
+    train = [PackedDataset(_open(folder, tokenizer), shape, seed) for folder in cfg.train]
+    weights = cfg.weights or [float(source.num_rows) for source in train]
+    heldout = [PackedDataset(_open(folder, tokenizer), shape) for folder in cfg.heldout]
+    return Mixture(train, weights, batch_size, seed), heldout
+
+
+def _open(folder: str, tokenizer: Tokenizer) -> Store:
+    store = open_store(folder)
+    media = tokenizer.special_tokens.get("<|media_pad|>", -1)
+    theirs = store.index["vocab_size"], store.end_token, store.media_token
+    if theirs != (mine := (tokenizer.vocab_size, tokenizer.end_token, media)):
+        raise ValueError(
+            f"{folder} was prepared with another tokenizer: vocabulary size, end token and media token {theirs}, "
+            f"those of data.tokenizer are {mine}; it was {store.index['prepared']['tokenizer']!r}"
+        )
+    return store

@@ -1,0 +1,109 @@
+"""The command line: a checkpoint becomes a run, which trains on, and a run becomes a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jaxtyping
+import pytest
+import torch
+
+from k31fn import balance, config, data, hf, metrics, model, params, random, sample, trainer, tree
+from k31fn.hf.__main__ import main
+from k31fn.layers import projector, vision, vision_block
+from tests.trainer import runs
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TOWER = vision.Config(vision_block.Config(16, 2, 8, 24), 2, table_size=(3, 5))
+CFG = dataclasses.replace(
+    config.load(CONFIGS / "tiny.py"), vision=TOWER, projector=projector.Config(TOWER.output_size, 128)
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights and biases, in bfloat16 with float32 islands."""
+    folder = tmp_path_factory.mktemp("hf") / "given"
+    bias = random.normal(random.key(2), (3, CFG.moe.num_experts))
+    hf.export(params.init(model.specs(CFG), random.key(1)), balance.State(bias, model.moe_layers(CFG)), CFG, folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    """A recipe of a model of text, which an import replaces."""
+    text = data.Config(path=str(runs.write_text(tmp_path / "text")))
+    sizes = {"steps": 2, "batch_size": 2, "length": 32, "eval_bytes": 50, "heldout_bytes": 50}
+    made = config.Recipe(name="given", model=config.load(CONFIGS / "tiny.py"), data=text, **sizes)
+    return runs.write_config(tmp_path / "recipe.py", made)
+
+
+def same_files(a: Path, b: Path) -> None:
+    assert sorted(p.name for p in a.iterdir()) == sorted(p.name for p in b.iterdir())
+    for file in a.iterdir():
+        assert file.read_bytes() == (b / file.name).read_bytes(), file.name
+
+
+@pytest.fixture
+def run(checkpoint: Path, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert main(["import", str(checkpoint), recipe, "--runs", str(tmp_path / "runs")]) == 0
+    assert "train on: python train.py" in capsys.readouterr().out
+    return runs.only_run(tmp_path / "runs", "given")
+
+
+def test_there_and_back(checkpoint: Path, run: Path, tmp_path: Path):
+    """Bit for bit: the run has the weights in float32."""
+    made, weights, state = sample.load(run, where=torch.device("cpu"))
+    assert made.model == CFG
+    given, biases = hf.load(checkpoint, CFG, dtype=torch.float32)
+    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), (weights, state), (given, biases))
+    assert main(["export", str(run.parent), str(tmp_path / "back")]) == 0
+    same_files(checkpoint, tmp_path / "back")
+
+
+def test_quantised(run: Path, tmp_path: Path):
+    """A run from an MXFP4 checkpoint is written as the same one."""
+    assert main(["export", str(run), str(tmp_path / "one"), "--quantise"]) == 0
+    assert hf.verify(tmp_path / "one").num_quantised == 3 * 3 * CFG.moe.num_experts
+    made = str(run / "config.json")
+    assert main(["import", str(tmp_path / "one"), made, "--runs", str(tmp_path / "again")]) == 0
+    assert main(["export", str(tmp_path / "again" / "given"), str(tmp_path / "two"), "--quantise"]) == 0
+    same_files(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_run_trains_on_from_it(checkpoint: Path, run: Path, capsys: pytest.CaptureFixture[str]):
+    """Its first step starts from these weights, not from the recipe's: the loss is theirs."""
+    jaxtyping.config.update("jaxtyping_disable", True)  # two steps of a model that is not small
+    try:
+        made = config.load_recipe(run / "config.json")
+        corpus = trainer.load_corpus(made)
+        weights, biases = hf.load(checkpoint, CFG, dtype=torch.float32)
+        (batch,) = trainer.make_batches(made, trainer.rows_at(corpus.dataset, 0), torch.device("cpu"))
+        _, parts = model.loss(weights, batch, CFG, balance=biases)
+        assert trainer.main([str(run / "config.json"), "--device", "cpu", "--threads", "1"]) == 0
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+    first, *_ = (r for r in metrics.read(run / "metrics.jsonl") if "train/loss" in r)
+    assert first["step"] == 0
+    assert first["train/loss"] == pytest.approx(float(parts.lm / batch.num_labels), rel=1e-6)
+    assert "has changed" not in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_said(checkpoint: Path, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config_file = json.loads((checkpoint / "config.json").read_text())
+    config_file["text_config"]["num_hidden_layers"] = 5
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "config.json").write_text(json.dumps(config_file))
+    (bad / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
+    for call in (
+        ["import", str(bad), recipe, "--runs", str(tmp_path / "runs")],
+        ["export", str(tmp_path / "nothing"), str(tmp_path / "out")],
+        ["import", str(tmp_path / "nothing"), recipe],
+    ):
+        assert main(call) == 1
+        assert capsys.readouterr().err.startswith("k31fn.hf: ")
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "out").exists()
