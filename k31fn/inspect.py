@@ -9,7 +9,8 @@ Everything comes from the specs; no weight is allocated. Counting rules:
   one momentum for matrices; the other weights stay with AdamW. Frozen weights have neither.
 
 With a mesh (``--mesh.fsdp 8 --mesh.tp 2``) also what one of its ranks holds, in the dtypes of the trainer, and what it
-sends in a step: :mod:`k31fn.trainer.traffic` runs that rank's step on meta tensors.
+sends in a step: :mod:`k31fn.trainer.traffic` runs that rank's step on meta tensors. Rows have images if the config's
+recipe says how many patches (``data.patches``).
 """
 
 from __future__ import annotations
@@ -257,6 +258,8 @@ def _shapes(cfg: model.Config, rank: Sequence[traffic.Held]) -> list[str]:
             i = int(number[1])
             if seen.setdefault((attention[i], ffn[i]), i) != i:
                 continue
+        if re.match(r"vision\.blocks\.[1-9]", x.path):
+            continue
         split = ", ".join("*".join(dim) or "-" for dim in x.axes)
         lines.append(f"  {x.path:<40}{list(x.shape)!s:>22} -> {list(x.part)!s:<22} ({split})")
     return lines

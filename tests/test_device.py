@@ -99,6 +99,21 @@ def test_process_group_backends() -> None:
         device.process_group_backend("tpu")
 
 
+def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.of_rank(torch.device("cpu"), 5) == torch.device("cpu")
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert device.of_rank(torch.device("cuda"), 3) == torch.device("cuda:3")
+    assert current == [3]
+    for name, rank in (("cuda", 4), ("cuda:1", 0)):
+        with pytest.raises(
+            ValueError, match=f"device='{name}' for process {rank} of this machine, which has 4 of kind"
+        ):
+            device.of_rank(torch.device(name), rank)
+
+
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"device.type='meta' must be one of"):
         device.synchronize(torch.device("meta"))

@@ -3,7 +3,7 @@
 A step of a deep model with many micro-batches does the same again and again, so it is run for a model with one layer of
 each kind, then with another layer of each, and for one micro-batch and two: what is added each time is added as often
 as there are layers and micro-batches. Sums of gradients, which travel many tensors at a time, and messages between the
-stages of a pipeline, which hold blocks of earlier ones, are those of the whole model. Rows are text, and routes are taken to be balanced.
+stages of a pipeline, which hold blocks of earlier ones, are those of the whole model. Routes are taken to be balanced.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from k31fn import data, model, segments, tree
 from k31fn.config import Recipe
 from k31fn.kernels.shapes import shapes_only
 from k31fn.layers import kda, latent_moe
-from k31fn.layers.router import NUM_BINS
 from k31fn.layers.patches import Images, Patches
+from k31fn.layers.router import NUM_BINS
 from k31fn.model import stages
 from k31fn.parallel import MeshAxes, Record, fsdp, record_collectives
 from k31fn.parallel.abstract import abstract_axes
 from k31fn.parallel.pipeline import Wire
 from k31fn.parallel.pipeline.messages import messages
-from k31fn.trainer.layout import Layout, lay_out, make_schedule
+from k31fn.trainer.layout import Layout, cut, lay_out, make_schedule
 from k31fn.trainer.state import abstract_state, split
 from k31fn.trainer.step import make_batches, make_step, next_biases
 
@@ -128,26 +128,27 @@ def _by_kinds(recipe: Recipe) -> Volume:
 
 
 def _by_stages(recipe: Recipe) -> list[Volume]:
-    """From pipelines whose stages have one layer, of the commonest kind, but for a second one on the first stage."""
-    p, kinds = recipe.mesh.pp, _kinds(recipe.model)
-    chunks = make_schedule(recipe, p).num_chunks
-    common = kinds[-1]
-    single = _with_layers(recipe, [common] * (p * chunks))
-    ends = [_by_micro_batches(single, rank) for rank in sorted({0, min(1, p - 1), p - 1})]
-    bases = [ends[0], *[ends[1]] * (p - 2), ends[-1]]
-    more = {}
+    """From a pipeline each of whose stages has a layer of each kind that it has, and what more layers of a kind add."""
+    kinds, table = _kinds(recipe.model), make_schedule(recipe, recipe.mesh.pp)
+    whole = [[kinds[i] for i in part.layers] for part in cut(recipe.model, table)]
+    length = max(len(set(stage)) for stage in whole)
+    short = [[*dict.fromkeys(stage), *[stage[-1]] * (length - len(set(stage)))] for stage in whole]
+    small, known, each = _with_layers(recipe, [k for stage in short for k in stage]), {}, {}
     for kind in dict.fromkeys(kinds):
-        second = _with_layers(recipe, [common, kind, *[common] * (2 * (p * chunks - 1))])
-        more[kind] = _by_micro_batches(second, 0).plus(ends[0], -1)  # this layer, and one of the common kind per chunk
-    one = more[common].divided(chunks)
+        one, two = (_by_micro_batches(_with_layers(recipe, [kind] * (n * table.num_stages)), 0) for n in (1, 2))
+        each[kind] = two.plus(one, -1).divided(table.num_chunks)
     result = []
-    for rank, total in enumerate(bases):
-        layout = lay_out(recipe, _axes(recipe, rank))
-        own = Counter(kinds[i] for part in layout.own for i in part.layers)
-        for kind, count in own.items():
-            total = total.plus(more[kind].plus(one, 1 - chunks), count)
-        total = total.plus(one, -chunks).without("send", "recv")
-        result.append(total.plus(_at_once(recipe, rank)).plus(_messages(recipe, layout, rank)))
+    for rank in range(table.num_ranks):
+        mine = table.stages_of(rank)
+        alike = tuple((*short[s], s == 0, s == table.num_stages - 1) for s in mine)
+        if alike not in known:
+            known[alike] = _by_micro_batches(small, rank)
+        total, more = known[alike], Counter(k for s in mine for k in whole[s])
+        more.subtract(k for s in mine for k in short[s])
+        for kind, count in more.items():
+            total = total.plus(each[kind], count)
+        at_once = _at_once(recipe, rank).plus(_messages(recipe, lay_out(recipe, _axes(recipe, rank)), rank))
+        result.append(total.without("send", "recv").plus(at_once))
     return result
 
 

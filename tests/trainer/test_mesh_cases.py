@@ -186,11 +186,46 @@ def test_case_d25_a_stage_without_moe_layers(recipe):
     torch.testing.assert_close(states[0].balance.bias, expected.balance.bias, rtol=1e-12, atol=1e-12)
 
 
+def test_a_model_without_experts(recipe):
+    """No row of the balance state anywhere."""
+    cfg = dataclasses.replace(recipe.model, num_dense_layers=2)
+    dense = dataclasses.replace(recipe, model=cfg)
+    expected, _ = meshes.on_one_device(dense, 1)
+    metrics, _, _ = meshes.on_threads(dataclasses.replace(dense, mesh=Mesh(pp=2)), 1)
+    torch.testing.assert_close(metrics[0], expected, rtol=1e-10, atol=1e-12)
+
+
 def test_a_layer_that_is_not_balanced_keeps_its_bias(recipe):
     moe = dataclasses.replace(recipe.model.moe, balanced=False)
     made = dataclasses.replace(recipe, mesh=Mesh(pp=2), model=dataclasses.replace(recipe.model, moe=moe))
     _, states, _ = meshes.on_threads(made, 1)
     assert all(not state.balance.bias.any() for state in states)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(fsdp=2, tp=2)], ids=str)
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(recipe, monkeypatch, mesh):
+    original, made = model.loss, dataclasses.replace(recipe, mesh=mesh, batch_size=2)
+    rows = trainer.load_corpus(made).dataset.batch_at(0)
+    tokens = rows.tokens.clamp(max=200)
+    tokens[1, 0] = 201
+    rows = dataclasses.replace(rows, tokens=tokens)
+
+    def sometimes_infinite(params, batch, cfg, **how):
+        total, parts = original(params, batch, cfg, **how)
+        return torch.where((batch.tokens == 201).any(), total * float("inf"), total), parts
+
+    monkeypatch.setattr(model, "loss", sometimes_infinite)
+
+    def go(axes):
+        before = trainer.init_state(made, CPU, axes)
+        own = own_index(axes.view("dp", "fsdp"))
+        batches = trainer.make_batches(made, tree.map(lambda x: x[own : own + 1], rows), CPU, axes)
+        after, numbers = trainer.make_step(made, axes)(tree.map(torch.clone, before), batches, 0.01)
+        pairs = [(after.params, before.params), (after.opt_state, before.opt_state), (after.balance, before.balance)]
+        same = all(torch.equal(a, b) for x, y in pairs for a, b in zip(tree.leaves(x), tree.leaves(y), strict=True))
+        return float(numbers.skipped), float(numbers.non_finite), same
+
+    assert each_rank(go, mesh, lambda _: ()) == [(1.0, 1.0, True)] * mesh.world_size
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, cp=2), Mesh(pp=2, tp=2)], ids=str)
