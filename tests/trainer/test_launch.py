@@ -71,8 +71,8 @@ def test_a_rank_that_is_killed_is_named_and_the_others_end(config, tmp_path):
 
 
 def test_a_rank_that_hangs_is_named_and_all_end(config, tmp_path):
-    with launched.processes(2, config, "--runs", str(tmp_path), "--timeout", "4", harm="hang:1:4") as ranks:
-        found = launched.ends(ranks, 60)
+    with launched.processes(2, config, "--runs", str(tmp_path), "--timeout", "15", harm="hang:1:4") as ranks:
+        found = launched.ends(ranks, 90)
     assert [status for status, *_ in found] == [1, 1]
     said = "".join(err for *_, err in found)
     (line,) = [line for line in said.splitlines() if line.startswith("train.py:")]

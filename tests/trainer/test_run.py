@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,7 @@ def test_a_second_ctrl_c_breaks_off_a_step(config, tmp_path, monkeypatch, capsys
             calls.append(0)
             if len(calls) == 9:  # the fifth step's first micro-batch
                 os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.2)  # two of a signal that nobody has handled yet are one
                 os.kill(os.getpid(), signal.SIGINT)
             return loss(*args, **kwargs)
 
