@@ -48,9 +48,9 @@ def main() -> None:
     options, rank, size = _options(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = devices.of_rank(torch.device(options.device), int(os.environ["LOCAL_RANK"]))
     start_processes(device.type, timeout=180.0)
-    everyone = axes_of_process(Mesh(dp=size))[0].atoms
+    axes, _ = axes_of_process(Mesh(dp=size))
     text = data.load(data.Config(path="stdlib"), data.ByteTokenizer()).train
-    here = Here(device, everyone, rank, size, text, options)
+    here = Here(device, axes.atoms, rank, size, text, options)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     found["machine"] = {"ranks": size, "device": kind, "torch": torch.__version__}
@@ -62,8 +62,8 @@ def main() -> None:
                 found.setdefault(part, {})[f"{name} {dtype}"] = {"sizes": sizes, "of": PARTS[part](recipe, here)}
                 if rank == 0:
                     options.out.write_text(json.dumps(found, indent=1))
-    exchange_json("done", everyone)  # the first process holds what the others need for leaving
-    stop_processes()
+    exchange_json("done", axes.atoms)  # the first process holds what the others need for leaving
+    stop_processes(axes)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from k31fn.parallel import Axis, Mesh, MeshAxes, axes_of_process
 __all__ = ["HALVES", "ONE", "RECIPES", "Here", "alone", "axes_of", "dataset_of", "named"]
 
 ROOT = Path(__file__).parents[2]
-ONE = "one GPU"
-HALVES = "one GPU, in halves"
+ONE = "one device"
+HALVES = "one device, in halves"
 
 
 @dataclass(frozen=True)

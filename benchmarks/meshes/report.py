@@ -1,4 +1,4 @@
-"""What ``benchmarks.meshes`` wrote, as tables and a plot: ``python -m benchmarks.meshes.report FILE --plot a.png``."""
+"""What ``benchmarks.meshes`` wrote, as tables and a plot: ``python -m benchmarks.meshes.report FILES --plot a.png``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def equality(runs: Found) -> Iterator[str]:
-    """Relative differences from one GPU; in bfloat16 beside those of one GPU that sums in the mesh's order."""
+    """Relative differences from one device; in bfloat16 beside those of one that sums in the mesh's order."""
     for name, run in runs.items():
         rounded = "bfloat16" in name
         head = ["mesh", "loss", "KL, nats", "gradients", "worst in", "of indexers", "tokens moved"]
@@ -41,7 +41,7 @@ def equality(runs: Found) -> Iterator[str]:
 
 
 def training(runs: Found) -> Iterator[str]:
-    """Losses of the steps beside those of one GPU."""
+    """Losses of the steps beside those of one device."""
     for name, run in runs.items():
         one = [row[0] for row in run["of"][ONE]["steps"]]
         rows = []
@@ -62,7 +62,7 @@ def timing(runs: Found) -> Iterator[str]:
     head = [
         "mesh",
         "step",
-        "of one GPU",
+        "of one device",
         "state",
         "peak",
         "compute, ms",
@@ -110,7 +110,7 @@ def restoring(runs: Found) -> Iterator[str]:
 
 
 def plot(runs: Found, out: Path) -> None:
-    """Above, the losses of all meshes, one on the other; below, how far each is from one GPU."""
+    """Above, the losses of all meshes, one on the other; below, how far each is from one device (1e-8: equal)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 6.4), layout="constrained")
@@ -122,9 +122,10 @@ def plot(runs: Found, out: Path) -> None:
         style = {"color": "black", "linestyle": ":"} if mesh in (ONE, HALVES) else {"color": f"C{i - 2}"}
         above.plot(losses, linewidth=1.2, **style)
         if mesh != ONE:
-            below.plot([abs(a - b) / b for a, b in zip(losses, one, strict=True)], label=mesh, linewidth=1.2, **style)
+            apart = [max(abs(a - b) / b, 1e-8) for a, b in zip(losses, one, strict=True)]
+            below.plot(apart, label=mesh, linewidth=1.2, **style)
     above.set_ylabel("loss, nats per byte")
-    below.set_ylabel("relative difference from one GPU")
+    below.set_ylabel("relative difference from one device")
     below.set_yscale("log")
     below.set_xlabel("step")
     below.legend(frameon=False, fontsize=8, ncols=3)
@@ -134,13 +135,24 @@ def plot(runs: Found, out: Path) -> None:
     figure.savefig(out, dpi=150)
 
 
+def _put(some: Found, found: Found) -> None:
+    """Adds nested entries; later ones count."""
+    for key, value in some.items():
+        if isinstance(value, dict) and isinstance(found.get(key), dict):
+            _put(value, found[key])
+        else:
+            found[key] = value
+
+
 def main() -> None:
     """Prints the tables of the parts that are there."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", type=Path, nargs="+", help="several of the same machine are put together")
     parser.add_argument("--plot", type=Path, help="where to draw the training")
     options = parser.parse_args()
-    found = json.loads(options.file.read_text())
+    found: Found = {}
+    for file in options.files:
+        _put(json.loads(file.read_text()), found)
     print(found["machine"])
     parts = {"equality": equality, "training": training, "timing": timing, "checkpoint": restoring}
     for part, write in parts.items():
