@@ -50,12 +50,13 @@ train-vision: env ## teach it to read mosaics of handwritten digits, scored on s
 test-slow: env ## the slow tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
 
-ascend-check: $(ASCEND)/.k31fn-installed ## compile the Triton kernels for Ascend and run their IR on the CPU (x86 Linux)
+ascend-check: $(ASCEND)/.k31fn-installed ## compile the Triton kernels for Ascend, run their IR on the CPU, find torch_npu's operators (x86 Linux)
 	$(ASCEND)/bin/python -m tools.ascend.check $(ARGS)
 
 $(ASCEND)/.k31fn-installed: tools/ascend/requirements.txt
 	test -x $(ASCEND)/bin/python || $(PYTHON) -m venv $(ASCEND)
 	$(ASCEND)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r tools/ascend/requirements.txt
+	$(ASCEND)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps -d $(ASCEND)/wheels torch_npu==2.13.0
 	touch $@
 
 format: env ## apply ruff's fixes and format

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,9 +21,11 @@ from k31fn import device as devices
 from k31fn.kernels.attn_res import attn_res
 from k31fn.kernels.registry import use_impl
 
-__all__ = ["main", "subject"]
+__all__ = ["TUNED", "main", "subject"]
 
 EPS = 1e-5
+TUNED = ({"warps": (4, 8), "per_core": (1, 2), "stages": (3, 4, 5)},) * 2
+"""What the tuner may choose, per kernel of the table."""
 
 
 def plain(query: Tensor, norm: Tensor, *sources: Tensor) -> Tensor:
@@ -57,11 +61,11 @@ def subject(n: int, tokens: int, width: int, where: torch.device, dtype: torch.d
 
     size = tokens * width * dtype.itemsize
     name = f"N{n} T{tokens} D{width}"
-    return Subject(name, draw, fused, plain, plain, (n + 1) * size, (3 * n + 2) * size, peers())
+    return Subject(name, draw, fused, plain, plain, (n + 1) * size, (3 * n + 2) * size)
 
 
-def main() -> None:
-    """Prints a table, and the best tiles with ``--tune``."""
+def main() -> int:
+    """Prints a table; with ``--tune`` also the best tiles, and returns 1 if those of the kernels are not among them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default=str(devices.default()))
     parser.add_argument("--sources", type=int, default=9)
@@ -72,22 +76,23 @@ def main() -> None:
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     where = devices.parse(args.device)
-    errors, rows = {}, list[Row]()
+    errors, rows, tuned = {}, list[Row](), True
     for n, tokens, width in ((1, 17, 37), (args.sources, 129, args.width), (12, 65, 1000)):
         small = subject(n, tokens, width, where)
         errors[small.shape] = check(small)
         print(f"{small.shape}: largest error {errors[small.shape]:.1e}", flush=True)
         assert errors[small.shape] < 2**-8, "a bfloat16 result is rounded once: 2^-9 at most"
     for tokens in args.tokens:
-        big = subject(args.sources, tokens, args.width, where)
+        big = replace(subject(args.sources, tokens, args.width, where), peers=peers())
         some = measure(big, where, sets=2, repeats=args.repeats)
         print_rows(some, big.forward_bytes, big.both_bytes)
         rows += some
         if args.tune:
             module = importlib.import_module("k31fn.kernels.attn_res.triton")
-            tune(big, module, where, {"warps": (8, 16, 32), "per_core": (1, 2, 4, 8)}, repeats=args.repeats)
-    write_json(args.json, rows, {"errors": errors})
+            tuned &= tune(big, module, where, TUNED, repeats=args.repeats)
+    write_json(args.json, "AttnRes", where, rows, {"errors": errors})
+    return 0 if tuned else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

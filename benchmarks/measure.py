@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,9 +100,23 @@ def print_rows(rows: Sequence[Row], forward_bytes: int, both_bytes: int) -> None
         )
 
 
-def write_json(path: str, rows: Sequence[Row], extra: Mapping[str, Any]) -> None:
-    """All rows, with what else was found."""
+def write_json(path: str, op: str, where: torch.device, rows: Sequence[Row], extra: Mapping[str, Any]) -> None:
+    """All rows of an op, with the hardware, the versions of what was measured, and what else was found."""
     if path:
-        found = {**extra, "torch": torch.__version__, "rows": [r._asdict() for r in rows]}
+        found = {"op": op, "hardware": _hardware(where), "versions": _versions(), **extra}
+        text = json.dumps({**found, "rows": [r._asdict() for r in rows]}, indent=1)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _hardware(where: torch.device) -> str:
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type}, {platform.machine()}"
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that matter here, as far as they are installed."""
+    found = {}
+    for package in ("torch", "triton", "fla-core"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

@@ -6,9 +6,8 @@ as it is, replayed from a CUDA graph, and under torch.compile; and others that t
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,8 +18,9 @@ from torch import Tensor
 from benchmarks.measure import Row, Work, error, graphed, take_turns
 from k31fn import device as devices
 from k31fn import tree
+from k31fn.kernels.launch import Tile
 
-__all__ = ["Subject", "check", "measure", "tune"]
+__all__ = ["Subject", "check", "cotangents", "measure", "repeats_alike", "tune", "variants"]
 
 Function = Callable[..., Any]
 
@@ -56,7 +56,8 @@ def _both(f: Function, inputs: Sequence[Tensor], cts: Sequence[Tensor]) -> tuple
     return outs, list(torch.autograd.grad(outs, leaves, list(cts)))
 
 
-def _cotangents(f: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
+def cotangents(f: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Random ones for all outputs."""
     with torch.no_grad():
         return [torch.randn_like(o) for o in tree.leaves(f(*inputs))]
 
@@ -68,10 +69,10 @@ def check(subject: Subject, runs: int = 20) -> float:
         AssertionError: two runs on the same inputs differ in a bit.
     """
     worst, inputs = 0.0, subject.draw()
-    assert _repeats(subject, inputs, _cotangents(subject.fused, inputs), runs), "two runs differ"
+    assert repeats_alike(subject, inputs, cotangents(subject.fused, inputs), runs), "two runs differ"
     for _ in range(3):
         inputs = subject.draw()
-        cts = _cotangents(subject.fused, inputs)
+        cts = cotangents(subject.fused, inputs)
         ours = _both(subject.fused, inputs, cts)
         wide = _both(subject.exact, [x.double() for x in inputs], [c.double() for c in cts])
         pairs = zip([*ours[0], *ours[1]], [*wide[0], *wide[1]], strict=True)
@@ -79,7 +80,7 @@ def check(subject: Subject, runs: int = 20) -> float:
     return worst
 
 
-def _repeats(subject: Subject, inputs: Sequence[Tensor], cts: Sequence[Tensor], runs: int) -> bool:
+def repeats_alike(subject: Subject, inputs: Sequence[Tensor], cts: Sequence[Tensor], runs: int = 20) -> bool:
     """Whether all runs give the same bits."""
     first, *others = ([*outs, *grads] for outs, grads in (_both(subject.fused, inputs, cts) for _ in range(runs)))
     return all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
@@ -88,7 +89,7 @@ def _repeats(subject: Subject, inputs: Sequence[Tensor], cts: Sequence[Tensor], 
 def measure(subject: Subject, where: torch.device, *, sets: int, repeats: int) -> list[Row]:
     """A row per implementation, all in turns on the same sets of inputs."""
     drawn = [subject.draw() for _ in range(sets)]
-    cts = [_cotangents(subject.plain, inputs) for inputs in drawn]
+    cts = [cotangents(subject.plain, inputs) for inputs in drawn]
     candidates: dict[str, Function] = {"fused": subject.fused, "eager": subject.plain, **subject.peers}
     cuda = where.type == "cuda"
     if cuda:
@@ -103,13 +104,14 @@ def measure(subject: Subject, where: torch.device, *, sets: int, repeats: int) -
             peaks[name] = peaks[f"{name}, graph"] = _peak(both[0], where)
             works[f"{name}|forward"], works[f"{name}|both"] = forward, both
             if cuda:
-                works[f"{name}, graph|forward"] = [graphed(w, where) for w in forward]
-                works[f"{name}, graph|both"] = [graphed(w, where) for w in both]
+                works[f"{name}, graph|forward"] = [graphed(lambda some=forward: [w() for w in some], where)]
+                works[f"{name}, graph|both"] = [graphed(lambda some=both: [w() for w in some], where)]
         except Exception as e:  # a peer that fails is a row that says so, whatever it raised
             if name == "fused":
                 raise
             notes[name] = f"{type(e).__name__}: {str(e).splitlines()[0][:80]}"
     times = take_turns(works, where, repeats)
+    times = {n: t / (sets if ", graph|" in n else 1) for n, t in times.items()}  # one graph runs all sets
     rate = (devices.peak_rates(where) or devices.PeakRates(float("nan"), float("nan"))).bytes
     floor, floor_both = 1e3 * subject.forward_bytes / rate, 1e3 * subject.both_bytes / rate
     names = [n for base in candidates for n in (base, f"{base}, graph")]
@@ -137,43 +139,64 @@ def _peak(work: Work, where: torch.device) -> int:
     return devices.peak_memory(where) - before
 
 
-@contextlib.contextmanager
-def _tiles(module: Any, kind: str, tiles: Any) -> Iterator[None]:
-    with mock.patch.dict(module._TILES, {kind: tiles}):
-        yield
+def variants(module: Any, kind: str, options: Sequence[Mapping[str, Sequence[int]]]) -> Iterator[tuple[int, Tile, Any]]:
+    """Each kernel's tile over all combinations of its options, the other kernels as they are in the table.
+
+    Args:
+        module: the kernels, with their ``_TILES``.
+        kind: of device.
+        options: per kernel, values per field of its tile.
+
+    Yields:
+        The kernel's position in the table, its changed tile, and the entry of the table with it.
+    """
+    base = module._TILES[kind]
+    for position, choice in enumerate(options):
+        for values in itertools.product(*choice.values()):
+            changed = base[position]._replace(**dict(zip(choice, values, strict=True)))
+            tiles = [changed if i == position else t for i, t in enumerate(base)]
+            yield position, changed, type(base)(*tiles) if hasattr(base, "_fields") else tuple(tiles)
 
 
 def tune(
-    subject: Subject, module: Any, where: torch.device, options: dict[str, Sequence[Any]], *, repeats: int
-) -> None:
-    """Times each kernel's tile over all combinations of ``options``, the other kernels as they are; prints the best.
+    subject: Subject,
+    module: Any,
+    where: torch.device,
+    options: Sequence[Mapping[str, Sequence[int]]],
+    *,
+    repeats: int,
+    slack: float = 1.03,
+) -> bool:
+    """Times every tile of :func:`variants`, prints the best of each kernel, and says if the table's are among them.
 
     A tile with which twenty runs are not the same bits is left out, and named.
 
     Args:
         subject: what is run, forward and backward, from a graph.
-        module: the kernels; its ``_TILES`` are replaced.
+        module: the kernels; its ``_TILES`` are replaced while this runs.
         where: a CUDA device.
-        options: values per field of a tile.
+        options: per kernel, values per field of its tile.
         repeats: timed calls of each.
+        slack: how much slower than the best a tile of the table may be.
     """
     kind, inputs = where.type, subject.draw()
-    cts = _cotangents(subject.plain, inputs)
-    base = module._TILES[kind]
-    for position in range(len(base)):
-        found: list[tuple[float, str]] = []
-        for values in itertools.product(*options.values()):
-            changed = base[position]._replace(**dict(zip(options, values, strict=True)))
-            tiles = [changed if i == position else t for i, t in enumerate(base)]
-            rebuilt = type(base)(*tiles) if hasattr(base, "_fields") else tuple(tiles)
-            try:
-                with _tiles(module, kind, rebuilt):
-                    if not _repeats(subject, inputs, cts, 20):
-                        print(f"  {changed}: two runs differ")
-                        continue
-                    work = graphed(lambda: _both(subject.fused, inputs, cts), where)
-                    found.append((take_turns({"": [work]}, where, repeats)[""], str(changed)))
-            except Exception as e:  # too many registers or too much shared memory: not a candidate
-                print(f"  {changed}: {type(e).__name__}: {str(e).splitlines()[0][:80]}")
-        for milliseconds, tile in sorted(found)[:5]:
-            print(f"{subject.shape} tile {position}: {milliseconds:.4f} ms  {tile}", flush=True)
+    cts = cotangents(subject.plain, inputs)
+
+    def milliseconds(tiles: Any) -> float:
+        with mock.patch.dict(module._TILES, {kind: tiles}):
+            if not repeats_alike(subject, inputs, cts):
+                raise ValueError("two runs differ")
+            work = graphed(lambda: _both(subject.fused, inputs, cts), where)
+            return take_turns({"": [work]}, where, repeats)[""]
+
+    now = milliseconds(module._TILES[kind])
+    found: dict[int, list[tuple[float, str]]] = {}
+    for position, tile, tiles in variants(module, kind, options):
+        try:
+            found.setdefault(position, []).append((milliseconds(tiles), str(tile)))
+        except Exception as e:  # too many registers or too much shared memory: not a candidate
+            print(f"  {tile}: {type(e).__name__}: {str(e).splitlines()[0][:80]}")
+    for position, some in found.items():
+        for time, tile in sorted(some)[:3]:
+            print(f"{subject.shape} tile {position}: {time:.4f} ms (table: {now:.4f})  {tile}", flush=True)
+    return all(now <= slack * min(some)[0] for some in found.values())

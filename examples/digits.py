@@ -122,7 +122,8 @@ def captions(run: Path, *, shuffle: bool = False, where: str = "cpu") -> list[Ca
 def _prompts(document: Document, tokenizer: data.Tokenizer) -> Iterator[tuple[str, Row]]:
     for i, (_, stop) in enumerate(document.spans.tolist()):
         truth = _first_line(tokenizer.decode(document.tokens[stop:]))
-        yield truth, Row([document.tokens[:stop]], list(document.grids[: i + 1]), list(document.patches[: i + 1]))
+        tokens, seen = document.tokens[:stop], slice(i + 1)
+        yield truth, Row([tokens], [np.ones(stop, bool)], list(document.grids[seen]), list(document.patches[seen]))
 
 
 def _first_line(text: str) -> str:

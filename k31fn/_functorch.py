@@ -22,6 +22,7 @@ __all__ = [
     "is_tracked",
     "level",
     "reinterpret",
+    "saved_tensors_hooks_allowed",
     "transforms_active",
 ]
 
@@ -34,6 +35,11 @@ def transforms_active() -> bool:
 def grad_active() -> bool:
     """Whether a differentiating transform (``grad``, ``vjp``, ``jacrev``) encloses the caller, at any depth."""
     return any(i.key() == _C.TransformType.Grad for i in _C.get_interpreter_stack() or ())
+
+
+def saved_tensors_hooks_allowed() -> bool:
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` may be used; not within a ``torch.func`` derivative."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def forward_mode_active() -> bool:

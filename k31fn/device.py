@@ -21,6 +21,8 @@ __all__ = [
     "default",
     "keep_heap",
     "memory_allocated",
+    "missing_operators",
+    "name",
     "num_cores",
     "of_rank",
     "parse",
@@ -162,11 +164,29 @@ def num_cores(device: torch.device) -> int:
     return properties.cube_core_num if device.type == "npu" else properties.multi_processor_count
 
 
+def missing_operators(*names: str) -> str:
+    """``""`` if torch_npu is here and has these operators, else what is missing and how to get it."""
+    try:
+        import torch_npu  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        return "torch_npu is not installed (pip install 'k31fn[npu]', beside CANN)"
+    except ImportError as e:
+        return f"torch_npu cannot be loaded: {e}"
+    if absent := [name for name in names if not hasattr(torch.ops.npu, name)]:
+        return f"torch_npu {torch_npu.__version__} has no operator {', '.join(absent)}; use a later one"
+    return ""
+
+
+def name(device: torch.device) -> str:
+    """What its driver calls the device, such as ``NVIDIA H200``; ``cpu`` for the CPU."""
+    return "cpu" if device.type == "cpu" else _module(device.type).get_device_name(device)
+
+
 def peak_rates(device: torch.device) -> PeakRates | None:
     """Measured peak rates of ``device``; None if nobody has measured this kind: report no utilisation then."""
     if device.type == "cpu":
         return None
-    return _PEAK_RATES.get(_module(device.type).get_device_name(device))
+    return _PEAK_RATES.get(name(device))
 
 
 def _module(kind: str) -> Any:

@@ -9,8 +9,9 @@ Everything comes from the specs; no weight is allocated. Counting rules:
   one momentum for matrices; the other weights stay with AdamW. Frozen weights have neither.
 
 With a mesh (``--mesh.fsdp 8 --mesh.tp 2``) also what one of its ranks holds, in the dtypes of the trainer, and what it
-sends in a step: :mod:`k31fn.trainer.traffic` runs that rank's step on meta tensors. Rows have images if the config's
-recipe says how many patches (``data.patches``).
+sends in a step: :mod:`k31fn.trainer.traffic` runs that rank's step on meta tensors, and :mod:`k31fn.trainer.memory`
+tells from such runs what it needs (``--memory``). Rows have images if the config's recipe says how many patches
+(``data.patches``).
 """
 
 from __future__ import annotations
@@ -26,31 +27,13 @@ import torch
 
 from k31fn import config, model, tree
 from k31fn.layers import attn_res, dsa, kda, latent_moe
+from k31fn.model.parts import PARTS, find_part
 from k31fn.parallel import Mesh
 from k31fn.params import ParamSpec
-from k31fn.trainer import traffic
+from k31fn.trainer import memory, traffic
 
 __all__ = ["PARTS", "Summary", "main", "pattern", "render", "render_rank", "summarise"]
 
-# Part of the model by path, the first that fits; {kda} and {full} stand for the numbers of these layers.
-_PARTS = (
-    ("embedding", r"embedding\..*"),
-    ("KDA", r"layers\.{kda}\.attn\..*"),
-    ("indexer", r"layers\.{full}\.attn\.indexer\..*"),
-    ("full attention", r"layers\.{full}\.attn\..*"),
-    ("dense MLP", r"layers\.{dense}\.ffn\..*"),
-    ("router", r"layers\.\d+\.ffn\.router\..*"),
-    ("routed experts", r"layers\.\d+\.ffn\.experts\..*"),
-    ("shared experts", r"layers\.\d+\.ffn\.shared\..*"),
-    ("latent projections", r"layers\.\d+\.ffn\..*"),
-    ("AttnRes", r"layers\.\d+\.(attn|ffn)_mix\..*|final_mix\..*"),
-    ("norms", r"layers\.\d+\.(attn|ffn)_norm\..*|final_norm\..*"),
-    ("head", r"head"),
-    ("MTP", r"mtp\..*"),
-    ("vision tower", r"vision\..*"),
-    ("projector", r"projector\..*"),
-)
-PARTS = tuple(name for name, _ in _PARTS)
 _NOT_ACTIVE = ("embedding", "vision tower", "projector")
 
 
@@ -87,11 +70,11 @@ def summarise(cfg: model.Config) -> Summary:
     """Counts the model that ``cfg`` describes."""
     layers = model.layer_configs(cfg)
     attention, ffn = _layer_kinds(cfg)
-    rules = _rules(attention, ffn)
+    part = find_part(cfg)
     leaves = tree.flatten_with_paths(model.specs(cfg))
     parts, stored = Counter[str](), Counter[torch.dtype]()
     for path, spec in leaves:
-        parts[_part(path, rules)] += spec.numel
+        parts[part(path)] += spec.numel
         stored[spec.dtype] += spec.numel * spec.dtype.itemsize
     trained = [spec for _, spec in leaves if "frozen" not in spec.tags]
     return Summary(
@@ -116,26 +99,6 @@ def _layer_kinds(cfg: model.Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _full(cfg: model.Config) -> str:
     return "DSA" if isinstance(cfg.full_attention, dsa.Config) else "MLA"
-
-
-def _rules(attention: Sequence[str], ffn: Sequence[str]) -> list[tuple[str, re.Pattern[str]]]:
-    numbers = {
-        "{kda}": [i for i, kind in enumerate(attention) if kind == "KDA"],
-        "{full}": [i for i, kind in enumerate(attention) if kind != "KDA"],
-        "{dense}": [i for i, kind in enumerate(ffn) if kind == "dense"],
-    }
-    rules = []
-    for name, text in _PARTS:
-        for key, layers in numbers.items():
-            text = text.replace(key, f"({'|'.join(map(str, layers)) or '(?!)'})")
-        rules.append((name, re.compile(text)))
-    return rules
-
-
-def _part(path: str, rules: list[tuple[str, re.Pattern[str]]]) -> str:
-    name = next((name for name, rule in rules if rule.fullmatch(path)), None)
-    assert name is not None, f"{path} belongs to no part of k31fn.inspect"
-    return name
 
 
 def _active(spec: ParamSpec, cfg: model.Config) -> int:
@@ -202,8 +165,8 @@ def _bytes(size: int) -> str:
     return f"{size / 1e3:,.2f} kB"
 
 
-def render_rank(recipe: config.Recipe) -> str:
-    """What one rank of the recipe's mesh holds and sends in a step, as a table of text."""
+def render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
+    """What one rank of the recipe's mesh holds and sends in a step, and what it needs, as a table of text."""
     mesh = recipe.mesh
     ranks = [traffic.held(recipe, i) for i in range(mesh.pp)]
     most = max(range(mesh.pp), key=lambda i: sum(x.weight + x.gradient + x.optimizer for x in ranks[i]))
@@ -221,6 +184,9 @@ def render_rank(recipe: config.Recipe) -> str:
     lines += _shapes(recipe.model, ranks[most])
     pieces = "1 micro-batch" if recipe.micro_batches == 1 else f"{recipe.micro_batches} micro-batches"
     step = f"{recipe.batch_size} x {recipe.length} tokens, {pieces}, {recipe.compute}, remat {recipe.remat}"
+    if needed:
+        lines += ["", f"bytes that a rank needs in a step of {step} (k31fn.trainer.memory)"]
+        lines += _needed(memory.predict(recipe))
     lines += ["", f"sent by a rank in a step of {step}, balanced routes"]
     found = traffic.volumes(recipe)
     busiest = max(range(mesh.pp), key=lambda i: found[i].nbytes.total())
@@ -230,12 +196,18 @@ def render_rank(recipe: config.Recipe) -> str:
     return "\n".join(lines)
 
 
+def _needed(found: memory.Memory) -> list[str]:
+    names = {"frozen": "frozen weights", "trained": "trained weights", "optimizer": "optimiser state"}
+    names |= {"gradients": "gradients", "gathered": "two gathered layers", "activations": "activations, largest layer"}
+    rows = [(text, getattr(found, name)) for name, text in names.items()] + [("total", found.total)]
+    return [f"  {text:<40}{_bytes(size):>12}" for text, size in rows]
+
+
 def _bytes_by_part(cfg: model.Config, rank: Sequence[traffic.Held]) -> list[str]:
-    attention, ffn = _layer_kinds(cfg)
-    rules = _rules(attention, ffn)
+    part_of = find_part(cfg)
     sums: dict[str, Counter[str]] = {}
     for x in rank:
-        for part in (_part(x.path, rules), "total"):
+        for part in (part_of(x.path), "total"):
             sums.setdefault(part, Counter()).update(weight=x.weight, gradient=x.gradient, optimizer=x.optimizer)
     order = [p for p in (*PARTS, "total") if p in sums]
     return [
@@ -286,6 +258,7 @@ class _Options:
         micro_batches: pieces of a step; 0: the recipe's, or one per rank of the pipeline.
         compute: dtype of activations; if empty, the recipe's, or bfloat16.
         optimizer: muon or adamw; if empty, the recipe's, or muon.
+        memory: also what a rank needs in a step (minutes for a model of full width; not with a pipeline).
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -295,6 +268,11 @@ class _Options:
     micro_batches: int = 0
     compute: str = ""
     optimizer: str = ""
+    memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.memory and self.mesh.pp > 1:
+            raise ValueError(f"memory with mesh.pp={self.mesh.pp}: stages are not predicted; set mesh.pp=1")
 
 
 def _recipe(path: str, cfg: model.Config, options: _Options) -> config.Recipe:
@@ -341,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(render(summarise(cfg)))
     if recipe is not None:
         print()
-        print(render_rank(recipe))
+        print(render_rank(recipe, needed=options.memory))
     return 0
 
 

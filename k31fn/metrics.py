@@ -11,6 +11,13 @@ being written can be read, and a run that was killed has lost at most the line i
 ``grad_norm``               before clipping
 ``lr``                      of that step
 ``tokens_per_second``       of all ranks
+``mfu``                     of the devices' measured peak (:mod:`k31fn.model.flops`); not on a CPU
+``phase``                   number of the run's phase, if it has phases
+``skipped``                 1 if the step changed nothing
+``spike``                   1 if that was since its loss or norm stood out; else absent
+``max_logit``               the largest attention logit, with QK-Clip
+``grad_norm/PART``          of the part of the model (:mod:`k31fn.model.parts`)
+``moe/load/LAYER``          of that layer
 ``moe/load_max_over_mean``  the busiest expert's tokens over the mean; 1 is balanced
 ==========================  ==========================================================
 """
@@ -100,6 +107,8 @@ def step_line(record: Mapping[str, Any], num_steps: int | None = None) -> str:
     parts += [f"{label} {_number(record[name])}" for label, name in _COLUMNS if name in record]
     if "tokens_per_second" in record:
         parts.append(f"{record['tokens_per_second']:>9,.0f} tok/s")
+    if "mfu" in record:
+        parts.append(f"mfu {record['mfu']:>6.1%}")
     if "moe/load_max_over_mean" in record:
         parts.append(f"load {_number(record['moe/load_max_over_mean'])}")
     return "  ".join(parts)

@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from k31fn.typing import Leaf
 
 __all__ = [
     "Constant",
+    "Format",
     "Initializer",
     "LowRank",
     "Normal",
@@ -34,7 +35,9 @@ __all__ = [
     "abstract",
     "cast",
     "count",
+    "draw",
     "init",
+    "leaf_key",
     "select",
 ]
 
@@ -103,7 +106,10 @@ class SoftplusInverse:
 
 Initializer = Constant | Normal | TruncatedNormal | Uniform | SoftplusInverse
 
-TAGS = frozenset({"matrix", "per_head", "no_decay", "expert", "frozen"})
+TAGS = frozenset({"matrix", "per_head", "no_decay", "expert", "frozen", "as_declared"})
+
+Format = Literal["scaled", "fp8", "mxfp4"]
+"""What the codes of a :class:`Quantized` leaf are."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +122,11 @@ class ParamSpec:
         init: the initial value.
         dtype: bfloat16, or float32 for an island: a weight that stays float32 in a bf16 model through build, cast,
             sharding, save and load.
-        tags: of ``matrix`` (Muon), ``per_head`` (split by head for Muon), ``no_decay``, ``expert``, ``frozen``.
+        tags: of ``matrix`` (Muon), ``per_head`` (split by head for Muon), ``no_decay``, ``expert``, ``frozen``, and
+            ``as_declared``, which keeps ``dtype`` whatever dtype the model is asked to be.
         head_dim: columns of one head in the last dimension; set exactly on ``per_head`` leaves, else 0.
+        beside: logical axes of the weight that this is a low-rank factor of, and has not itself: where they are split,
+            a rank's use of the factor is a part of the whole use.
     """
 
     shape: tuple[int, ...]
@@ -126,6 +135,7 @@ class ParamSpec:
     dtype: torch.dtype = torch.bfloat16
     tags: frozenset[str] = frozenset()
     head_dim: int = 0
+    beside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
@@ -149,30 +159,43 @@ class ParamSpec:
 
 @tree.dataclass
 class Quantized(Generic[Leaf]):
-    """A weight ``[in, out]`` in low precision: ``codes * scales`` with one scale per group of rows.
+    """A weight ``[in, out]`` in low precision; no gradient flows to its codes.
+
+    | format | codes | scales |
+    |---|---|---|
+    | ``scaled`` | numbers ``[..., in, out]`` | ``[..., in / group, out]``: factors of groups of rows |
+    | ``fp8`` | bytes of E4M3 ``[..., in, out]`` | ``[..., in / rows, out / columns]``: factors of blocks |
+    | ``mxfp4`` | bytes, two rows in each: ``[..., in / 2, out]`` | bytes: powers of two ``[..., in / 32, out]`` |
+
+    Scales of the first have a gradient. The other two are those of :mod:`k31fn.kernels.formats`, and frozen: a product
+    with them decodes the weight and keeps only the bytes for its backward.
 
     Attributes:
-        codes: integer or float8 codes ``[..., in, out]``; no gradient flows to them.
-        scales: ``[..., in / group, out]``.
+        codes: see above.
+        scales: see above.
+        format: of the codes.
     """
 
     codes: Leaf
     scales: Leaf
+    format: Format = tree.static(default="scaled")
 
 
 @tree.dataclass
 class LowRank(Generic[Leaf]):
-    """A weight ``[in, out]`` plus a low-rank update ``a @ b`` (LoRA); products never form the dense update.
+    """A weight ``[in, out]`` plus a low-rank update ``scale a @ b`` (LoRA); products never form the dense update.
 
     Attributes:
         base: Tensor or :class:`Quantized` ``[..., in, out]``.
         a: ``[..., in, rank]``.
-        b: ``[..., rank, out]``; any scale is folded in.
+        b: ``[..., rank, out]``.
+        scale: factor of the update.
     """
 
     base: Any
     a: Leaf
     b: Leaf
+    scale: float = tree.static(default=1.0)
 
 
 def init(
@@ -193,13 +216,17 @@ def init(
         dtype: dtype of the model; float32 islands stay at least float32. None: each spec's own.
         tile: ``(path, spec) -> slices``: the part of each weight to draw. None: all of it.
     """
+    return tree.map_with_path(
+        lambda path, spec: draw(path, spec, key, dtype=dtype, tile=None if tile is None else tile(path, spec)), specs
+    )
 
-    def draw(path: str, spec: ParamSpec) -> Tensor:
-        leaf_key = random.fold_in(key, _path_hash(path))
-        value = spec.init.draw(leaf_key, spec.shape, None if tile is None else tile(path, spec))
-        return value.to(_leaf_dtype(spec, dtype))
 
-    return tree.map_with_path(draw, specs)
+def draw(
+    path: str, spec: ParamSpec, key: Tensor, *, dtype: torch.dtype | None = None, tile: Tile | None = None
+) -> Tensor:
+    """What :func:`init` draws for the leaf at ``path``; ``tile`` is a part of it."""
+    value = spec.init.draw(leaf_key(key, path), spec.shape, tile)
+    return value.to(_leaf_dtype(spec, dtype))
 
 
 def abstract(specs: Any, *, dtype: torch.dtype | None = None) -> Any:
@@ -209,7 +236,7 @@ def abstract(specs: Any, *, dtype: torch.dtype | None = None) -> Any:
 
 def cast(params: Any, specs: Any, dtype: torch.dtype) -> Any:
     """``params`` in ``dtype``; leaves whose spec is a float32 island stay at least float32."""
-    return tree.map(lambda p, s: p.to(precision.storage_dtype(s.dtype, dtype)), params, specs)
+    return tree.map(lambda p, s: p.to(_leaf_dtype(s, dtype)), params, specs)
 
 
 def count(specs: Any, where: Callable[[str, ParamSpec], bool] | None = None) -> int:
@@ -224,10 +251,16 @@ def select(params: Any, specs: Any, where: Callable[[str, ParamSpec], bool]) -> 
     return {path: leaf for (path, spec), leaf in pairs if where(path, spec)}
 
 
-def _path_hash(path: str) -> int:
-    """63 bits: with 32, two of the model's thousands of leaves would share a key once in a few hundred models."""
-    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little") >> 1
+def leaf_key(key: Tensor, path: str) -> Tensor:
+    """The key of the leaf at ``path``.
+
+    Of 63 bits of its hash: with 32, two of the model's thousands of leaves would share a key once in a few hundred
+    models.
+    """
+    return random.fold_in(key, int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little") >> 1)
 
 
 def _leaf_dtype(spec: ParamSpec, dtype: torch.dtype | None) -> torch.dtype:
-    return spec.dtype if dtype is None else precision.storage_dtype(spec.dtype, dtype)
+    if dtype is None or "as_declared" in spec.tags:
+        return spec.dtype
+    return precision.storage_dtype(spec.dtype, dtype)

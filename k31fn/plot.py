@@ -1,7 +1,9 @@
 """Loss curves: ``python -m k31fn.plot RUN [RUN...] [--out FILE]`` compares runs in one picture.
 
 A run is a folder with a ``metrics.jsonl``. Above, training loss (smoothed, the raw values faint behind it) and held-out
-loss (dots, dashed); below, where recorded, the indexer's KL and the router's load.
+loss (dots, dashed); below, where recorded, the indexer's KL, the experts' load, the gradient's norm, tokens per second
+and MFU. Of a run alone also the load of each layer and the norm of each part. Dotted lines are borders of phases. The
+command prints the numbers in a table.
 """
 
 from __future__ import annotations
@@ -17,10 +19,27 @@ import numpy as np
 
 from k31fn import metrics
 
-__all__ = ["compare", "main", "save_loss_plot"]
+__all__ = ["compare", "main", "save_loss_plot", "table"]
 
 _GRID = {"color": "#d0d0d0", "linewidth": 0.6}
-_PANELS = (("indexer KL, nats", "train/indexer_kl"), ("expert load, max / mean", "moe/load_max_over_mean"))
+_PANELS = (
+    ("indexer KL, nats", "train/indexer_kl"),
+    ("expert load, max / mean", "moe/load_max_over_mean"),
+    ("gradient norm", "grad_norm"),
+    ("tokens per second", "tokens_per_second"),
+    ("MFU", "mfu"),
+)
+_DETAILS = {"moe/load_max_over_mean": "moe/load/", "grad_norm": "grad_norm/"}  # by layer, by part
+_COLUMNS = (  # heading, metric, over which of its values, format
+    ("train loss", "train/loss", "last", "12.4f"),
+    ("held out", "heldout/loss", "end", "10.4f"),
+    ("KL", "train/indexer_kl", "last", "9.4f"),
+    ("load", "moe/load_max_over_mean", "last", "7.2f"),
+    ("grad norm", "grad_norm", "last", "12.4f"),
+    ("tokens/s", "tokens_per_second", "all", "11,.0f"),
+    ("MFU", "mfu", "all", "8.1%"),
+    ("skipped", "skipped", "sum", "9,.0f"),
+)
 
 
 class Series(NamedTuple):
@@ -118,21 +137,83 @@ def _draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
     except ImportError as error:
         raise ImportError(f"no plot: {error}; pip install 'k31fn[train]' adds matplotlib") from error
     panels = [(label, name) for label, name in _PANELS if any(len(_series(r, name).steps) for r in runs.values())]
-    figure = Figure(figsize=(8.4, 6.4 if panels else 4.4), layout="constrained")
-    grid = figure.add_gridspec(2 if panels else 1, len(panels) or 1, height_ratios=[5, 3] if panels else [1])
-    loss = figure.add_subplot(grid[0, :])
-    below = [figure.add_subplot(grid[1, i]) for i in range(len(panels))]
+    loss, *below = _layout(figure := Figure(layout="constrained"), len(panels))
     for i, (run, records) in enumerate(runs.items()):
         prefix, held_out_colour = (f"{run} ", f"C{i}") if len(runs) > 1 else ("", "C1")
         _draw_loss(loss, records, prefix, f"C{i}", held_out_colour)
         for axes, (_, name) in zip(below, panels, strict=True):
+            if len(runs) == 1 and name in _DETAILS:
+                _draw_details(axes, records, _DETAILS[name])
             _draw_panel(axes, _series(records, name), f"C{i}")
+        for axes in (loss, *below):
+            for step in _borders(records):
+                axes.axvline(step, color=f"C{i}", linestyle=":", linewidth=0.9)
     _finish_loss(loss, runs)
     for axes, (label, name) in zip(below, panels, strict=True):
         _finish(axes, label)
         if name == "train/indexer_kl" and all((_series(r, name).values > 0).all() for r in runs.values()):
             axes.set_yscale("log")
     return figure
+
+
+def _layout(figure: Any, num_panels: int) -> list[Any]:
+    """The loss above, and up to three panels in each row below it."""
+    columns = 2 if num_panels in (2, 4) else min(num_panels, 3) or 1
+    rows = -(-num_panels // columns)
+    figure.set_size_inches(8.4, 4.4 + 2.2 * rows)
+    grid = figure.add_gridspec(1 + rows, 6, height_ratios=[5] + [3] * rows)
+    axes = [figure.add_subplot(grid[0, :])]
+    for i in range(num_panels):
+        row, column = divmod(i, columns)
+        width = 6 // min(columns, num_panels - row * columns)
+        axes.append(figure.add_subplot(grid[1 + row, column * width : (column + 1) * width]))
+    return axes
+
+
+def _draw_details(axes: Any, records: list[dict[str, Any]], start: str) -> None:
+    """A thin line for each metric of that beginning, named by the rest."""
+    names = sorted({name for record in records for name in record if name.startswith(start)})
+    for i, name in enumerate(names):
+        series, label = _series(records, name), name.removeprefix(start)
+        axes.plot(series.steps, _smooth(series.values), color=f"C{1 + i % 9}", linewidth=0.7, alpha=0.7, label=label)
+    if 0 < len(names) <= 16:
+        axes.legend(frameon=False, fontsize=5, ncols=2)
+
+
+def _borders(records: list[dict[str, Any]]) -> list[float]:
+    """First steps of the phases after the first."""
+    phases = _series(records, "phase")
+    return phases.steps[1:][np.diff(phases.values) != 0].tolist()
+
+
+def table(runs: Sequence[str | Path]) -> list[str]:
+    """The runs' numbers, a line each: means over the last tenth of the steps, medians of rates, steps skipped.
+
+    Raises:
+        ValueError: a run has no metrics.
+    """
+    names = _names([Path(r) for r in runs])
+    width = max(len(name) for name in names)
+    lines = [f"{'run':<{width}}{'steps':>8}" + "".join(f"{head:>{_width(form)}}" for head, *_, form in _COLUMNS)]
+    for name, run in names.items():
+        records = _records(run)
+        cells = [_cell(_series(records, metric).values, over, form) for _, metric, over, form in _COLUMNS]
+        lines.append(f"{name:<{width}}{1 + max(r['step'] for r in records):>8,}" + "".join(cells))
+    return lines
+
+
+def _width(form: str) -> int:
+    return int(form.partition(".")[0].rstrip(","))
+
+
+def _cell(values: np.ndarray, over: str, form: str) -> str:
+    if not len(values):
+        return f"{'-':>{_width(form)}}"
+    if over == "last":
+        number = values[-max(len(values) // 10, 1) :].mean()
+    else:
+        number = {"end": values[-1], "all": np.median(values), "sum": values.sum()}[over]
+    return f"{number:>{form}}"
 
 
 def _draw_loss(axes: Any, records: list[dict[str, Any]], prefix: str, colour: str, held_out_colour: str) -> None:
@@ -184,12 +265,13 @@ def _finish(axes: Any, label: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m k31fn.plot", description="Compares the loss curves of runs.")
+    parser = argparse.ArgumentParser(prog="python -m k31fn.plot", description="Compares runs: a picture and a table.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/tiny/2026-01-31-120000")
     parser.add_argument("--out", default="loss.png", metavar="FILE", help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
-        print(compare(options.runs, options.out))
+        picture = compare(options.runs, options.out)
+        print("\n".join([*table(options.runs), str(picture)]))
     except (ValueError, ImportError, OSError) as error:
         print(f"k31fn.plot: {error}", file=sys.stderr)
         return 1

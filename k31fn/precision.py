@@ -8,12 +8,16 @@ An island is a place that must not run in bfloat16 (softmax, norms, gates, decay
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, get_args
 
 import torch
 
 from k31fn.typing import Float, Tensor
 
-__all__ = ["Precision", "island", "storage_dtype", "upcast"]
+__all__ = ["Precision", "Products", "island", "storage_dtype", "upcast"]
+
+Products = Literal["exact", "fp8_rows", "fp8_blocks"]
+"""How linear layers multiply: in the dtype of compute, or in FP8 with scales by row or by blocks."""
 
 _SUPPORTED = (torch.bfloat16, torch.float32, torch.float64)  # float16 would need loss scaling, which k31fn has not
 
@@ -26,20 +30,30 @@ class Precision:
         param: of parameters and optimiser updates, except islands (:func:`storage_dtype`).
         compute: of activations and products; a parameter is cast to it when it is used.
         reduce: of gradients while they are summed over ranks and micro-batches.
+        products: of linear layers (:func:`k31fn.layers.linear.use_products`); FP8 is for ``compute`` in bfloat16.
 
     Raises:
-        ValueError: a dtype that is not supported, or ``param`` or ``reduce`` narrower than ``compute``.
+        ValueError: a dtype that is not supported, ``param`` or ``reduce`` narrower than ``compute``, or FP8 products of
+            another ``compute``.
     """
 
     param: torch.dtype = torch.float32
     compute: torch.dtype = torch.bfloat16
     reduce: torch.dtype = torch.float32
+    products: Products = "exact"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in ("param", "compute", "reduce"):
+            value = getattr(self, name)
             if value not in _SUPPORTED:
-                raise ValueError(f"precision.{field.name}={value} must be one of {[str(d) for d in _SUPPORTED]}")
+                raise ValueError(f"precision.{name}={value} must be one of {[str(d) for d in _SUPPORTED]}")
+        if self.products not in get_args(Products):
+            raise ValueError(f"precision.products={self.products!r} must be one of {list(get_args(Products))}")
+        if self.products != "exact" and self.compute != torch.bfloat16:
+            raise ValueError(
+                f"precision.products={self.products!r} with compute={self.compute}: FP8 products are for activations "
+                "in bfloat16; set compute to bfloat16 or products to 'exact'"
+            )
         for name in ("param", "reduce"):
             value = getattr(self, name)
             if torch.promote_types(value, self.compute) != value:

@@ -26,7 +26,7 @@ import torch
 from k31fn._functorch import reinterpret
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["bits", "fold_in", "key", "normal", "split", "truncated_normal", "uniform"]
+__all__ = ["bits", "fold_in", "key", "normal", "split", "stochastic_round", "truncated_normal", "uniform"]
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -160,6 +160,43 @@ def truncated_normal(
         return _half_normal(words, tail).clamp(-bound, bound)  # rounding may step over by one unit in the last place
 
     return _draw(key, shape, tile, _floating(dtype), transform)
+
+
+def stochastic_round(
+    x: Float[Tensor, "*shape"],
+    dtype: torch.dtype,
+    key: Int[Tensor, "2"],
+    *,
+    shape: Sequence[int] | None = None,
+    tile: tuple[slice, ...] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """``x`` in bfloat16, rounded up or down with the odds of its distance: the expectation is ``x``, exactly.
+
+    Between two neighbours ``a <= x < b`` the result is ``b`` with probability ``(x - a) / (b - a)``, to the last bit of
+    float32: a float32 has 2**16 equal steps between neighbours in bfloat16, so 16 random bits are added to its integer
+    and the lower half cut off. Steps far below a weight's last place, which nearest rounding always loses, add up. What
+    bfloat16 can hold comes back as it is, as do infinities and NaN. No gradient flows.
+
+    Args:
+        x: float32.
+        dtype: bfloat16; or that of ``x``, which is left as it is.
+        key: a new one for each call (fold in the step and the leaf).
+        shape: the global shape that ``x`` is a tile of; None: ``x`` is whole.
+        tile: where it lies there: on any mesh the bits are those of the whole.
+
+    Raises:
+        ValueError: another pair of dtypes, or a tile of another shape than ``x``.
+    """
+    if dtype == x.dtype:
+        return x
+    if x.dtype != torch.float32 or dtype != torch.bfloat16:
+        raise ValueError(f"stochastic_round: x is {x.dtype}, dtype={dtype}: it rounds float32 to bfloat16")
+    added = _draw(key, tuple(x.shape if shape is None else shape), tile, torch.int32, lambda words: words >> 16)
+    if added.shape != x.shape:
+        raise ValueError(f"stochastic_round: tile={tile} has shape {list(added.shape)}, x {list(x.shape)}")
+    x = x.detach()
+    rounded = reinterpret((reinterpret(x, torch.int32) + added) & -0x10000, torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x).to(dtype)
 
 
 def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

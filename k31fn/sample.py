@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from k31fn import balance, data, device, model, random, trainer
+from k31fn import balance, data, device, model, random, trainer, tree
 from k31fn.checkpoint import Checkpointer, CheckpointError
 from k31fn.config import Recipe
+from k31fn.data import chat
 from k31fn.layers.patches import Images
 from k31fn.trainer import folder
 from k31fn.typing import Float, Int
@@ -25,8 +27,10 @@ from k31fn.typing import Float, Int
 __all__ = ["choose", "generate", "load", "main"]
 
 
-def load(run: Path, *, where: torch.device) -> tuple[Recipe, model.Params[Tensor], balance.State]:
-    """Recipe, parameters and router biases of a run's newest checkpoint.
+def load(
+    run: Path, *, where: torch.device, step: int | None = None
+) -> tuple[Recipe, model.Params[Tensor], balance.State]:
+    """Recipe, parameters and router biases of a run's newest checkpoint, or of the one of ``step``.
 
     Raises:
         ValueError: it is no run folder, or has no complete checkpoint.
@@ -34,13 +38,16 @@ def load(run: Path, *, where: torch.device) -> tuple[Recipe, model.Params[Tensor
     """
     recipe = folder.recipe_of(run)
     with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
-        step = checkpoints.latest()
+        step = checkpoints.latest() if step is None else step
         if step is None:
             raise ValueError(f"{run} has no complete checkpoint yet; train it first")
-        state = trainer.abstract_state(recipe)
+        state = trainer.saved(trainer.abstract_state(recipe), recipe)
         wanted = {"params": state.params, "balance": state.balance}
         restored = checkpoints.restore(step, wanted, partial=True, device=where)
-    return recipe, restored["params"], restored["balance"]
+    whole, wide = trainer.completed(dataclasses.replace(state, **restored), recipe, where), recipe.precision.param
+    # what is frozen beside adapters is narrower than they are
+    params = tree.map(lambda x: x.to(wide) if x.is_floating_point() and recipe.lora else x, whole.params)
+    return recipe, params, whole.balance
 
 
 def choose(
@@ -132,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = "run folder such as runs/tiny/20260101-120000, or a folder of runs such as runs/tiny: the newest of them"
     parser.add_argument("run", type=Path, metavar="RUN", help=where)
     parser.add_argument("--prompt", default="def ", help="text to go on with")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message; prints the answer")
     parser.add_argument("--tokens", type=int, default=400, help="tokens to draw, at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
     parser.add_argument("--top-p", type=float, default=0.95, help="draw from the most likely tokens of this mass")
@@ -179,19 +187,21 @@ def _print_sample(
 ) -> str:
     """Prints a sample as it is drawn; returns it with its prompt."""
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
-    prompt = torch.from_numpy(tokenizer.encode(args.prompt).astype("int64"))[None].to(key.device)
+    encoded = chat.prompt(args.prompt, tokenizer) if args.chat else tokenizer.encode(args.prompt).astype("int64")
+    prompt = torch.from_numpy(encoded)[None].to(key.device)
+    end = tokenizer.special_tokens[chat.END_OF_ANSWER] if args.chat else tokenizer.end_token
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in several tokens
     shown: list[str] = []
 
     def show(tokens: Tensor) -> None:
         # The prompt is shown with the first token, when all arguments have proved right.
-        text = ("" if shown else args.prompt) + decoder.decode(tokenizer.decode_bytes(tokens.cpu()))
+        text = ("" if shown else args.prompt + "\n" * args.chat) + decoder.decode(tokenizer.decode_bytes(tokens.cpu()))
         shown.append(text)
         print(text, end="", flush=True)
 
     generate(
         params, recipe.model, state, prompt, num_tokens=args.tokens, key=key, temperature=args.temperature,
-        top_p=args.top_p, end_token=tokenizer.end_token, vocab_size=tokenizer.vocab_size, emit=show,
+        top_p=args.top_p, end_token=end, vocab_size=tokenizer.vocab_size, emit=show,
     )  # fmt: skip
     shown.append(decoder.decode(b"", final=True))
     print(shown[-1])

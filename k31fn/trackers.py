@@ -1,15 +1,22 @@
-"""Where else a run's metrics go: TensorBoard events. ``metrics.jsonl`` is written in any case."""
+"""Where else a run's metrics go: TensorBoard events, and by config wandb and trackio.
+
+``metrics.jsonl`` is written in any case. A package is imported, and anything sent anywhere, only if it was chosen.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["NoTracker", "TensorBoard", "Tracker", "tensorboard"]
+__all__ = ["Name", "NoTracker", "Service", "Several", "TensorBoard", "Tracker", "check", "service", "tensorboard"]
+
+Name = Literal["wandb", "trackio"]
 
 
 @runtime_checkable
@@ -92,3 +99,99 @@ def tensorboard(directory: str | Path, *, warn: Callable[[str], object], resumed
         return NoTracker()
     writer = functools.partial(SummaryWriter, purge_step=resumed_at, flush_secs=10)
     return TensorBoard(writer, Path(directory))
+
+
+class Several:
+    """Gives metrics to each of some trackers."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = tuple(trackers)
+
+    def log(self, step: int, record: Mapping[str, Any]) -> None:
+        """To each in turn."""
+        for tracker in self._trackers:
+            tracker.log(step, record)
+
+    def close(self) -> None:
+        """Each, also if one before it fails."""
+        with contextlib.ExitStack() as stack:
+            for tracker in reversed(self._trackers):
+                stack.callback(tracker.close)
+
+
+class Service:
+    """wandb or trackio; make one with :func:`service`.
+
+    A run does not depend on a service: the first error is told, and from then on it gets nothing more.
+    """
+
+    def __init__(self, name: str, module: Any, run: Any, warn: Callable[[str], object]) -> None:
+        self._name, self._module, self._run, self._warn = name, module, run, warn
+
+    def log(self, step: int, record: Mapping[str, Any]) -> None:
+        """The finite numbers of a step."""
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+        }
+        self._try(lambda: self._module.log(numbers, step=step))
+
+    def close(self) -> None:
+        """Ends the service's run."""
+        self._try(self._module.finish)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        if self._run is None:
+            return
+        try:
+            call()
+        except Exception as error:  # of a package that may raise anything
+            self._run = None
+            self._warn(f"{self._name} gets no more metrics: {type(error).__name__}: {error}")
+
+
+def check(names: Sequence[str]) -> None:
+    """Whether the packages of the chosen services are there, before a run begins.
+
+    Raises:
+        ImportError: one is not; says what to do.
+    """
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(
+                f"trackers={list(names)}: {error}; pip install {name}, or leave {name!r} out of trackers"
+            ) from error
+
+
+def service(
+    name: Name, *, project: str, run: str, config: Mapping[str, Any], directory: Path, warn: Callable[[str], object]
+) -> Tracker:
+    """A tracker that gives metrics to wandb or trackio, under settings and log-ins of their own.
+
+    A run that goes on continues the service's run of the same name.
+
+    Args:
+        name: which of the two.
+        project: of the service.
+        run: name of the run there.
+        config: what to write down with it.
+        directory: where wandb keeps its files.
+        warn: takes the line that says what failed.
+
+    Raises:
+        ImportError: the package is not installed.
+        OSError: the service could not begin a run.
+    """
+    check([name])
+    module: Any = importlib.import_module(name)
+    options: dict[str, Any] = {"project": project, "name": run, "config": dict(config), "resume": "allow"}
+    if name == "wandb":
+        options |= {"id": f"{project}-{run}", "dir": str(directory)}
+    try:
+        started = module.init(**options)
+    except Exception as error:  # of a package that may raise anything
+        raise OSError(f"trackers: {name} cannot begin a run: {type(error).__name__}: {error}") from error
+    return Service(name, module, started, warn)

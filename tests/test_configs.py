@@ -6,10 +6,22 @@ from pathlib import Path
 import pytest
 
 from k31fn import config, model, params
-from k31fn.layers import attn_res, dsa, mla
+from k31fn.layers import attn_res, dsa, mhc, mla
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-NAMES = ("tiny", "tiny_vision", "k3", "k31_pro", "k31_pro_reduced_npu")
+NAMES = (
+    "tiny",
+    "tiny_long",
+    "tiny_lora",
+    "tiny_mhc",
+    "tiny_sft",
+    "tiny_vision",
+    "k3",
+    "k31_pro",
+    "k31_pro_indexer",
+    "k31_pro_lora",
+    "k31_pro_reduced_npu",
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +68,10 @@ def test_reduced(cfgs):
     assert params.count(model.specs(small)) == 22_302_797_120 + 401_214_464 + 46_144_512
 
 
+def test_tiny_mhc_differs_from_tiny_in_its_residual_only(cfgs):
+    assert cfgs["tiny_mhc"] == dataclasses.replace(cfgs["tiny"], residual=mhc.Config())
+
+
 def test_tiny(cfgs):
     cfg = cfgs["tiny"]
     assert 1.1e6 < params.count(model.specs(cfg)) < 1.3e6
@@ -75,3 +91,27 @@ def test_tiny_vision(cfgs):
     assert recipe.patches == 96
     assert config.to_dict(recipe)["data"]["kind"] == "Prepared"
     assert config.from_dict(config.Recipe, config.to_dict(recipe)) == recipe
+
+
+def test_tiny_long():
+    """As many tokens a step in each phase, in all as many as the tiny recipe."""
+    tiny, long = (config.load_recipe(CONFIGS / f"{name}.py") for name in ("tiny", "tiny_long"))
+    assert [long.phase_of(i) for i in (199, 200, 349, 350, 449)] == [0, 1, 1, 2, 2]
+    assert [(long.at(i).batch_size, long.at(i).length) for i in (0, 200, 350)] == [(24, 128), (12, 256), (6, 512)]
+    assert dataclasses.replace(long, name="tiny", phases=(), length=256, batch_size=12) == tiny
+
+
+def test_the_schedule_of_the_indexer():
+    """Tokens as published for DeepSeek-V3.2: 2.1B dense and 943.7B sparse."""
+    recipe = config.load_recipe(CONFIGS / "k31_pro_indexer.py")
+    warm, sparse = recipe.at(0), recipe.at(1000)
+    assert (warm.trainable, warm.model.full_attention.stage, recipe.phase_of(999)) == ("indexer", "dense_warmup", 0)
+    assert (sparse.trainable, sparse.model.full_attention.stage) == ("all", "sparse")
+    assert round(1000 * warm.batch_size * warm.length / 1e9, 1) == 2.1
+    assert round(15_000 * sparse.batch_size * sparse.length / 1e9, 1) == 943.7
+
+
+def test_tiny_sft(cfgs):
+    """The tiny model: it can start from a run of it."""
+    assert cfgs["tiny_sft"] == cfgs["tiny"]
+    assert config.load_recipe(CONFIGS / "tiny_sft.py").data.tokenizer == "bytes+chat"

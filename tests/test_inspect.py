@@ -185,6 +185,7 @@ class TestOnAMesh:
         assert any(text.split()[:2] == ["ragged_all_to_all", "tp"] for text in lines)
 
     @pytest.mark.usefixtures("unchecked")
+    @pytest.mark.slow
     def test_stages(self, capsys):
         assert inspect.main([str(CONFIGS / "tiny.py"), "--mesh.pp", "2", "--micro-batches", "2"]) == 0
         out = capsys.readouterr().out
@@ -192,6 +193,7 @@ class TestOnAMesh:
         assert "send                  pp" in out
         assert "recv                  pp" in out
 
+    @pytest.mark.slow
     def test_one_rank_sends_nothing(self, capsys):
         assert inspect.main([str(CONFIGS / "tiny.py"), "--optimizer", "adamw", "--length", "32"]) == 0
         out = capsys.readouterr().out

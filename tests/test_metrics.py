@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,3 +177,67 @@ def test_without_tensorboard_a_run_goes_on_with_a_warning(tmp_path: Path, monkey
     assert "no TensorBoard events" in line
     assert "k31fn[train]" in line
     assert not (tmp_path / "events").exists()
+
+
+class StandIn:
+    """What the packages of both services have: ``init``, ``log`` and ``finish``."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self._fails = fails
+
+    def _called(self, name: str, what: Any) -> str:
+        if name == self._fails:
+            raise RuntimeError("no network")
+        self.calls.append((name, what))
+        return "run"
+
+    def init(self, **options: Any) -> str:
+        return self._called("init", options)
+
+    def log(self, numbers: dict[str, float], *, step: int) -> None:
+        self._called("log", (step, numbers))
+
+    def finish(self) -> None:
+        self._called("finish", ())
+
+
+def open_service(name: Any, package: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warn: Any) -> Any:
+    monkeypatch.setitem(sys.modules, name, package)
+    return trackers.service(name, project="tiny", run="t0", config={"steps": 3}, directory=tmp_path, warn=warn)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_service_gets_the_finite_numbers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = StandIn()
+    tracker = open_service(name, package, monkeypatch, tmp_path, pytest.fail)
+    both = trackers.Several([tracker, trackers.NoTracker()])
+    both.log(7, {"step": 7, "train/loss": 1.5, "x": float("nan"), "text": "y", "skipped": 0})
+    both.close()
+    options = {"project": "tiny", "name": "t0", "config": {"steps": 3}, "resume": "allow"}
+    more = {"id": "tiny-t0", "dir": str(tmp_path)} if name == "wandb" else {}
+    assert package.calls == [
+        ("init", options | more),
+        ("log", (7, {"train/loss": 1.5, "skipped": 0})),
+        ("finish", ()),
+    ]
+
+
+def test_a_service_that_fails_is_told_once_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    package = StandIn(fails="log")
+    tracker = open_service("wandb", package, monkeypatch, tmp_path, lines.append)
+    for step in range(3):
+        tracker.log(step, {"step": step, "x": 1.0})
+    tracker.close()
+    assert lines == ["wandb gets no more metrics: RuntimeError: no network"]
+    assert [name for name, _ in package.calls] == ["init"]
+    with pytest.raises(OSError, match="wandb cannot begin a run: RuntimeError: no network"):
+        open_service("wandb", StandIn(fails="init"), monkeypatch, tmp_path, pytest.fail)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"trackers=\['wandb'\].*pip install wandb, or leave 'wandb' out of trackers"):
+        trackers.check(["wandb"])
+    trackers.check([])

@@ -239,26 +239,39 @@ def test_gradients_of_the_whole_model():
     check_grads(_loss(cfg, small.tokens(1, 6)), (p,), order=2)
 
 
-@pytest.mark.parametrize("residual", [small.config().residual, MHC], ids=["attn_res", "mhc"])
-def test_remat_changes_no_bit_and_keeps_decisions(residual):
+RESIDUALS = {"attn_res": small.config().residual, "mhc": MHC, "plain": plain_residual.Config()}
+
+
+@pytest.mark.parametrize(
+    ("residual", "policy"),
+    [
+        ("attn_res", "layer"),
+        ("mhc", "cross_layer"),
+        *[pytest.param(*pair, marks=pytest.mark.slow) for pair in (
+            ("attn_res", "intra_layer"), ("attn_res", "cross_layer"), ("mhc", "layer"), ("mhc", "intra_layer"),
+            ("plain", "layer"), ("plain", "intra_layer"), ("plain", "cross_layer"),
+        )],
+    ],
+)  # fmt: skip
+def test_remat_changes_no_bit_and_keeps_decisions(residual, policy):
     """D23, D26: with remat the routes are decided once, tokens are counted once, gradients are the same bits."""
-    cfg = small.config(residual=residual)
-    p, tok = small.weights(cfg), small.tokens(2, 10)
+    cfg = small.config(residual=RESIDUALS[residual], num_mtp_layers=1)
+    p, tok = small.weights(cfg, torch.float32), small.tokens(2, 10)
     batch = model.make_batch(tok, vocab_size=cfg.vocab_size)
     state = model.init_balance(cfg)
     results = {}
-    for remat in ("none", "layer"):
+    for remat in ("none", policy):
         step = autodiff.value_and_grad(
             lambda p, remat=remat: model.loss(p, batch, cfg, balance=state, remat=remat), has_aux=True
         )
         results[remat] = step(p)
     (value, parts), grads = results["none"]
-    (value_r, parts_r), grads_r = results["layer"]
+    (value_r, parts_r), grads_r = results[policy]
     assert torch.equal(value, value_r)
     assert torch.equal(parts.load, parts_r.load)
-    assert torch.equal(parts.load.sum(1), torch.full((3,), 2 * 10 * cfg.moe.top_k))
+    assert torch.equal(parts.load.sum(1), torch.full((4,), 2 * 10 * cfg.moe.top_k))
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(grads_r), strict=True))
-    by_transform = torch.func.grad(_loss(cfg, tok, remat="layer"))(p)
+    by_transform = torch.func.grad(_loss(cfg, tok, remat=policy))(p)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(by_transform), strict=True))
 
 
@@ -448,9 +461,9 @@ def test_the_pieces_of_two_stages_make_the_whole_at_every_cut(reduction):
         lm = model.lm_loss(second, model.finish(second, carry, cfg).hidden, batch.labels)
         zero = torch.zeros_like(lm)
         parts = model.Losses(zero, zero, *above), model.Losses(lm, zero, *below)
-        assert_close_trees(
-            [lm, *map(torch.cat, zip(above, below, strict=True))], [whole.lm, *whole[2:]], rtol=0, atol=0
-        )
+        joined = [torch.cat(pair) for pair in zip(above[:3], below[:3], strict=True)]
+        assert_close_trees([lm, *joined], [whole.lm, whole.kl, whole.load, whole.histogram], rtol=0, atol=0)
+        assert (above.logits, below.logits, whole.logits) == ((), (), ())  # nobody asked for them
         total = sum(model.weigh(part, batch, cfg) for part in parts)
         torch.testing.assert_close(total, want, rtol=1e-14, atol=0)
 

@@ -86,8 +86,40 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     runs = [make_run(tmp_path / name / "t0", [3.0, 2.0]) for name in ("tiny", "wide")]
     out = tmp_path / "both.svg"
     assert plot.main([*map(str, runs), "--out", str(out)]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
+    assert capsys.readouterr().out.splitlines()[-1] == str(out)
     assert "<svg" in out.read_text()
+
+
+def test_the_table_has_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = list(np.linspace(5.0, 1.0, 41))
+    rates = {"tokens_per_second": 1500.0, "mfu": 0.1234, "skipped": 1, "grad_norm": 0.5}
+    runs = [make_run(tmp_path / "a" / "t0", losses, **rates), make_run(tmp_path / "b" / "t0", [3.0, 2.0])]
+    assert plot.main([*map(str, runs), "--out", str(tmp_path / "x.png")]) == 0
+    head, first, second, _ = capsys.readouterr().out.splitlines()
+    assert " ".join(head.split()) == "run steps train loss held out KL load grad norm tokens/s MFU skipped"
+    last, held_out = np.mean(losses[-4:]), losses[39] + 0.1
+    assert first.split() == ["a/t0", "41", f"{last:.4f}", f"{held_out:.4f}", "-", "-", "0.5000", "1,500", "12.3%", "41"]
+    assert second.split() == ["b/t0", "2", "2.0000", *"-------"]
+    assert len({len(line) for line in (head, first, second)}) == 1
+
+
+def test_phases_and_details_of_one_run() -> None:
+    records = [
+        {
+            "step": i,
+            "train/loss": 2.0,
+            "phase": int(i >= 3),
+            "grad_norm": 2.0,
+            "grad_norm/head": 1.0,
+            "grad_norm/kda": i,
+        }
+        for i in range(6)
+    ]
+    loss, norm = plot._draw({"a/b": records}).axes
+    for axes in (loss, norm):
+        assert [line.get_xdata() for line in axes.get_lines() if line.get_linestyle() == ":"] == [[3.0, 3.0]]
+    assert [t.get_text() for t in norm.get_legend().get_texts()] == ["head", "kda"]
+    assert plot._draw({"a/b": records, "c/d": records}).axes[1].get_legend() is None
 
 
 def test_legend_names_are_the_shortest_that_differ() -> None:

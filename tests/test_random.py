@@ -317,3 +317,45 @@ KEY = torch.tensor([1, 2])
 def test_refusals(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_stochastic_rounding_is_unbiased_and_exact_where_it_can_be():
+    """Each draw is a neighbour; over all 2**16 offsets of many keys the mean is x within 5 standard errors."""
+    x = random.normal(random.key(3), (64,)) * torch.logspace(-30, 30, 64)
+    draws = torch.stack([random.stochastic_round(x, torch.bfloat16, random.key(i)) for i in range(1000)])
+    low = (x.view(torch.int32) & -0x10000).view(torch.float32).double()
+    high = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double()
+    wide = draws.double()
+    assert bool(((wide == low) | (wide == high)).all())
+    odds = (x.double() - low) / (high - low)
+    error = (wide.mean(0) - x.double()) / (high - low).abs()
+    assert bool((error.abs() <= 5 * (odds * (1 - odds) / 1000).sqrt() + 1e-12).all())
+    nearest = (x.bfloat16().double() - x.double()) / (high - low).abs()
+    assert float(nearest.abs().max()) > 0.3  # which round-to-nearest is far from
+    kept = torch.tensor([0.0, -0.0, 1.0, -3.5, float("inf"), float("-inf"), 2.0**-130])
+    assert torch.equal(random.stochastic_round(kept, torch.bfloat16, random.key(0)).float(), kept)
+    assert bool(random.stochastic_round(torch.tensor([float("nan")]), torch.bfloat16, random.key(0)).isnan())
+
+
+def test_small_steps_add_up_under_stochastic_rounding():
+    """1000 steps of 2**-12 on a weight of 1, of which nearest rounding loses each: the sum arrives, +-5 sigma."""
+    start = torch.ones(500, dtype=torch.bfloat16)
+    nearest, drawn = start, start
+    for i in range(1000):
+        nearest = (nearest.float() + 2.0**-12).bfloat16()
+        drawn = random.stochastic_round(drawn.float() + 2.0**-12, torch.bfloat16, random.key(i))
+    assert torch.equal(nearest, start)
+    sigma = (1000 * 2.0**-7 * 2.0**-12) ** 0.5  # of one walk, at most: steps of 2**-7 with odds of 1/32
+    assert abs(float(drawn.double().mean()) - (1 + 1000 * 2.0**-12)) < 5 * sigma / 500**0.5
+
+
+def test_a_tile_is_rounded_like_the_whole():
+    x = random.normal(random.key(1), (6, 10))
+    whole = random.stochastic_round(x, torch.bfloat16, random.key(2))
+    tile = (slice(2, 5), slice(4, 10))
+    part = random.stochastic_round(x[tile].contiguous(), torch.bfloat16, random.key(2), shape=x.shape, tile=tile)
+    assert torch.equal(part, whole[tile])
+    with pytest.raises(ValueError, match="rounds float32 to bfloat16"):
+        random.stochastic_round(x.double(), torch.bfloat16, random.key(2))
+    with pytest.raises(ValueError, match="has shape"):
+        random.stochastic_round(x, torch.bfloat16, random.key(2), shape=x.shape, tile=tile)

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import math
+import re
 from pathlib import Path
 
 import jaxtyping
@@ -213,6 +214,29 @@ class TestCommandLine:
         expected = "".join(f"--- seed {s}\n{text}" for s, text in zip((4, 5), alone, strict=True))
         assert out == f"{expected}samples: {run / 'samples.txt'}\n"
         assert (run / "samples.txt").read_text() == expected
+
+    def test_a_users_message_is_answered(self, run, capsys, once_loaded, monkeypatch):
+        """Read as in training; what is printed ends with the text of the answer."""
+        recipe, *state = once_loaded
+        talking = dataclasses.replace(recipe, data=data.Config(tokenizer="bytes+chat"))
+        monkeypatch.setattr(sample, "load", lambda run, *, where: (talking, *state))
+        asked = []
+
+        def generated(params, cfg, state, prompt, *, end_token, emit, **kwargs):
+            asked.append((prompt[0].tolist(), end_token))
+            for token in (*b"ok", end_token):
+                emit(torch.tensor([token]))
+
+        monkeypatch.setattr(sample, "generate", generated)
+        assert self.call(capsys, run, "--chat", "--prompt", "why?") == "why?\nok\n"
+        special = {name: i for i, name in enumerate(("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"), 257)}
+        text = '<|open|>message role="user"<|sep|>why?<|close|>message<|sep|><|end_of_msg|>'
+        text += '<|open|>message role="assistant"<|sep|><|open|>response<|sep|>'
+        parts = re.split(r"(<\|\w+\|>)", text)
+        expected = [t for part in parts for t in ([special[part]] if part in special else part.encode())]
+        assert asked == [(expected, special["<|close|>"])]
+        monkeypatch.setattr(sample, "load", lambda run, *, where: (recipe, *state))
+        assert "the tokenizer has no <|open|>" in self.call(capsys, run, "--chat", status=2)
 
     def test_a_character_is_printed_when_its_last_byte_has_come(self, run, capsys, monkeypatch, loaded):
         pieces = []

@@ -109,8 +109,8 @@ def training(recipe: config.Recipe, here: Here) -> dict[str, Any]:
                 lr = optim.warmup_cosine(i, peak=o.peak_lr, num_steps=made.steps, warmup_steps=warmup)
                 batches = trainer.make_batches(made, trainer.rows_at(rows, i, axes), here.device, axes)
                 state, metrics = step(state, batches, lr)
-                numbers.append(torch.stack(metrics))
-            return {"steps": torch.stack(numbers).tolist(), "names": trainer.Metrics._fields}
+                numbers.append(torch.stack(metrics[:-1]))
+            return {"steps": torch.stack(numbers).tolist(), "names": trainer.Metrics._fields[:-1]}
 
         found[name] = here.attempt(f"training of {recipe.name} on {name}", steps)
     return found
@@ -131,18 +131,15 @@ def _restore(made: config.Recipe, other: config.Recipe, here: Here) -> dict[str,
     for i in range(2):
         rows = trainer.rows_at(dataset_of(made, here), i, axes)
         state, _ = step(state, trainer.make_batches(made, rows, here.device, axes), 1e-3)
-    whole = checkpoint.collect(state, trainer.abstract_state(made), trainer.held_by(made), made.mesh, axes)
     folder = Path(exchange_json(tempfile.mkdtemp() if here.rank == 0 else "", here.everyone)[0])
-    if here.rank == 0:
-        with checkpoint.Checkpointer(folder) as saving:
-            saving.save(2, whole)
-    exchange_json("saved", here.everyone)
+    with checkpoint.Checkpointer(folder, axes=axes) as saving:
+        saving.save(2, state, layout=trainer.layout_of(made))
     with checkpoint.Checkpointer(folder, read_only=True) as reading:
         on_one = reading.restore(2, trainer.abstract_state(made), device=here.device)
 
     cpu, others = torch.device("cpu"), axes_of(other)
-    abstract, held = trainer.abstract_state(other, others), trainer.held_by(other)
-    on_cpu = checkpoint.distribute(whole, abstract, trainer.abstract_state(other), held, other.mesh, others, device=cpu)
+    with checkpoint.Checkpointer(folder, read_only=True, axes=others) as reading:
+        on_cpu = reading.restore(2, trainer.abstract_state(other, others), layout=trainer.layout_of(other))
     equal = [*_same_bits(state, on_one, made, here), *_same_bits(on_cpu, on_one, other, here)]
     losses = {
         "same mesh": _next_loss(made, state, axes, here.device, here),

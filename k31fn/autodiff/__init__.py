@@ -3,7 +3,8 @@
 * :class:`custom_vjp`: a function with its own backward, usable under every ``torch.func`` transform.
 * :func:`vjp`, :func:`value_and_grad`: what training uses. ``torch.func.grad`` always builds the graph of the backward
   as well; these do not, and give the same numbers.
-* :func:`remat`: keep a function's inputs only and run it again in the backward.
+* :func:`remat`: keep a function's inputs only and run it again in the backward; :func:`saveable` ops and
+  :func:`keepable` functions inside may be kept.
 * :func:`decision`: an integer choice (a route, a top-k set) made once and kept by every enclosing :func:`remat`.
 * :func:`split_vjp`: a pullback in two parts, the inputs' and the weights'; :func:`weight_product` marks what it splits.
 * :func:`stop_gradient`, :func:`hessian`.
@@ -16,7 +17,7 @@ on another thread, where they have other values, so :func:`remat` captures the c
 
 from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
 from k31fn.autodiff.deferred import weight_product
-from k31fn.autodiff.remat import decision, record_decisions, remat, replay_decisions, saveable
+from k31fn.autodiff.remat import decision, keepable, record_decisions, remat, replay_decisions, saveable
 from k31fn.autodiff.split import SplitWork, check_split, split_vjp
 from k31fn.autodiff.transforms import hessian, value_and_grad, vjp
 
@@ -26,6 +27,7 @@ __all__ = [
     "custom_vjp",
     "decision",
     "hessian",
+    "keepable",
     "record_decisions",
     "remat",
     "replay_decisions",

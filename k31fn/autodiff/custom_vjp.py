@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,11 @@ class _Call:
     num_out: int
     res_def: Any
     res_source: list[tuple[str, Any]]  # per leaf of the residuals: ("input", i) | ("output", i) | ("constant", value)
+
+    def needs(self, wanted: Container[int]) -> tuple[Any, ...]:
+        """Per differentiable argument a tree: whether this leaf's gradient is used."""
+        index = iter(range(len(self.constants)))
+        return tree.unflatten(self.args_def, [c is _TENSOR and next(index) in wanted for c in self.constants])
 
     def args(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The rule's positional arguments with these tensor leaves."""
@@ -97,7 +102,8 @@ class _Forward(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype, device=device) if c is None and dtype.is_floating_point else c
             for c, (shape, dtype, device) in zip(cotangents[: call.num_out], ctx.outputs, strict=True)
         ]
-        wanted = [i for i, (_, differentiable) in enumerate(ctx.inputs) if differentiable]
+        needed = ctx.needs_input_grad[1:]
+        wanted = [i for i, (_, differentiable) in enumerate(ctx.inputs) if differentiable and needed[i]]
         if call.rule.opaque:
             some = _OpaqueBackward.apply(call, wanted, len(filled), *filled, *ctx.saved_tensors)
         else:
@@ -162,7 +168,8 @@ def _run_backward(
     it = iter(saved)
     residuals = tree.unflatten(call.res_def, [v if kind == "constant" else next(it) for kind, v in call.res_source])
     ct = tree.unflatten(call.out_def, list(cotangents))
-    grads = call.rule.bwd(*call.static, residuals, ct)
+    needs = (call.needs(set(wanted)),) if call.rule.needs else ()
+    grads = call.rule.bwd(*call.static, *needs, residuals, ct)
     subtrees = call.args_def.children()
     if not isinstance(grads, tuple) or len(grads) != len(subtrees):
         raise ValueError(f"{call.rule.name}: bwd must return a tuple of {len(subtrees)} gradients, one per argument")
@@ -206,6 +213,9 @@ class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
         fn: the function; used for its name and documentation.
         nondiff_argnums: positions of plain Python arguments; they reach ``bwd`` first, in the order of their position.
         opaque: the backward cannot be taped (a kernel). A second derivative then raises instead of being wrong.
+        needs: ``bwd`` is told whose gradients are used, ``bwd(*static, needs, residuals, ct)``: ``needs`` has a tree of
+            bools per differentiable argument, with its structure (a bool for a tensor). For a frozen weight, or an
+            integer, it is False; the gradient returned for it is dropped and may be None.
         name: for messages; by default that of ``fn``.
         instead: what the message about a second derivative recommends.
 
@@ -219,11 +229,13 @@ class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
         *,
         nondiff_argnums: Sequence[int] = (),
         opaque: bool = False,
+        needs: bool = False,
         name: str = "",
         instead: str = "the reference implementation (k31fn.kernels.registry.use_impl)",
     ) -> None:
         self.nondiff_argnums = tuple(sorted(nondiff_argnums))
         self.opaque = opaque
+        self.needs = needs
         self.instead = instead
         self.name = name or getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__

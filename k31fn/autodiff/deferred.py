@@ -7,9 +7,10 @@ can follow later: through the tape to the function's parameters, and from these 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from k31fn import tree
+from k31fn.autodiff.inputs import current_inputs
 
-__all__ = ["Tape", "current_tape", "weight_edges", "weight_product"]
+__all__ = ["Source", "Tape", "current_tape", "weight_edges", "weight_product"]
 
 
 class _Product(NamedTuple):
@@ -44,17 +46,29 @@ class Tape:
     children: list[Tape] = field(default_factory=list)
     links: list[_Link] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
+    starts: dict[int, GradientEdge] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, products are noted on this tape."""
+        token = _TAPE.set(self)
+        try:
+            yield
+        finally:
+            _TAPE.reset(token)
+
+    def start_at(self, anchors: Sequence[Tensor], edges: Sequence[GradientEdge]) -> None:
+        """For inputs that are a :class:`Source`: the inputs' edges, by the leaves behind them."""
+        self.inputs = list(anchors)
+        self.starts = {id(anchor): edge for anchor, edge in zip(anchors, edges, strict=True)}
 
     def watch(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """``f``, whose floating arguments are this tape's inputs and whose products are noted on it."""
 
         def watched(*args: Any) -> Any:
             self.inputs = [x for x in tree.leaves(args) if isinstance(x, Tensor) and x.is_floating_point()]
-            token = _TAPE.set(self)
-            try:
+            with self.running():
                 return f(*args)
-            finally:
-                _TAPE.reset(token)
 
         return watched
 
@@ -76,8 +90,9 @@ class Tape:
                 raise RuntimeError("a put off weight gradient leads to a tensor that is no argument of its function")
             inside, there = given[id(leaf)]
             if there.requires_grad:
-                self.links.append(_Link(get_gradient_edge(inside), get_gradient_edge(there)))
-        self.inputs = []
+                edge = self.starts.get(id(leaf)) or get_gradient_edge(inside)
+                self.links.append(_Link(edge, get_gradient_edge(there)))
+        self.inputs, self.starts = [], {}
 
     def gradients(self, wanted: Sequence[GradientEdge]) -> list[Tensor | None]:
         """The put off part of the gradients of ``wanted``, inputs of this tape; frees what was kept for it.
@@ -150,29 +165,32 @@ class _Run:
 
     def __init__(self, tape: Tape, f: Callable[[Tensor, Tensor], Tensor], w: Tensor) -> None:
         self.tape, self.f, self.of = tape, f, get_gradient_edge(w)
-        self.weight = [w.detach()]  # emptied when it is not needed any more
+        self.weight: list[Any] = [w.detach()]  # emptied when it is not needed any more
+        self.inputs = current_inputs()
         self.edges: tuple[GradientEdge, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight  # the graph holds this list, and never the run, which holds the graph
-        storage = weight[0].untyped_storage().data_ptr()
+        weight, inputs = self.weight, self.inputs  # the graph holds these, and never the run, which holds the graph
+        storage, start = weight[0].untyped_storage().data_ptr(), weight[0].storage_offset()
 
         def pack(t: Tensor) -> Any:
             if t.untyped_storage().data_ptr() != storage:
-                return t.detach()
-            return t.shape, t.stride(), t.storage_offset(), t.dtype, t.device
+                return inputs.pack(t) if inputs is not None else t.detach()
+            return _OfWeight(t.shape, t.stride(), t.storage_offset() - start, t.dtype, t.device)
 
         def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            shape, stride, offset, dtype, device = packed
-            if weight:
-                return weight[0].as_strided(shape, stride, offset)
-            return torch.empty((), dtype=dtype, device=device).expand(shape)
+            if not isinstance(packed, _OfWeight):
+                return inputs.unpack(packed) if inputs is not None else packed
+            if not weight:
+                return torch.empty((), dtype=packed.dtype, device=packed.device).expand(packed.shape)
+            w = weight[0] if inputs is None else inputs.unpack(weight[0])
+            return w.as_strided(packed.shape, packed.stride, w.storage_offset() + packed.offset)
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            x, w = x.detach().requires_grad_(), _Source.apply(weight, x.new_zeros((), requires_grad=True))
+            x, w = (Source.apply(t, x.new_zeros((), requires_grad=True)) for t in ([x.detach()], weight))
             y = self.f(x, w)
+        if inputs is not None:
+            weight[0] = inputs.pack(weight[0])
         self.edges = get_gradient_edge(y), get_gradient_edge(x), get_gradient_edge(w)
         return y.detach()
 
@@ -185,15 +203,30 @@ class _Run:
         return dx
 
 
-class _Source(torch.autograd.Function):
-    """The weight as the start of a graph that does not hold its value, as it would that of a leaf."""
+class _OfWeight(NamedTuple):
+    """A saved tensor that is a view of the weight: where it lies in the weight's storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Source(torch.autograd.Function):
+    """``Source.apply([x], anchor)``: ``x`` as the start of a graph that does not hold its value, as it would a leaf's.
+
+    ``anchor`` is a scalar that requires grad. The gradient is taken at the edge of the result.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight: list[Tensor], anchor: Tensor) -> Tensor:
-        return weight[0].detach()
+    def forward(ctx: Any, value: list[Tensor], anchor: Tensor) -> Tensor:
+        """The value in the list."""
+        return value[0].detach()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        """Never runs."""
         raise AssertionError("the gradient is taken before this node")
 
 

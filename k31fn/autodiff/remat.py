@@ -13,9 +13,10 @@ from torch import Tensor
 
 from k31fn import _functorch, tree
 from k31fn.autodiff.custom_vjp import custom_vjp, differentiable, stop_gradient
+from k31fn.autodiff.kept import Kept
 from k31fn.autodiff.transforms import vjp_once
 
-__all__ = ["decision", "record_decisions", "remat", "replay_decisions", "saveable"]
+__all__ = ["can_keep", "decision", "keepable", "record_decisions", "remat", "replay_decisions", "saveable"]
 
 
 class _Queue:
@@ -26,6 +27,11 @@ class _Queue:
         self.values: list[Any] = [] if values is None else values
         self.position = 0
         self.level = _functorch.current_level()
+
+    @property
+    def count(self) -> int:
+        """Values recorded, or handed out, so far."""
+        return self.position if self.replaying else len(self.values)
 
     def next(self, name: str) -> Any:
         if self.position >= len(self.values):
@@ -108,13 +114,13 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
     """``f``, keeping only its inputs for the backward, which runs ``f`` again.
 
     Works under every ``torch.func`` transform, nested, and to any order. Decisions are always kept; so are the outputs
-    and residuals of :func:`saveable` ops named in ``save``, whose forward kernels the replay then skips (of nested
-    remats, the innermost says what is saved). Kept values travel as explicit inputs and outputs, never past the levels
-    of ``torch.func``.
+    and residuals of :func:`saveable` ops and :func:`keepable` functions named in ``save``, which the replay then does
+    not run again (of nested remats, the innermost says what is saved). Kept values travel as explicit inputs and
+    outputs, never past the levels of ``torch.func``.
 
     Args:
         f: a pure function of pytrees of tensors.
-        save: names of :func:`saveable` ops to keep.
+        save: names of :func:`saveable` ops and :func:`keepable` functions to keep.
 
     Raises:
         ValueError: ``f`` captured a tensor that is being differentiated; its gradient would silently be zero.
@@ -125,11 +131,11 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
         out, made, saved = run_recorded(f, args, given, names)
         return (out, made), (args, made, saved, Ambient(args))
 
-    def bwd(residuals: Any, ct: Any) -> tuple[Any, ...]:
+    def bwd(needs: Any, residuals: Any, ct: Any) -> tuple[Any, ...]:
         args, made, saved, ambient = residuals
-        return (None, *ambient.run(lambda: pull_replayed(f, args, ct[0], made, saved, names)))
+        return (None, *ambient.run(lambda: pull_replayed(f, args, ct[0], made, saved, names, needs=needs[1:])))
 
-    rule = custom_vjp(f, name=f"remat({getattr(f, '__name__', type(f).__name__)})").defvjp(fwd, bwd)
+    rule = custom_vjp(f, needs=True, name=f"remat({getattr(f, '__name__', type(f).__name__)})").defvjp(fwd, bwd)
 
     @functools.wraps(f)
     def wrapped(*args: Any) -> Any:
@@ -161,10 +167,23 @@ def pull_replayed(
     made: list[Any],
     saved: Sequence[Any] = (),
     save: frozenset[str] = frozenset(),
+    *,
+    needs: Any = None,
 ) -> tuple[Any, ...]:
-    """The gradients of ``<f(*args), ct>``, by a second run with what the first one decided and saved."""
+    """The gradients of ``<f(*args), ct>``, by a second run with what the first one decided and saved.
+
+    With ``needs``, trees of bools like ``args``, only those of leaves that are True there, and None for others.
+    """
     with _tape(_Tape(_Queue(made), _Queue(list(saved)), save)):
-        return vjp_once(f, args, ct)
+        return vjp_once(f, args, ct, tree.map(lambda _: True, args) if needs is None else needs)
+
+
+def replay(
+    f: Callable[..., Any], args: tuple[Any, ...], made: list[Any], saved: Sequence[Any], save: frozenset[str]
+) -> Any:
+    """``f(*args)`` once more, with what a first run decided and saved."""
+    with _tape(_Tape(_Queue(made), _Queue(list(saved)), save)):
+        return f(*args)
 
 
 def call_recorded(rule: custom_vjp, *args: Any) -> Any:
@@ -216,11 +235,15 @@ def saveable(name: str, rule: custom_vjp) -> Callable[..., Any]:
         return kept
 
     def play_bwd(*parts: Any) -> tuple[Any, ...]:
-        *static, residuals, ct = parts
-        return (None, *rule.bwd(*static, residuals, ct))
+        num_static = len(rule.nondiff_argnums)
+        static, rest = parts[:num_static], parts[num_static:]
+        if rule.needs:
+            rest = (rest[0][1:], *rest[1:])
+        return (None, *rule.bwd(*static, *rest))
 
     static = [i + 1 for i in rule.nondiff_argnums]
-    play = custom_vjp(play_fwd, nondiff_argnums=static, name=rule.name, opaque=rule.opaque).defvjp(play_fwd, play_bwd)
+    play = custom_vjp(play_fwd, nondiff_argnums=static, opaque=rule.opaque, needs=rule.needs, name=rule.name)
+    play = play.defvjp(play_fwd, play_bwd)
 
     def call(*args: Any) -> Any:
         tape = _TAPE.get()
@@ -231,3 +254,58 @@ def saveable(name: str, rule: custom_vjp) -> Callable[..., Any]:
         return tape.saved.record(name, rule.fwd(*args))[0]
 
     return call
+
+
+def can_keep() -> bool:
+    """Whether :func:`keepable` functions are kept here: not within a ``torch.func`` transform."""
+    return not _functorch.transforms_active() and _functorch.saved_tensors_hooks_allowed()
+
+
+def keepable(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+    """``f(weights, *args)``, whose output and graph an enclosing ``remat(g, save=[name])`` keeps.
+
+    The replay then does not run ``f`` again: it makes the arguments again, and pulls back through the kept graph, which
+    holds neither the arguments nor views of them. So between forward and backward live the output and what the backward
+    of ``f`` needs besides its arguments. Through a kept graph derivatives are of first order.
+
+    Within a ``torch.func`` transform nothing is kept and ``f`` runs again, with the same gradients, to any order.
+
+    Args:
+        name: what ``save`` calls it.
+        f: a function of trees. Under :func:`~k31fn.autodiff.split_vjp` the gradients of its first argument are put off.
+    """
+
+    def call(*args: Any) -> Any:
+        tape = _TAPE.get()
+        if tape is None or name not in tape.save:
+            return f(*args)
+        if not tape.saved.replaying:
+            if not can_keep():
+                tape.saved.record(name, ())
+                return f(*args)
+            before = tape.decisions.count
+            with _tape(_Tape(tape.decisions, _Queue())):  # its graph is no replay: nothing in it is saved
+                out, kept = Kept.run(f, args)
+            tape.saved.record(name, (out, kept, tape.decisions.count - before))
+            return out
+        found = tape.saved.next(name)
+        if not found:
+            return f(*args)
+        out, kept, num_decisions = found
+        tape.decisions.position += num_decisions
+        return _PLAY(stop_gradient(out), kept, *args)
+
+    return call
+
+
+def _play_fwd(out: Any, kept: Kept, *args: Any) -> Any:
+    return out, (kept, args, Ambient(args))
+
+
+def _play_bwd(needs: Any, residuals: Any, ct: Any) -> tuple[Any, ...]:
+    kept, args, ambient = residuals
+    return (None, None, *ambient.run(lambda: kept.pull(args, needs[2:], ct)))
+
+
+_PLAY = custom_vjp(_play_fwd, opaque=True, needs=True, name="keepable", instead="remat='none' or 'layer'")
+_PLAY.defvjp(_play_fwd, _play_bwd)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from k31fn.autodiff.captured import captured_tensors
 from k31fn.autodiff.custom_vjp import differentiable
 from k31fn.autodiff.deferred import Tape, current_tape
 
-__all__ = ["differentiated", "hessian", "value_and_grad", "vjp", "vjp_by_tape", "vjp_once"]
+__all__ = ["differentiated", "hessian", "taping", "value_and_grad", "vjp", "vjp_by_tape", "vjp_once"]
 
 
 def vjp(f: Callable[..., Any], *args: Any, has_aux: bool = False) -> Any:
@@ -57,6 +58,17 @@ def _substitute(values: list[Any], index: list[int], leaves: Sequence[Tensor | N
 # Set while vjp_by_tape runs its function: a derivative taken inside must be differentiable itself, also with respect
 # to tensors that it only captured.
 _TAPING: contextvars.ContextVar[bool] = contextvars.ContextVar("k31fn_taping", default=False)
+
+
+@contextlib.contextmanager
+def taping() -> Iterator[None]:
+    """Inside, a graph is built, and derivatives taken there are part of it."""
+    token = _TAPING.set(True)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        _TAPING.reset(token)
 
 
 def differentiated(f: Callable[..., Any], inputs: Sequence[Tensor]) -> bool:
@@ -125,16 +137,12 @@ def vjp_by_tape(
     nothing if ``retain``.
     """
     nested = differentiated(f, [values[i] for i in index])
-    token = _TAPING.set(True)
-    try:
-        with torch.enable_grad():
-            # Nested in another autograd graph, the inputs must stay part of it: alias instead of detaching.
-            inputs = [values[i].view_as(values[i]) if nested else values[i].detach().requires_grad_() for i in index]
-            if nested:
-                inputs = [x if x.requires_grad else x.requires_grad_() for x in inputs]
-            result = f(*tree.unflatten(structure, _substitute(values, index, inputs)))
-    finally:
-        _TAPING.reset(token)
+    with taping():
+        # Nested in another autograd graph, the inputs must stay part of it: alias instead of detaching.
+        inputs = [values[i].view_as(values[i]) if nested else values[i].detach().requires_grad_() for i in index]
+        if nested:
+            inputs = [x if x.requires_grad else x.requires_grad_() for x in inputs]
+        result = f(*tree.unflatten(structure, _substitute(values, index, inputs)))
     out, aux = result if has_aux else (result, ())
     outputs, out_def = tree.flatten(out)
     heads = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
@@ -204,15 +212,17 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
     return torch.func.jacrev(torch.func.jacrev(f, argnums), argnums)
 
 
-def vjp_once(f: Callable[..., Any], args: Any, ct: Any) -> tuple[Any, ...]:
-    """Gradients of ``<f(args), ct>`` with respect to the floating leaves of ``args``, ``None`` elsewhere.
+def vjp_once(f: Callable[..., Any], args: Any, ct: Any, needs: Any) -> tuple[Any, ...]:
+    """Gradients of ``<f(args), ct>`` with respect to the leaves of ``args`` that are True in ``needs``, else ``None``.
 
     Differentiable itself where the caller is being differentiated. Under ``torch.func`` it is the gradient of an inner
     product, so that the new level is closed again before this returns (a pullback that outlives its level breaks when
     remats nest); products with ``ct`` are exact.
     """
     values, structure = tree.flatten(args)
-    index = [i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)]
+    floating = [i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)]
+    needed = tree.leaves(needs)
+    index = [i for i in floating if needed[i]]
     if not index:
         return tree.unflatten(structure, [None] * len(values))
     if _functorch.transforms_active():
@@ -229,6 +239,6 @@ def vjp_once(f: Callable[..., Any], args: Any, ct: Any) -> tuple[Any, ...]:
         _, _, pull = vjp_by_tape(f if outer is None else inner.watch(f), values, structure, index, has_aux=False)
         grads = pull(ct)
         if outer is not None:  # weight gradients are put off
-            inner.close([values[i] for i in index])
+            inner.close([values[i] for i in floating])
             outer.children.append(inner)
     return tree.unflatten(structure, _substitute([None] * len(values), index, grads))

@@ -1,11 +1,12 @@
 """Checkpoints: :class:`Checkpointer` saves a tree of tensors in the background and restores it checked bit by bit.
 
-Files are written by orbax in a process of its own (:mod:`k31fn.checkpoint.writer`, which also describes the folder);
-the training process never imports orbax or jax. On several ranks the first one saves for all (:func:`collect`,
-:func:`distribute`).
+On several ranks each writes what it owns, and a state saved on one mesh is restored on any other (:class:`Layout`).
+Files are written by orbax in a process of each rank's own (:mod:`k31fn.checkpoint.writer`; what lies where:
+:mod:`k31fn.checkpoint.files`); the training process never imports orbax or jax.
 """
 
-from k31fn.checkpoint.checkpointer import Checkpointer, CheckpointError, DamagedCheckpointError
-from k31fn.checkpoint.ranks import Held, collect, distribute
+from k31fn.checkpoint.checkpointer import Checkpointer
+from k31fn.checkpoint.layout import Held, Layout
+from k31fn.checkpoint.together import CheckpointError, DamagedCheckpointError
 
-__all__ = ["CheckpointError", "Checkpointer", "DamagedCheckpointError", "Held", "collect", "distribute"]
+__all__ = ["CheckpointError", "Checkpointer", "DamagedCheckpointError", "Held", "Layout"]

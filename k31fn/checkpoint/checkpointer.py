@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
 import os
+import secrets
+import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,52 +16,87 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.checkpoint import process, structure, writer
+from k31fn.checkpoint import files, process, structure
+from k31fn.checkpoint.layout import Layout
+from k31fn.checkpoint.lock import lock
+from k31fn.checkpoint.session import Session
+from k31fn.checkpoint.together import CheckpointError, DamagedCheckpointError, Together
+from k31fn.parallel import MeshAxes
 
-__all__ = ["CheckpointError", "Checkpointer", "DamagedCheckpointError"]
+__all__ = ["Checkpointer"]
 
-_LOCK_WAIT_S = 30.0
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. Nothing that was complete before has been lost."""
+_ONE_RANK = MeshAxes()
+_PAUSES_S = 0.01, 0.5  # between two looks at the writers: the first, and the longest
 
 
-class DamagedCheckpointError(CheckpointError):
-    """A complete checkpoint no longer holds what was saved."""
+@dataclass
+class _Saving:
+    """A save under way: each rank's writer writes its part; when all are through, the first one's commits."""
+
+    step: int
+    commit: dict[str, Any]  # the fields of that request; only the first rank's say everything
+    committing: bool = False
 
 
 class Checkpointer:
     """The checkpoints of one run: ``DIRECTORY/<step>``, each complete or absent.
 
     Use it in a ``with`` block: leaving it waits for the last save and ends the writer process, which starts with the
-    first request. A writing checkpointer holds a lock on its directory until then. If the training process is killed,
-    its writer finishes the save that was under way and exits.
+    first request. A writing checkpointer holds a lock on its directory until then. If the training processes are
+    killed, their writers finish the save that was under way, if all ranks had made their copies, and exit.
+
+    On several ranks, one process or thread each, every rank makes one and calls the same methods in the same order.
+    Each writes what it owns and reads what it wants, all in one directory, which every host must see. An error is
+    raised on all of them, with the rank and its place in the mesh.
 
     Args:
         directory: made if it is missing.
         keep: newest complete steps to keep; older ones are deleted after each save.
+        keep_every: steps that are multiples of it also stay; 0: none.
+        keep_best: so many steps with the lowest scores also stay.
         read_only: changes nothing in the directory and may be used while a run writes there.
+        axes: of the ranks' mesh, bound to this one; none: it is the only rank.
 
     Raises:
         ValueError: a bad argument.
         CheckpointError: another process is writing there.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 2,
+        keep_every: int = 0,
+        keep_best: int = 0,
+        read_only: bool = False,
+        axes: MeshAxes = _ONE_RANK,
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: the newest complete step is never deleted")
+        if keep_every < 0 or keep_best < 0:
+            raise ValueError(f"keep_every={keep_every}, keep_best={keep_best}: both must be at least 0; 0 keeps none")
         self.directory = Path(directory)
-        self._keep = 0 if read_only else keep
-        if self.directory.exists() and not self.directory.is_dir():
-            raise ValueError(f"directory={str(directory)!r} is a file; checkpoints need a folder")
+        self._together = Together(axes)
         self._lock: tuple[int, ...] = ()
-        if not read_only:
+        self._together.all(lambda: self._enter(read_only))
+        self._token = "" if read_only else str(self._together.share(secrets.token_hex(4))[0])
+        setup = {
+            "directory": str(self.directory.resolve()),
+            "rank": self._together.rank,
+            "ranks": self._together.size,
+            "token": self._token,
+            "keep": files.Keep(keep, keep_every, keep_best),
+        }
+        self._session = Session(setup, self._lock)
+        self._saving: _Saving | None = None
+
+    def _enter(self, read_only: bool) -> None:
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"directory={str(self.directory)!r} is a file; checkpoints need a folder")
+        if self._together.first and not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = (_lock(self.directory),)
-        self._buffer = process.open_buffer()
-        self._writer: process.WriterProcess | None = None
-        self._open: tuple[str, int] | None = None  # the request under way: its operation and step
+            self._lock = (lock(self.directory),)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -70,55 +105,66 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self.close(together=error is None or self._together.size == 1)
         except CheckpointError as failure:
             if error is None:
                 raise
             error.add_note(str(failure))  # the error that ends the block stays the one that is seen
 
-    def close(self) -> None:
+    def close(self, *, together: bool = True) -> None:
         """Waits for the last save, ends the writer and lets go of the directory. A second call does nothing.
+
+        Args:
+            together: all ranks call it. If not, since this rank failed or lost another, a save under way is left to the
+                writers.
 
         Raises:
             CheckpointError: as :meth:`wait`.
         """
         try:
-            self.wait()
+            if together:
+                self.wait()
         finally:
-            self._stop_writer()
-            for descriptor in (*self._lock, *((self._buffer,) if self._buffer >= 0 else ())):
+            self._session.close(wait=together)
+            self._saving = None
+            for descriptor in self._lock:
                 os.close(descriptor)
-            self._lock, self._buffer = (), -1
+            self._lock = ()
 
     def steps(self) -> list[int]:
         """The complete steps, ascending."""
-        return writer.complete_steps(self.directory)
+        return files.complete_steps(self.directory)
 
     def latest(self, *, on_damage: Callable[[str], object] | None = None) -> int | None:
         """The newest complete step, or None if there is none.
 
         Args:
-            on_damage: if given, every tensor of that step is read and checked. A damaged step is set aside (renamed to
-                ``<step>.damaged``, unless read-only), ``on_damage`` is called with what happened, and the step
-                before it is tried. If not given, an older step is never returned in place of a damaged one.
+            on_damage: if given, every tensor of that step is read and checked, by each rank a share. A damaged step is
+                set aside (renamed to ``<step>.damaged``, unless read-only), ``on_damage`` is called with what happened,
+                and the step before it is tried. Else an older step is never returned in place of a damaged one.
 
         Raises:
             DamagedCheckpointError: without ``on_damage``, the newest step's manifest is damaged.
-            CheckpointError: the writer failed.
+            CheckpointError: a writer failed.
         """
-        for step in reversed(self.steps()):
+        if on_damage:
+            self.wait()
+        together = self._together
+        for step in reversed(together.share(self.steps())[0]):
             try:
-                self._manifest(step)
-                if on_damage:
-                    self.wait()
-                    self._ask("verify", step)
+                together.all(lambda step=step: self._check(step, bool(on_damage)))
             except DamagedCheckpointError as error:
                 if not on_damage:
                     raise
-                on_damage(f"{error}{self._set_aside(step)}")
+                on_damage(f"{error}{together.share(together.all(lambda step=step: self._set_aside(step)))[0]}")
             else:
                 return step
         return None
+
+    def _check(self, step: int, values: bool) -> None:
+        self._manifest(step)
+        if values:
+            self._ask("verify", step, share=[self._together.rank, self._together.size])
 
     def metadata(self, step: int) -> dict[str, Any]:
         """What was given to :meth:`save` at that step.
@@ -129,40 +175,78 @@ class Checkpointer:
         """
         return self._manifest(step)["metadata"]
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
+    def prepare(self, state: Any, layout: Layout | None = None) -> None:
+        """Starts the writer and has it provide the memory for copies of such a state, so that no save waits for either.
+
+        Args:
+            state: as for :meth:`save`.
+            layout: as for it.
+
+        Raises:
+            CheckpointError: there is not so much memory.
+        """
+        self._together.all(lambda: self._prepare(state, layout))
+
+    def _prepare(self, state: Any, layout: Layout | None) -> None:
+        own = structure.owned(structure.named_tensors(state, "state"), layout, self._together.axes)
+        self._session.hold(process.pack({name: (x.dtype, box) for name, (x, box) in own.items()}), {})
+        self._session.begin("touch", awaited=False)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        layout: Layout | None = None,
+        scores: Mapping[int, float] | None = None,
+    ) -> None:
         """Saves a tree of tensors; returns when they are copied, the files are written in the background.
 
         Waits first for the save before it. Afterwards the tensors may be changed at once. Names are the tree's paths.
 
         Args:
             step: the number of steps done.
-            state: tensors on any device.
-            metadata: whatever else resuming needs, as JSON data.
+            state: what this rank holds, on any device.
+            metadata: whatever else resuming needs, as JSON data; the first rank's is kept.
+            layout: the whole state and how it is split; None: every rank holds the same, whole.
+            scores: of steps saved before, the lower the better, for ``keep_best``.
 
         Raises:
             ValueError: a bad argument, or the step is complete already: what is saved is not overwritten.
             CheckpointError: the save before this one failed, or there is no memory for the copy; this step has not
                 been saved.
         """
-        if not self._keep:
+        if not self._token:
             raise ValueError("read_only=True: this checkpointer cannot save; open the directory for writing")
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r} must be an int of at least 0")
-        tensors = structure.named_tensors(state, "state")
-        slots = process.pack(tensors)
-        content = {"tensors": {n: s._asdict() for n, s in slots.items()}, "metadata": dict(metadata or {})}
-        try:
-            header = json.dumps(content, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"metadata is not JSON data: {error}; tensors belong in state") from error
         self.wait()
+        header = self._together.all(lambda: self._copy(step, state, metadata or {}, layout))
+        scored = {str(s): float(v) for s, v in (scores or {}).items() if s in self.steps()}
+        self._together.all(lambda: self._session.begin("write", step=step, header=header))
+        self._saving = _Saving(step, {"header": header, "scores": scored})
+        if self._together.size == 1:
+            self._commit(self._saving)  # queued behind the write
+        elif self._together.first:
+            self._session.then("will", awaited=False, step=step, **self._saving.commit)
+
+    def _copy(self, step: int, state: Any, metadata: Mapping[str, Any], layout: Layout | None) -> tuple[int, int]:
+        named = structure.named_tensors(state, "state")
         if step in self.steps():
             raise ValueError(
                 f"step={step} is complete in {self.directory} and is not overwritten; saved: {self.steps()}"
             )
-        for name, room in self._map(slots, header).items():
-            room.copy_(tensors[name].detach())
-        self._request("save", step, header=len(header))
+        own = structure.owned(named, layout, self._together.axes)
+        header: dict[str, Any] = {"metadata": structure.check_metadata(metadata)}
+        if self._together.first:
+            whole = named if layout is None else dict(tree.flatten_with_paths(layout.whole))
+            header["tensors"] = {name: structure.declared(x) for name, x in whole.items()}
+        slots = process.pack({name: (x.dtype, box) for name, (x, box) in own.items()})
+        rooms, place = self._session.hold(slots, header)
+        for name, room in rooms.items():
+            room.copy_(own[name][0].detach())
+        return place
 
     def wait(self) -> None:
         """Waits for the save under way, if there is one: afterwards it is complete, on disk.
@@ -170,39 +254,84 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed. Said once; the next save starts afresh.
         """
-        if self._open is None:
-            return
-        operation, step = self._open
-        answer = self._answer()
-        if operation == "save" and answer.error:  # any other was interrupted by an exception: its answer is for nobody
-            complete = self.steps()
-            became = "is saved, but cleaning up after it failed" if step in complete else "is not saved"
-            raise CheckpointError(
-                f"{self.directory}: step {step} {became}: {answer.error}; complete steps: {complete or 'none'}"
-            )
+        pause = _PAUSES_S[0]
+        while self._saving is not None:
+            if self._together.size == 1:
+                self._go_on(self._saving)
+                continue
+            self.poll()  # so that the ranks hear of each other meanwhile
+            time.sleep(pause if self._saving else 0.0)
+            pause = min(2 * pause, _PAUSES_S[1])
 
-    def restore(self, step: int, like: Any, *, partial: bool = False, device: torch.device | str | None = None) -> Any:
-        """The tree that was saved at ``step``, in new tensors, bit by bit.
+    def poll(self) -> None:
+        """Takes the save under way, if there is one, as far as it goes without waiting for a writer.
+
+        Call it now and then while training goes on, on every rank: on several, a step becomes complete in such a call.
+
+        Raises:
+            CheckpointError: as :meth:`wait`.
+        """
+        while self._saving is not None:
+            ready = not self._expects(self._saving) or self._session.answered()
+            if not all(self._together.share(ready)):
+                return
+            self._go_on(self._saving)
+
+    def _expects(self, saving: _Saving) -> bool:
+        return self._together.first or not saving.committing
+
+    def _commit(self, saving: _Saving) -> None:
+        if self._together.first:
+            self._session.then("commit", step=saving.step, **saving.commit)
+
+    def _go_on(self, saving: _Saving) -> None:
+        """Waits for the answers to one request: the write's, then the commit's."""
+        answer = self._session.answer() if self._expects(saving) else process.Answer()
+        error = self._together.failures(answer.error)
+        if not error and not saving.committing:
+            if self._together.size > 1:
+                self._commit(saving)
+            saving.committing = True
+            return
+        self._saving = None
+        if error:
+            self._give_up(saving, error)
+
+    def _give_up(self, saving: _Saving, error: str) -> None:
+        if self._together.size == 1 and not saving.committing:
+            self._session.answer()  # to the commit that was queued, which has failed in turn
+        step, complete = saving.step, self._together.share(self.steps())[0]
+        became = "is saved, but cleaning up after it failed" if step in complete else "is not saved"
+        if self._together.first and self._together.size > 1:
+            shutil.rmtree(files.unfinished(self.directory, step, self._token), ignore_errors=True)
+        raise CheckpointError(f"{self.directory}: step {step} {became}: {error}; complete steps: {complete or 'none'}")
+
+    def restore(
+        self,
+        step: int,
+        like: Any,
+        *,
+        partial: bool = False,
+        device: torch.device | str | None = None,
+        layout: Layout | None = None,
+    ) -> Any:
+        """The tree that was saved at ``step`` on whatever mesh, or this rank's part of it, in new tensors, bit by bit.
 
         Args:
             step: a complete step.
-            like: a tree of tensors with the structure, shapes and dtypes of what was saved; meta tensors will do.
+            like: a tree of tensors with the structure, shapes and dtypes of what this rank wants; meta tensors will do.
             partial: ``like`` may lack parts of what was saved, such as the optimiser's state.
             device: where to put the tensors; if None, each where its counterpart in ``like`` is, and for
                 a meta tensor the CPU.
+            layout: the whole state and how ``like`` splits it; None: ``like`` is whole.
 
         Raises:
             ValueError: there is no such complete step, or ``like`` differs from what was saved; lists all differences.
-            DamagedCheckpointError: a tensor is not what was saved; names it.
-            CheckpointError: the writer failed, or an earlier save that was still under way.
+            DamagedCheckpointError: a tensor is not what was saved; names it, its part, and the rank that wrote it.
+            CheckpointError: a writer failed, or an earlier save that was still under way.
         """
-        wanted = structure.named_tensors(like, "like")
-        structure.check_alike(self.directory / str(step), self._manifest(step)["tensors"], wanted, partial)
         self.wait()
-        slots = process.pack(wanted)
-        header = json.dumps({"tensors": {n: s._asdict() for n, s in slots.items()}}).encode()
-        read = self._map(slots, header)
-        self._ask("read", step, header=len(header))
+        read = self._together.all(lambda: self._read(step, like, partial, layout))
 
         def place(name: str, x: Tensor) -> Tensor:
             target = device or (x.device if not x.is_meta else "cpu")
@@ -210,84 +339,37 @@ class Checkpointer:
 
         return tree.map_with_path(place, like)
 
+    def _read(self, step: int, like: Any, partial: bool, layout: Layout | None) -> dict[str, Tensor]:
+        wanted = structure.named_tensors(like, "like")
+        parts = structure.parts_of(wanted, layout, self._together.axes)
+        whole = wanted if layout is None else dict(tree.flatten_with_paths(layout.whole))
+        whole = {name: whole[name] for name in wanted} if partial else whole
+        structure.check_alike(self.directory / str(step), self._manifest(step)["tensors"], whole, partial)
+        slots = process.pack({name: (x.dtype, parts[name].box) for name, x in wanted.items()})
+        read, header = self._session.hold(slots, {})
+        self._ask("read", step, header=header)
+        return read
+
     def _manifest(self, step: int) -> dict[str, Any]:
         try:
-            return writer.read_manifest(self.directory, step)
-        except writer.DamagedError as error:
+            return files.read_manifest(self.directory, step)
+        except files.DamagedError as error:
             if step in self.steps():
                 raise DamagedCheckpointError(f"{self.directory / str(step)}: {error}") from error
             complete = self.steps() or "none"
             raise ValueError(f"step={step} is not complete in {self.directory}; complete: {complete}") from None
 
-    def _opened_buffer(self) -> int:
-        if self._buffer < 0:
-            raise ValueError(f"the checkpointer of {self.directory} is closed; make a new one")
-        return self._buffer
-
-    def _map(self, slots: dict[str, process.Slot], header: bytes) -> dict[str, Tensor]:
-        buffer = self._opened_buffer()
-        try:
-            return process.map_tensors(buffer, slots, header)
-        except OSError as error:
-            size = sum(s.nbytes for s in slots.values())
-            raise CheckpointError(f"no memory to copy a state of {size:,} bytes for the writer: {error}") from error
-
     def _ask(self, operation: str, step: int, **fields: Any) -> None:
         """A request whose answer is waited for."""
-        self._request(operation, step, **fields)
-        answer = self._answer()
-        if answer.error:
-            kind = DamagedCheckpointError if answer.damaged else CheckpointError
-            raise kind(f"{self.directory / str(step)}: {answer.error}")
-
-    def _request(self, operation: str, step: int, **fields: Any) -> None:
-        assert self._open is None
-        if self._writer is not None and not self._writer.running():
-            self._stop_writer()
-        if self._writer is None:
-            buffer = self._opened_buffer()
-            try:
-                self._writer = process.WriterProcess(self.directory, buffer, keep=self._keep, inherited=self._lock)
-            except OSError as error:
-                raise CheckpointError(f"the checkpoint writer cannot be started: {error}") from error
-        self._open = (operation, step)
-        self._writer.request(op=operation, step=step, **fields)
-
-    def _answer(self) -> process.Answer:
-        assert self._writer is not None
-        answer = self._writer.answer()
-        self._open = None
-        return answer
+        try:
+            self._session.ask(operation, step=step, **fields)
+        except CheckpointError as error:
+            raise type(error)(f"{self.directory / str(step)}: {error}") from None
 
     def _set_aside(self, step: int) -> str:
-        if not self._keep:
+        if not self._together.first or not self._token:
             return ""
         names = (f"{step}.damaged{n or ''}" for n in range(1000))
         name = next(n for n in names if not (self.directory / n).exists())
         os.rename(self.directory / str(step), self.directory / name)
         return f"; set aside as {name}"
-
-    def _stop_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.stop()
-            self._writer = None
-
-
-def _lock(directory: Path) -> int:
-    """A descriptor that holds the directory's lock as long as this process or its writer has it open."""
-    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + _LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:  # perhaps the writer of a run that was killed, at its last save
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise CheckpointError(f"{directory}: another process is writing checkpoints here") from None
-            time.sleep(0.1)
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                return descriptor  # a file system without locks; the lock only guards against a second run by mistake
-            os.close(descriptor)
-            raise

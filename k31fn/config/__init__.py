@@ -8,6 +8,19 @@ any code: what a run writes down is what a later one reads. ``override`` applies
 from k31fn.config.codec import from_dict, to_dict
 from k31fn.config.files import load, load_recipe
 from k31fn.config.overrides import override
+from k31fn.config.phase import Phase, Span, spans
 from k31fn.config.recipe import Optimizer, Pipeline, Recipe
 
-__all__ = ["Optimizer", "Pipeline", "Recipe", "from_dict", "load", "load_recipe", "override", "to_dict"]
+__all__ = [
+    "Optimizer",
+    "Phase",
+    "Pipeline",
+    "Recipe",
+    "Span",
+    "from_dict",
+    "load",
+    "load_recipe",
+    "override",
+    "spans",
+    "to_dict",
+]

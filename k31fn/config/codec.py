@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 
-__all__ = ["from_dict", "name_of", "to_dict"]
+__all__ = ["classes", "from_dict", "name_of", "to_dict"]
 
 _T = TypeVar("_T")
 _KIND = "kind"
@@ -57,16 +57,16 @@ def _kind(cls: type) -> str:
     return _module(cls) if cls.__qualname__ == "Config" else cls.__qualname__
 
 
-def _classes(kind: Any) -> dict[str, type]:
+def classes(kind: Any) -> dict[str, type]:
     """Config classes of a union by kind; empty where the field's class needs no tag."""
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
-    classes = [m for m in members if dataclasses.is_dataclass(m) and isinstance(m, type)]
-    return {_kind(c): c for c in classes} if len(classes) > 1 else {}
+    found = [m for m in members if dataclasses.is_dataclass(m) and isinstance(m, type)]
+    return {_kind(c): c for c in found} if len(found) > 1 else {}
 
 
 def _encode(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        tagged = _classes(kind)
+        tagged = classes(kind)
         assert not tagged or _KIND not in _fields(type(value)), f"{name_of(type(value))}.{_KIND} collides with the tag"
         return {_KIND: _kind(type(value)), **to_dict(value)} if tagged else to_dict(value)
     if isinstance(value, tuple):
@@ -123,7 +123,7 @@ def _decode_dataclass(cls: type[_T], data: Any, at: str) -> _T:
 
 def _decode_union(kind: Any, value: Any, at: str) -> Any:
     """By the tag where several classes are possible, else the member that fits the value's type."""
-    tagged, members = _classes(kind), get_args(kind)
+    tagged, members = classes(kind), get_args(kind)
     if tagged and isinstance(value, dict):
         if value.get(_KIND) not in tagged:
             raise ValueError(f"{_join(at, _KIND)}={value.get(_KIND)!r} must be one of {sorted(tagged)}")

@@ -8,6 +8,8 @@ import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
+from k31fn.config import codec
+
 __all__ = ["override"]
 
 _T = TypeVar("_T")
@@ -16,8 +18,9 @@ _T = TypeVar("_T")
 def override(config: _T, args: Sequence[str], *, prog: str, description: str = "") -> _T:
     """``config`` with fields replaced: ``--steps 30 --optimizer.peak-lr 1e-3 --model.moe.num-experts 16``.
 
-    Where a field allows several classes (attention, residual), the config's own class stays and its fields can be set;
-    a part that is absent (the vision of a model of text) stays so.
+    Where a field allows several classes (attention, residual), the config's own class stays and its fields can be set,
+    or another is chosen by its name as in the config's JSON, with all its default values: ``--model.residual mhc``.
+    A part that is absent (the vision of a model of text) stays so.
     A field declared with ``field(metadata={"flat": True})`` adds its own fields without its name before them.
     ``--help`` in ``args`` prints every field with its value and exits. An unknown or mistyped field prints what is
     wrong and the nearest names, and exits with status 2.
@@ -33,8 +36,62 @@ def override(config: _T, args: Sequence[str], *, prog: str, description: str = "
     def flat(kind: type) -> Any:
         return Annotated[kind, tyro.conf.arg(name="")]
 
+    config, args = _choose(config, args)
+    if not args:
+        return config
     plain = _plain(config, flat)
     return _like(config, tyro.cli(type(plain), default=plain, args=list(args), prog=prog, description=description))
+
+
+def _choose(config: _T, args: Sequence[str]) -> tuple[_T, list[str]]:
+    """The config with the classes that arguments name, and the other arguments."""
+    rest = list(args)
+    for argument in args:
+        name, _, value = argument.partition("=")
+        path = name.removeprefix("--").replace("-", "_").split(".")
+        kinds = _kinds_at(config, path) if name.startswith("--") else {}
+        if not kinds:
+            continue
+        at = rest.index(argument)
+        given = [value] if value else rest[at + 1 : at + 2]
+        if not given or given[0] not in kinds:
+            raise ValueError(f"{name}: {''.join(given)!r} must be one of {', '.join(sorted(kinds))}")
+        try:
+            chosen = kinds[given[0]]()
+        except TypeError as e:
+            raise ValueError(f"{name} {given[0]}: {e}; it has no defaults, so write a config that sets it") from e
+        config = _with(config, path, chosen)
+        del rest[at : at + 1 + (not value)]
+    return config, rest
+
+
+def _kinds_at(config: Any, path: Sequence[str]) -> dict[str, type]:
+    """The classes that a field allows, by name, if there are several and it is not absent."""
+    hint = None
+    for part in _full(config, path):
+        if part not in _names(config):
+            return {}
+        hint, config = typing.get_type_hints(type(config))[part], getattr(config, part)
+    return codec.classes(hint) if dataclasses.is_dataclass(config) else {}
+
+
+def _with(config: Any, path: Sequence[str], value: Any) -> Any:
+    """The config with the field at ``path`` replaced."""
+    first, *rest = _full(config, path)
+    return dataclasses.replace(config, **{first: _with(getattr(config, first), rest, value) if rest else value})
+
+
+def _full(config: Any, path: Sequence[str]) -> list[str]:
+    """The path of a field, which may be one of a field that adds its own without its name."""
+    if path[0] not in _names(config):
+        for f in dataclasses.fields(config):
+            if f.metadata.get("flat") and path[0] in _names(getattr(config, f.name)):
+                return [f.name, *path]
+    return list(path)
+
+
+def _names(config: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
 
 
 def _plain(config: Any, flat: Any) -> Any:

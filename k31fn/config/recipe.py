@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
 
-from k31fn import data, model
+from k31fn import data, lora, model, trackers
 from k31fn.config.fits import check_mesh
+from k31fn.config.phase import Phase, spans
 from k31fn.layers import dsa
 from k31fn.parallel import Mesh
 from k31fn.parallel.pipeline import ScheduleKind
-from k31fn.precision import Precision
+from k31fn.precision import Precision, Products
 
 __all__ = ["Optimizer", "Pipeline", "Recipe"]
 
 _Kind = Literal["adamw", "muon"]
 _Compute = Literal["float32", "bfloat16", "float64"]
 _Trainable = Literal["all", "indexer"]
+_Schedule = Literal["cosine", "wsd"]
+_NsDtype = Literal["auto", "float32", "bfloat16"]
+_StateDtype = Literal["float32", "bfloat16"]
+_Norm = Literal["2", "inf"]
 
 _COUNTS = (
     "steps",
@@ -40,13 +45,22 @@ class Optimizer:
     Attributes:
         kind: ``muon`` on matrices with AdamW on the rest, or AdamW on everything.
         peak_lr: learning rate after the warm-up.
-        warmup_steps: steps of linear warm-up (the whole run, if that is shorter); then half a cosine.
+        warmup_steps: steps of linear warm-up (the whole run, if that is shorter).
+        schedule: after it: ``cosine``, half of one; ``wsd``, the peak, and a straight line down at the end.
+        decay_fraction: of the run's steps that the line of ``wsd`` takes.
         final_fraction: of the peak, at the last step.
         weight_decay: decoupled; not on norms, biases and the like.
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
         eps: AdamW's epsilon.
         max_norm: gradients are clipped to this global norm; inf does not clip.
+        norm: which norm: ``2``, or ``inf``, the largest magnitude.
+        ns_dtype: of Muon's Newton-Schulz; ``auto`` is bfloat16, float32 on the CPU.
+        state_dtype: of momentum and moments between steps.
+        offload: keep them in the host's memory.
+        qk_clip: largest attention logit of Gated MLA and DSA; heads above it have their query and key weights scaled
+            down after the step. 100 in Kimi K2. 0: they grow as they like.
+        spike: a step whose loss or gradient norm is so many deviations above its running median is skipped. 0: none is.
     """
 
     kind: _Kind = "muon"
@@ -58,21 +72,37 @@ class Optimizer:
     beta2: float = 0.95
     eps: float = 1e-8
     max_norm: float = 1.0
+    schedule: _Schedule = "cosine"
+    decay_fraction: float = 0.2
+    norm: _Norm = "2"
+    ns_dtype: _NsDtype = "auto"
+    state_dtype: _StateDtype = "float32"
+    offload: bool = False
+    qk_clip: float = 0.0
+    spike: float = 0.0
 
     def __post_init__(self) -> None:
-        _one_of("optimizer.kind", self.kind, _Kind)
+        for name, allowed in (
+            ("kind", _Kind),
+            ("schedule", _Schedule),
+            ("norm", _Norm),
+            ("ns_dtype", _NsDtype),
+            ("state_dtype", _StateDtype),
+        ):
+            _one_of(f"optimizer.{name}", getattr(self, name), allowed)
         for name in ("peak_lr", "eps", "max_norm"):
             value = getattr(self, name)
             if not value > 0 or (name != "max_norm" and value == math.inf):
                 raise ValueError(f"optimizer.{name}={value} must be positive")
-        for name in ("warmup_steps", "weight_decay"):
+        for name in ("warmup_steps", "weight_decay", "qk_clip", "spike"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be in [0, 1)")
-        if not 0 <= self.final_fraction <= 1:
-            raise ValueError(f"optimizer.final_fraction={self.final_fraction} must be in [0, 1]")
+        for name in ("final_fraction", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -110,14 +140,25 @@ class Recipe:
         length: tokens of a row.
         micro_batches: pieces that a step is computed in; changes memory, not the numbers.
         seed: of initial values and of the order of the data.
-        compute: dtype of activations and products; parameters and optimiser state stay float32 at least.
-        remat: "layer" keeps only each layer's input for the backward.
+        compute: dtype of activations and products.
+        master: dtype of parameters between steps; "bfloat16" rounds them stochastically after each, without a copy.
+        products: of linear layers in FP8, with scales by row or by blocks, where ``compute`` is bfloat16; held-out text
+            is scored with exact ones.
+        remat: what the backward computes again: "layer": all but each layer's input; "intra_layer": what joins the
+            sublayers, which are kept; "cross_layer": also the inputs of all but every eighth layer.
         trainable: "indexer" freezes all but the lightning indexers (their dense warm-up).
+        trackers: services that get the metrics too, "wandb" and "trackio"; changes no number of the run.
+        lora: trains low-rank adapters of a model, and nothing else; ``()``: none.
+        phases: parts of the run with other rows or other trained parameters, one after the other; ``()``: none.
+        init: a run or a checkpoint of it whose parameters the run starts from; "": drawn from the seed.
         eval_every: steps between evaluations during the run.
         eval_bytes: held-out bytes scored then.
         heldout_bytes: held-out bytes scored at the end.
         checkpoint_every: steps between checkpoints.
-        keep: checkpoints that are kept.
+        keep: newest checkpoints that are kept.
+        keep_every: steps whose multiples are kept as well; 0: none.
+        keep_best: checkpoints of the lowest held-out losses that are kept as well. A checkpoint has one if its step is
+            also one of ``eval_every``.
         mesh: the ranks and what each view of them splits; a run may go on on another one.
         pipeline: how stages of layers work together; may change like the mesh.
     """
@@ -132,24 +173,36 @@ class Recipe:
     micro_batches: int = 1
     seed: int = 0
     compute: _Compute = "float32"
+    products: Products = "exact"
+    master: _StateDtype = "float32"
     remat: model.Remat = "none"
     trainable: _Trainable = "all"
+    lora: lora.Config | tuple[()] = ()
+    trackers: tuple[trackers.Name, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    init: str = ""
     eval_every: int = 100
     eval_bytes: int = 20_000
     heldout_bytes: int = 200_000
     checkpoint_every: int = 200
     keep: int = 2
+    keep_every: int = 0
+    keep_best: int = 0
     mesh: Mesh = field(default_factory=Mesh)
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
         if not self.name or not all(c.isalnum() or c in "-_." for c in self.name) or self.name.startswith("."):
             raise ValueError(f"name={self.name!r} must be a folder name of letters, digits, '-', '_' and '.'")
-        for name, allowed in (("compute", _Compute), ("remat", model.Remat), ("trainable", _Trainable)):
+        kinds = {"compute": _Compute, "remat": model.Remat, "trainable": _Trainable, "master": _StateDtype}
+        for name, allowed in kinds.items():
             _one_of(name, getattr(self, name), allowed)
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0; 0 keeps none")
         if self.length < 2:
             raise ValueError(f"length={self.length} must be at least 2: a row of one token predicts nothing")
         if not 0 <= self.seed < 1 << 64:
@@ -175,6 +228,64 @@ class Recipe:
             patches=self.patches,
             num_chunks=self.pipeline.num_chunks,
         )
+        self._check_phases()
+        self._check_adapters()
+        _ = self.precision  # checks itself
+
+    def phase_of(self, step: int) -> int:
+        """The number of the phase that a step is in; that of the last one from the end of the run on."""
+        found = [number for number, span in enumerate(spans(self.phases, self.steps)) if span.start <= step]
+        return found[-1] if found else 0
+
+    def at(self, step: int) -> Recipe:
+        """What holds at a step: the recipe with the fields of its phase."""
+        return self._with(self.phases[self.phase_of(step)]) if self.phases else self
+
+    def _with(self, phase: Phase) -> Recipe:
+        changes = {n: v for n in ("length", "batch_size", "micro_batches", "trainable") if (v := getattr(phase, n))}
+        if phase.attention:
+            if not isinstance(self.model.full_attention, dsa.Config):
+                raise ValueError(
+                    f"attention={phase.attention!r}: model.full_attention has no indexer; make it a dsa.Config"
+                )
+            full = replace(self.model.full_attention, stage=phase.attention)
+            changes["model"] = replace(self.model, full_attention=full)
+        if changes.get("trainable", self.trainable) != self.trainable != "all":
+            raise ValueError(
+                f"trainable={phase.trainable!r} in a run with trainable={self.trainable!r}: a phase can only freeze "
+                "more; set trainable='all' for the run"
+            )
+        return replace(self, phases=(), **changes)
+
+    def _check_adapters(self) -> None:
+        if not self.lora:
+            return
+        if any(part.trainable not in ("", "all") for part in (self, *self.phases)):
+            raise ValueError("lora: adapters are all that is trained; set trainable='all', in phases too")
+        if self.init:
+            raise ValueError(f"init={self.init!r} with lora: the model that is adapted is lora.base; set init=''")
+        if self.optimizer.qk_clip:
+            raise ValueError(
+                f"optimizer.qk_clip={self.optimizer.qk_clip} with lora: it scales weights that are frozen; set it to 0"
+            )
+
+    def _check_phases(self) -> None:
+        spans(self.phases, self.steps)
+        for number, phase in enumerate(self.phases):
+            try:
+                self._with(phase)
+            except ValueError as error:
+                raise ValueError(f"phases[{number}]: {error}") from error
+
+    @property
+    def trains_trunk(self) -> bool:
+        """Whether the trunk is trained, to which the routers' biases belong."""
+        return self.trainable == "all" and not self.lora
+
+    @property
+    def clips_logits(self) -> bool:
+        """Whether weights of the attention are scaled when its logits are too large; frozen ones are not."""
+        return bool(self.optimizer.qk_clip) and self.trains_trunk
 
     @property
     def patches(self) -> int:
@@ -183,10 +294,11 @@ class Recipe:
 
     @property
     def precision(self) -> Precision:
-        """Parameters and gradient sums in float32, or float64 in a float64 run."""
+        """Gradient sums in float32, or float64 in a float64 run; so are parameters, unless ``master`` is bfloat16."""
         compute = getattr(torch, self.compute)
         wide = torch.promote_types(compute, torch.float32)
-        return Precision(param=wide, compute=compute, reduce=wide)
+        param = torch.bfloat16 if self.master == "bfloat16" else wide
+        return Precision(param=param, compute=compute, reduce=wide, products=self.products)
 
 
 def _one_of(name: str, value: str, allowed: object) -> None:

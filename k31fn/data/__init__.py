@@ -6,15 +6,16 @@ the rows of a step as a pure function of (seed, step, rank), ``heldout`` the fix
 
 Anything else is prepared first: ``python -m k31fn.data prepare SOURCE FOLDER`` writes stores that are mapped into
 memory. ``open_prepared(Prepared(...), ...)`` gives a ``Mixture`` to train on, with a ``batch_at(step)`` like that of a
-``Dataset``, and rows to score.
+``Dataset``, and ``open_heldout`` rows to score. A ``Curriculum`` is several of either, of one length of rows each.
 """
 
+from k31fn.data.curriculum import Curriculum, Rows
 from k31fn.data.heldout import HeldOut, heldout, heldout_rows, trained_on
 from k31fn.data.image_packing import PackedDataset, Shape
 from k31fn.data.mixture import Mixture
 from k31fn.data.ngram import NGram
 from k31fn.data.packing import Corpus, Dataset, Example, pieces
-from k31fn.data.prepared import Prepared, open_prepared
+from k31fn.data.prepared import Prepared, open_heldout, open_prepared
 from k31fn.data.sources import Document, read, stdlib
 from k31fn.data.splits import Config, Splits, load
 from k31fn.data.store import Store, open_store
@@ -25,6 +26,7 @@ __all__ = [
     "ByteTokenizer",
     "Config",
     "Corpus",
+    "Curriculum",
     "Dataset",
     "Document",
     "Example",
@@ -33,6 +35,7 @@ __all__ = [
     "NGram",
     "PackedDataset",
     "Prepared",
+    "Rows",
     "Shape",
     "Splits",
     "Store",
@@ -40,6 +43,7 @@ __all__ = [
     "heldout",
     "heldout_rows",
     "load",
+    "open_heldout",
     "open_prepared",
     "open_store",
     "open_tokenizer",

@@ -26,6 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--end", default="", help="name of the token that ends a document")
     command.add_argument("--text", default="text", help="field that holds the text")
     command.add_argument("--images", default="", help="field that holds the images; none if left out")
+    what = "field that holds messages (messages if left out): the records are conversations, learnt are the answers"
+    command.add_argument("--chat", nargs="?", const="messages", default="", help=what)
+    command.add_argument("--max-length", type=int, default=0, help="tokens of a conversation; cut between messages")
     command.add_argument("--heldout", type=float, default=0.05, help="fraction of documents to hold out")
     command.add_argument("--max-patches", type=int, default=default.max_patches, help="of one image")
     command.add_argument("--max-side", type=int, default=default.max_side, help="patches along a side")
@@ -38,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         given.end,
         given.text,
         given.images,
+        given.chat,
+        given.max_length,
         heldout_fraction=given.heldout,
         image=images.Config(max_patches=given.max_patches, max_side=given.max_side, on_bad=given.on_bad),
     )
@@ -50,7 +55,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     skipped = ", ".join(f"{n} {reason}" for reason, n in result.skipped.items()) or "none"
     print("{documents:,} documents, {tokens:,} tokens, {images:,} images".format_map(result.counts), end="")
-    print(f" in {given.folder}; documents left out for their images: {skipped}")
+    print(f" in {given.folder}; documents left out: {skipped}")
+    if given.chat:
+        print(
+            "learnt: {learnt:,} tokens; {shortened:,} conversations shortened, {dropped:,} messages dropped".format_map(
+                result.counts
+            )
+        )
     return 0
 
 

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from k31fn import tree
+from k31fn.data.curriculum import Curriculum, Rows
 from k31fn.data.image_packing import PackedDataset, collate
 from k31fn.data.packing import Corpus, Dataset, Example, pieces
-from k31fn.data.tokenizer import Tokenizer
+from k31fn.data.tokenizer import CHAT_NAMES, Tokenizer
+from k31fn.typing import Tensor
 
 __all__ = ["HeldOut", "heldout", "heldout_rows", "trained_on"]
 
@@ -24,7 +26,8 @@ class HeldOut:
     """Rows to score a model on: nats per byte is the sum of its token losses divided by ``num_bytes``.
 
     Attributes:
-        rows: as in training, but tokens that are no bytes are not scored either (label -100).
+        rows: as in training, but tokens that are no bytes are not scored either (label -100), nor the names of the
+            elements of a conversation.
         num_bytes: bytes of the tokens that are scored, that is, all but the first token of each piece.
         pieces: the bytes of each piece of a document in the rows, for a model of another kind; none of prepared data.
     """
@@ -67,11 +70,10 @@ def _first(chunks: Iterable[Example], tokenizer: Tokenizer, num_bytes: int) -> t
     """The first rows in which so many bytes are scored, and how many there are."""
     if num_bytes < 1:
         raise ValueError(f"num_bytes={num_bytes} must be at least 1")
-    special = torch.tensor([tokenizer.end_token, *tokenizer.special_tokens.values()])
     kept: list[Example] = []
     total = 0
     for chunk in chunks:
-        labels = chunk.labels.masked_fill(torch.isin(chunk.labels, special), -100)
+        labels = _bytes_only(chunk, tokenizer)
         bytes_upto = total + np.cumsum([len(tokenizer.decode_bytes(row)) for row in labels])
         enough = int(np.searchsorted(bytes_upto, num_bytes)) + 1
         kept.append(tree.map(lambda x, n=enough: x[:n], dataclasses.replace(chunk, labels=labels)))
@@ -83,13 +85,33 @@ def _first(chunks: Iterable[Example], tokenizer: Tokenizer, num_bytes: int) -> t
     return tree.map(lambda *parts: torch.cat(parts), *kept), total
 
 
-def trained_on(dataset: Dataset, num_steps: int, tokenizer: Tokenizer) -> Iterator[bytes]:
-    """The pieces of documents in the batches of steps 0 to num_steps - 1, each byte of the corpus at most once.
+def _bytes_only(rows: Example, tokenizer: Tokenizer) -> Tensor:
+    """The labels that are text: no special tokens, and of conversations no names of elements, which say nothing."""
+    names = tokenizer.special_tokens
+    special = torch.tensor([tokenizer.end_token, *names.values()])
+    labels = rows.labels.masked_fill(torch.isin(rows.labels, special), -100)
+    if not {*CHAT_NAMES} <= names.keys():
+        return labels
+    places = torch.arange(rows.tokens.shape[1]).where(torch.isin(rows.tokens, special), 0)
+    last = rows.tokens.gather(1, places.cummax(1).values)  # a name stands behind what opens or closes
+    return labels.masked_fill(torch.isin(last, torch.tensor([names[name] for name in CHAT_NAMES[:2]])), -100)
 
-    After a whole epoch that is the whole corpus.
+
+def trained_on(dataset: Rows, num_steps: int, tokenizer: Tokenizer) -> Iterator[bytes]:
+    """The pieces of documents in the batches of steps 0 to num_steps - 1.
+
+    Each byte of the corpus is in them at most once for each length of rows; after an epoch that is the whole corpus.
+    The dataset is of text: of prepared data the documents are not known as bytes.
     """
-    for chunk in _chunks(dataset, min(num_steps * dataset.batch_size, dataset.num_rows)):
-        yield from pieces(chunk, tokenizer)
+    parts = dataset.steps_of_parts(num_steps) if isinstance(dataset, Curriculum) else [(dataset, num_steps)]
+    used: dict[int, tuple[Dataset, int]] = {}
+    for part, steps in parts:
+        assert isinstance(part, Dataset)
+        rows = part.first_row + steps * part.batch_size
+        used[part.length] = part, max(rows, used.get(part.length, (part, 0))[1])
+    for part, rows in used.values():
+        for chunk in _chunks(part, min(rows, part.num_rows)):
+            yield from pieces(chunk, tokenizer)
 
 
 def _chunks(dataset: Dataset, num_rows: int) -> Iterator[Example]:

@@ -6,7 +6,7 @@ being filled, or opens the next one. A document that is longer than a row is cut
 a row is made of pieces; which ones does not depend on the epoch, only the order of the rows does.
 
 In a row every piece is a document of the row's segments. Labels at its last token, over placeholders and in padding are
--100.
+-100, and of a conversation (:mod:`k31fn.data.chat`) all that are no part of an answer. Conversations are not cut.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Piece(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a row holds: the tokens of each piece, and grid and patches of each image, in order."""
+    """What a row holds: the tokens of each piece, which of them are learnt, and grid and patches of each image."""
 
     pieces: list[np.ndarray]
+    learnt: list[np.ndarray]
     grids: list[Grid]
     patches: list[np.ndarray]
 
@@ -98,10 +99,12 @@ class PackedDataset:
         epoch, inside = divmod(number, self.num_rows)
         _, keys = draw(self.seed, epoch, self.num_rows)
         place = int(permute(np.array([inside]), self.num_rows, keys)[0])
-        row = Row([], [], [])
+        row = Row([], [], [], [])
         for piece in self._rows[place]:
             document = self.store.read(piece.document)
             row.pieces.append(document.tokens[piece.start : piece.stop])
+            whole = document.learnt if self.store.answers else np.ones(len(document.tokens), np.bool_)
+            row.learnt.append(np.asarray(whole[piece.start : piece.stop]))
             for grid, (start, stop), patches in zip(document.grids, document.spans, document.patches, strict=True):
                 if piece.start <= start and stop <= piece.stop:
                     row.grids.append(grid)
@@ -131,6 +134,12 @@ class PackedDataset:
         sizes = grids.prod(1, dtype=np.int64)
         self._check(document, spans, sizes)
         length, start, image = int(self.store.lengths[document]), 0, 0
+        if self.store.answers and (length > self.shape.length or sizes.sum() > self.shape.patches):
+            raise ValueError(
+                f"document {document} is a conversation of {length} tokens and {sizes.sum()} patches, which is not "
+                f"cut; a row has data.length={self.shape.length}, data.patches={self.shape.patches}: prepare the data "
+                f"with --max-length {self.shape.length}, or make rows longer"
+            )
         while start < length:
             stop, last, used = min(start + self.shape.length, length), image, 0
             while last < len(spans) and spans[last, 0] < stop:
@@ -154,13 +163,14 @@ class PackedDataset:
 
 def collate(rows: Sequence[Row], shape: Shape, store: Store) -> Example:
     """A batch of rows, on the CPU; ``store`` is one of those they are from, for its tokens and sizes."""
-    tokens = np.zeros((len(rows), shape.length), np.int64)
-    for line, row in zip(tokens, rows, strict=True):
+    tokens, learnt = np.zeros((len(rows), shape.length), np.int64), np.zeros((len(rows), shape.length), np.bool_)
+    for line, marks, row in zip(tokens, learnt, rows, strict=True):
         whole = np.concatenate(row.pieces)
-        line[: len(whole)] = whole
+        line[: len(whole)], marks[: len(whole)] = whole, np.concatenate(row.learnt)
     packing = segments.from_lengths([[len(piece) for piece in row.pieces] for row in rows], shape.length)
     inputs = torch.from_numpy(tokens)
     labels = segments.next_token_labels(inputs, packing)
+    labels = labels.masked_fill(~torch.from_numpy(learnt).roll(-1, dims=1), IGNORED)
     if store.media_token >= 0:
         labels = labels.masked_fill(labels == store.media_token, IGNORED)
     return Example(inputs, labels, packing, _images(rows, inputs, shape, store) if shape.patches else ())

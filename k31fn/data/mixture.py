@@ -32,6 +32,7 @@ class Mixture:
         weights: share of the rows of each; they are divided by their sum.
         batch_size: rows of a step, over all ranks and micro-batches.
         seed: of the order of sources.
+        first_row: number of the first row of step 0.
 
     Raises:
         ValueError: no source, a weight that is not positive, or sources that differ in shape, tokens or patches.
@@ -41,6 +42,7 @@ class Mixture:
     weights: Sequence[float]
     batch_size: int
     seed: int = 0
+    first_row: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -87,7 +89,7 @@ class Mixture:
                 f"step={step} must be at least 0, rank={rank} in [0, {num_ranks}) and micro={micro} in [0, {num_micro})"
             )
         size = self.batch_size // (num_ranks * num_micro)
-        first = step * self.batch_size + (rank * num_micro + micro) * size
+        first = self.first_row + step * self.batch_size + (rank * num_micro + micro) * size
         found = [self.find(number) for number in range(first, first + size)]
         rows = [self.sources[source].row(number) for source, number in found]
         return collate(rows, self.sources[0].shape, self.sources[0].store)

@@ -98,6 +98,7 @@ class Dataset:
         batch_size: rows of a step, over all ranks and micro-batches.
         length: tokens of a row.
         seed: of the cuts and the order.
+        first_row: number of the first row of step 0.
 
     Raises:
         ValueError: a size or seed out of range.
@@ -107,6 +108,7 @@ class Dataset:
     batch_size: int
     length: int
     seed: int = 0
+    first_row: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -146,7 +148,7 @@ class Dataset:
                 f"step={step} must be at least 0, rank={rank} in [0, {num_ranks}) and micro={micro} in [0, {num_micro})"
             )
         size = self.batch_size // (num_ranks * num_micro)
-        first = step * self.batch_size + (rank * num_micro + micro) * size
+        first = self.first_row + step * self.batch_size + (rank * num_micro + micro) * size
         return self.rows(np.arange(first, first + size))
 
     def rows(self, numbers: np.ndarray) -> Example:

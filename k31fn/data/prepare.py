@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k31fn.data import media, store
+from k31fn.data import chat, media, store
 from k31fn.data.images import Config as ImageConfig
 from k31fn.data.images import Image, ImageError, decode
-from k31fn.data.records import Record, Unit, read_unit, units
+from k31fn.data.records import Record, Unit, position, read_unit, units
 from k31fn.data.tokenizer import Tokenizer
 from k31fn.data.tokenizer_files import open_tokenizer
 
@@ -47,6 +47,10 @@ class Config:
         end: the name of the token that ends a document; "": the tokenizer's own.
         text: the field of records that holds the text.
         images: the field that holds the images; "": none.
+        chat: the field that holds messages, in place of ``text``: records are conversations, of which only answers are
+            learnt (:mod:`k31fn.data.chat`); "": they are text.
+        max_length: most tokens of a conversation; a longer one keeps the messages up to the last answer that fits, and
+            is left out if none does. 0: any.
         suffixes: files of a folder that are read.
         heldout_fraction: of the documents, about.
         image: limits and what happens to a bad image.
@@ -57,6 +61,8 @@ class Config:
     end: str = ""
     text: str = "text"
     images: str = ""
+    chat: str = ""
+    max_length: int = 0
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
     heldout_fraction: float = 0.05
     image: ImageConfig = field(default_factory=ImageConfig)
@@ -64,6 +70,8 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 <= self.heldout_fraction < 1:
             raise ValueError(f"heldout_fraction={self.heldout_fraction} must be in [0, 1), such as 0.05")
+        if self.max_length < 0 or (self.max_length and not self.chat):
+            raise ValueError(f"max_length={self.max_length} must be at least 0, and is for conversations (chat) only")
 
 
 class Progress(NamedTuple):
@@ -75,7 +83,11 @@ class Progress(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the stores hold, and how many documents were left out, by the fault of their image."""
+    """What the stores hold, and how many documents were left out, by the fault of their image or as too long.
+
+    Of conversations ``counts`` also has those ``shortened``, the messages ``dropped`` of them and of those left out,
+    and the tokens ``learnt``.
+    """
 
     counts: Counter[str]
     skipped: Counter[str]
@@ -104,6 +116,8 @@ def prepare(
     tokenizer = open_tokenizer(cfg.tokenizer, end=cfg.end)
     if cfg.images:
         media.media_tokens(tokenizer)  # or a clear error before any work
+    if cfg.chat:
+        chat.check_tokenizer(tokenizer)
     _keep_plan(root, cfg, found)
     names = [f"shard-{i:06}" for i in range(len(found))]
     counts: Counter[str] = Counter()
@@ -151,14 +165,18 @@ def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts: Counter[str] = Counter()
     options: dict[str, Any] = {"token_dtype": dtype, "patch_width": 3 * cfg.image.patch_size**2}
+    options["answers"] = bool(cfg.chat)
     with store.write_shards(root / name, SPLITS, **options) as (folder, shards):
-        for record in read_unit(unit, text=cfg.text, images=cfg.images):
+        for record in read_unit(unit, text=cfg.text, images=cfg.images, chat=cfg.chat):
             try:
-                document = _document(record, cfg, tokenizer)
+                document = _document(record, cfg, tokenizer, counts, unit)
             except ImageError as e:
                 if cfg.image.on_bad == "refuse":
                     raise
                 counts[f"skipped_{e.reason}"] += 1
+                continue
+            if not len(document.tokens):
+                counts["skipped_length"] += 1
                 continue
             shards[SPLITS[_place(record) < cfg.heldout_fraction]].add(document)
         for split, shard in shards.items():
@@ -168,12 +186,16 @@ def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
         _write_json(folder / _DONE, counts)
 
 
-def _document(record: Record, cfg: Config, tokenizer: Tokenizer) -> store.Document:
+def _document(record: Record, cfg: Config, tokenizer: Tokenizer, counts: Counter[str], unit: Unit) -> store.Document:
+    """A record's tokens and patches; without tokens if it is a conversation that is too long."""
     pictures: list[Image] = []
     for number, data in enumerate(record.images):
         if isinstance(data, ImageError):
             raise data
         pictures.append(decode(data, f"{record.name}, number {number}", cfg.image))
+    if cfg.chat:
+        name = position(unit, record.name.removeprefix(unit.name))
+        return _conversation(record, pictures, cfg, tokenizer, counts, name)
     if pictures:
         text = record.text.decode("utf-8", errors="replace")
         tokens = media.encode(text, pictures, tokenizer, record.name)
@@ -182,6 +204,21 @@ def _document(record: Record, cfg: Config, tokenizer: Tokenizer) -> store.Docume
         tokens, spans = tokenizer.encode(record.text).astype(np.int64), np.zeros((0, 2), np.int64)
     tokens = np.append(tokens, tokenizer.end_token)
     return store.Document(tokens, [p.grid for p in pictures], spans, [p.patches for p in pictures])
+
+
+def _conversation(
+    record: Record, pictures: list[Image], cfg: Config, tokenizer: Tokenizer, counts: Counter[str], name: str
+) -> store.Document:
+    whole = chat.encode(record.messages, pictures, tokenizer, name)
+    kept = whole.fitting(cfg.max_length or len(whole.tokens))
+    talk, dropped = whole.cut(kept), len(whole.ends) - kept
+    counts.update({"dropped": dropped, "shortened": int(kept > 0 and dropped > 0), "learnt": int(talk.learnt.sum())})
+    spans = np.zeros((0, 2), np.int64)
+    if pictures:
+        spans = media.spans(whole.tokens, [p.num_slots for p in pictures], media.media_tokens(tokenizer))
+        spans = spans[spans[:, 1] <= len(talk.tokens)]
+    seen = pictures[: len(spans)]
+    return store.Document(talk.tokens, [p.grid for p in seen], spans, [p.patches for p in seen], talk.learnt)
 
 
 def _place(record: Record) -> float:
@@ -231,6 +268,7 @@ def _write_index(folder: Path, split: str, names: list[str], cfg: Config, tokeni
         "end_token": tokenizer.end_token,
         "media_token": tokenizer.special_tokens.get("<|media_pad|>", -1),
         "patch_width": 3 * cfg.image.patch_size**2,
+        "answers": bool(cfg.chat),
         "prepared": dataclasses.asdict(cfg),
     }
     _write_json(folder / store.INDEX, index)

@@ -9,7 +9,7 @@ from k31fn.data.mixture import Mixture
 from k31fn.data.store import Store, open_store
 from k31fn.data.tokenizer import Tokenizer
 
-__all__ = ["Prepared", "open_prepared"]
+__all__ = ["Prepared", "open_heldout", "open_prepared"]
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,24 @@ class Prepared:
             raise ValueError(f"data.patches={self.patches} must be a multiple of 4, or 0 for rows without images")
 
 
-def open_prepared(
-    cfg: Prepared, tokenizer: Tokenizer, *, length: int, batch_size: int, seed: int = 0
-) -> tuple[Mixture, list[PackedDataset]]:
-    """The rows to train on, and the held-out ones (:func:`k31fn.data.heldout_rows`), whose order no seed changes.
+def open_prepared(cfg: Prepared, tokenizer: Tokenizer, *, length: int, batch_size: int, seed: int = 0) -> Mixture:
+    """The rows to train on.
 
     Raises:
         ValueError: a store cannot be opened, or was prepared with another tokenizer.
     """
     shape = Shape(length, cfg.patches)
     train = [PackedDataset(_open(folder, tokenizer), shape, seed) for folder in cfg.train]
-    weights = cfg.weights or [float(source.num_rows) for source in train]
-    heldout = [PackedDataset(_open(folder, tokenizer), shape) for folder in cfg.heldout]
-    return Mixture(train, weights, batch_size, seed), heldout
+    return Mixture(train, cfg.weights or [float(source.num_rows) for source in train], batch_size, seed)
+
+
+def open_heldout(cfg: Prepared, tokenizer: Tokenizer, *, length: int) -> list[PackedDataset]:
+    """The held-out rows (:func:`k31fn.data.heldout_rows`), whose order no seed changes.
+
+    Raises:
+        ValueError: as :func:`open_prepared`.
+    """
+    return [PackedDataset(_open(folder, tokenizer), Shape(length, cfg.patches)) for folder in cfg.heldout]
 
 
 def _open(folder: str, tokenizer: Tokenizer) -> Store:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from k31fn.data import sources
 from k31fn.data.images import ImageError
 
-__all__ = ["Record", "Unit", "read_unit", "units"]
+__all__ = ["Record", "Unit", "position", "read_unit", "units"]
 
 UNIT_BYTES = 64 * 2**20  # of text; seconds of work, so that many cores end together and little is lost
 
@@ -47,11 +47,19 @@ class Unit(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A document: its name, its text, and of each image the bytes of its file or why there are none."""
+    """A document.
+
+    Attributes:
+        name: of the record.
+        text: its text; of a conversation its messages as JSON.
+        images: of each the bytes of its file, or why there are none.
+        messages: of a conversation, not looked at.
+    """
 
     name: str
     text: bytes
     images: tuple[bytes | ImageError, ...]
+    messages: Any = ()
 
 
 def units(path: str | Path, suffixes: Sequence[str]) -> list[Unit]:
@@ -79,29 +87,46 @@ def units(path: str | Path, suffixes: Sequence[str]) -> list[Unit]:
     return found
 
 
-def read_unit(unit: Unit, *, text: str, images: str) -> Iterator[Record]:
+def read_unit(unit: Unit, *, text: str, images: str, chat: str = "") -> Iterator[Record]:
     """The records of a unit; ``text`` and ``images`` name their fields, ``images`` "" for none.
+
+    With ``chat``, the name of the field that holds messages, records are conversations and have no text.
 
     Raises:
         ValueError: a record cannot be read; names file and place.
     """
     path = Path(unit.path)
     if unit.kind == "text":
+        if chat:
+            raise ValueError(f"{unit.name} is a text file; conversations are records of .jsonl or .parquet files")
         for name in unit.files:
             if data := (path / name).read_bytes():
                 yield Record(name, data, ())
         return
     rows = {"jsonl": _lines, "parquet": _row_groups, "arrow": _arrow}[unit.kind](
-        unit, [text, *([images] if images else [])]
+        unit, [chat or text, *([images] if images else [])]
     )
     for place, row in rows:
         where = f"{unit.name}{place}"
-        if text not in row:
-            raise ValueError(f"{where}: no field {text!r}; it has {sorted(row)}")
-        data = sources.text_bytes(where, text, row[text])
+        if (chat or text) not in row:
+            raise ValueError(f"{position(unit, place)}: no field {chat or text!r}; it has {sorted(row)}")
+        messages = row[chat] if chat else ()
+        data = _as_json(messages) if chat else sources.text_bytes(where, text, row[text])
         pictures = tuple(_images(where, images, row.get(images), path.parent)) if images else ()
         if data or pictures:
-            yield Record(where, data, pictures)
+            yield Record(where, data, pictures, messages)
+
+
+def _as_json(messages: Any) -> bytes:
+    return json.dumps(messages, sort_keys=True, default=str).encode()
+
+
+def position(unit: Unit, place: str) -> str:
+    """Where a record is, for a person: file and line of ``@byte`` in a ``.jsonl`` file, else file and row."""
+    if not place.startswith("@"):
+        return f"{unit.path}{place}"
+    with open(unit.path, "rb") as file:
+        return f"{unit.path}:{file.read(int(place[1:])).count(10) + 1}"
 
 
 def _is_hidden(name: str) -> bool:
@@ -142,16 +167,16 @@ def _lines(unit: Unit, _: list[str]) -> Rows:
         while at < unit.stop and (line := file.readline()):
             place, at = f"@{at}", at + len(line)
             if line.strip():
-                yield place, _object(f"{unit.name}{place}", line)
+                yield place, _object(unit, place, line)
 
 
-def _object(where: str, line: bytes) -> dict[str, Any]:
+def _object(unit: Unit, place: str, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except ValueError as e:  # of UTF-8 or of JSON
-        raise ValueError(f"{where}: the line at this byte is not UTF-8 JSON: {e}") from e
+        raise ValueError(f"{position(unit, place)}: the line is not UTF-8 JSON: {e}") from e
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: the line at this byte holds a {type(row).__name__}, not an object")
+        raise ValueError(f"{position(unit, place)}: the line holds a {type(row).__name__}, not an object")
     return row
 
 

@@ -4,13 +4,14 @@ A store is a folder with ``index.json`` and shards. A shard is a folder of array
 
 | file | holds |
 |---|---|
-| ``tokens`` | all documents one after the other, each with its end token; uint16 or uint32 |
+| ``tokens`` | all documents one after the other, each with its end token (a conversation with none); uint16 or uint32 |
 | ``offsets`` | int64; document i is ``tokens[offsets[i]:offsets[i + 1]]`` |
 | ``images`` | int64; the images of document i are ``images[i]`` to ``images[i + 1]`` |
 | ``grids`` | ``[images, 3]``: frames, height and width in patches |
 | ``spans`` | ``[images, 2]``: where an image's tokens are in its document |
 | ``patch_offsets`` | int64; the patches of image j |
 | ``patches`` | uint8 ``[N, 3 p p]``, in cell order |
+| ``learnt`` | of conversations only: bool, whether each token is part of an answer; only those are labels |
 
 A shard appears under its name only when it is complete.
 """
@@ -42,32 +43,37 @@ class Document(NamedTuple):
     """A document as it is stored.
 
     Attributes:
-        tokens: its tokens, the end token last.
+        tokens: its tokens, the end token last; of a conversation its messages alone.
         grids: of its images.
         spans: ``[images, 2]``.
         patches: of each image.
+        learnt: whether each token is to be learnt; ``()``: all are.
     """
 
     tokens: np.ndarray
     grids: Sequence[Grid]
     spans: np.ndarray
     patches: Sequence[np.ndarray]
+    learnt: np.ndarray | tuple[()] = ()
 
 
 class Shard:
     """A writer of one shard. Documents are written as they come; nothing is kept but their lengths."""
 
-    def __init__(self, folder: Path, *, token_dtype: np.dtype[Any], patch_width: int):
+    def __init__(self, folder: Path, *, token_dtype: np.dtype[Any], patch_width: int, answers: bool = False):
         self._offsets, self._images, self._patch_offsets = [0], [0], [0]
         self._grids: list[Grid] = []
         self._spans: list[np.ndarray] = []
         self._folder, self._dtype, self._width = folder, token_dtype, patch_width
-        self._files = {name: open(folder / f"{name}.npy", "wb") for name in ("tokens", "patches")}  # noqa: SIM115
+        names = ("tokens", "patches", *(["learnt"] if answers else []))
+        self._files = {name: open(folder / f"{name}.npy", "wb") for name in names}  # noqa: SIM115
         self._write_headers()
 
     def add(self, document: Document) -> None:
         """Appends a document."""
         self._files["tokens"].write(document.tokens.astype(self._dtype).tobytes())
+        if "learnt" in self._files:
+            self._files["learnt"].write(np.asarray(document.learnt, np.bool_).tobytes())
         self._offsets.append(self._offsets[-1] + len(document.tokens))
         for grid, span, patches in zip(document.grids, document.spans, document.patches, strict=True):
             self._files["patches"].write(patches.tobytes())
@@ -91,11 +97,13 @@ class Shard:
         return {"documents": len(self._offsets) - 1, "tokens": self._offsets[-1], "images": len(self._grids)}
 
     def _write_headers(self) -> None:
-        """Of the two large arrays; NumPy leaves room for the first dimension to grow, so their length stays."""
-        shapes = {"tokens": (self._offsets[-1],), "patches": (self._patch_offsets[-1], self._width)}
-        for name, dtype in (("tokens", self._dtype), ("patches", np.dtype(np.uint8))):
-            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shapes[name]}
-            np.lib.format.write_array_header_2_0(self._files[name], header)
+        """Of the large arrays; NumPy leaves room for the first dimension to grow, so their length stays."""
+        count, kinds = self._offsets[-1], {"tokens": self._dtype, "learnt": np.dtype(np.bool_)}
+        for name, file in self._files.items():
+            dtype = kinds.get(name, np.dtype(np.uint8))
+            shape = (self._patch_offsets[-1], self._width) if name == "patches" else (count,)
+            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_2_0(file, header)
 
     def close(self) -> None:
         """Closes the files of a shard that is not finished."""
@@ -105,7 +113,7 @@ class Shard:
 
 @contextlib.contextmanager
 def write_shards(
-    folder: Path, splits: Sequence[str], *, token_dtype: np.dtype[Any], patch_width: int
+    folder: Path, splits: Sequence[str], *, token_dtype: np.dtype[Any], patch_width: int, answers: bool = False
 ) -> Iterator[tuple[Path, dict[str, Shard]]]:
     """One shard per split, in ``folder/split``. They are made in another folder, which is given as well.
 
@@ -117,7 +125,8 @@ def write_shards(
             shards: dict[str, Shard] = {}
             for split in splits:
                 (partial / split).mkdir(parents=True)
-                shards[split] = Shard(partial / split, token_dtype=token_dtype, patch_width=patch_width)
+                options: Any = {"token_dtype": token_dtype, "patch_width": patch_width, "answers": answers}
+                shards[split] = Shard(partial / split, **options)
                 stack.callback(shards[split].close)
             yield partial, shards
         os.replace(partial, folder)
@@ -159,6 +168,11 @@ class Store:
         """Bytes of a patch."""
         return self.index["patch_width"]
 
+    @property
+    def answers(self) -> bool:
+        """Whether documents are conversations, of which only answers are learnt."""
+        return self.index.get("answers", False)
+
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each document."""
@@ -183,7 +197,8 @@ class Store:
         bounds = shard["patch_offsets"][low : high + 1]
         patches = [shard["patches"][a:b] for a, b in itertools.pairwise(bounds)]
         grids = [(int(t), int(h), int(w)) for t, h, w in shard["grids"][low:high]]
-        return Document(shard["tokens"][start:stop], grids, shard["spans"][low:high], patches)
+        learnt = shard["learnt"][start:stop] if self.answers else ()
+        return Document(shard["tokens"][start:stop], grids, shard["spans"][low:high], patches, learnt)
 
 
 def open_store(folder: str | Path) -> Store:
@@ -198,18 +213,20 @@ def open_store(folder: str | Path) -> Store:
     index = json.loads((root / INDEX).read_text(encoding="utf-8"))
     if index.get("version") != VERSION:
         raise ValueError(f"{root / INDEX} is of version {index.get('version')}, not {VERSION}; prepare it again")
-    shards = tuple(_open_shard(root / entry["name"], entry) for entry in index["shards"])
+    names = (*_ARRAYS, "learnt") if index.get("answers") else _ARRAYS
+    shards = tuple(_open_shard(root / entry["name"], entry, names) for entry in index["shards"])
     first = np.cumsum([0, *(entry["documents"] for entry in index["shards"])])
     return Store(shards, index, first)
 
 
-def _open_shard(folder: Path, entry: dict[str, Any]) -> dict[str, np.ndarray]:
+def _open_shard(folder: Path, entry: dict[str, Any], names: Sequence[str]) -> dict[str, np.ndarray]:
     try:
-        arrays = {name: _mapped(folder / f"{name}.npy") for name in _ARRAYS}
+        arrays = {name: _mapped(folder / f"{name}.npy") for name in names}
     except (OSError, ValueError) as e:
         raise ValueError(f"shard {folder} is missing or damaged: {e}") from e
     held = len(arrays["offsets"]) - 1, len(arrays["tokens"]), len(arrays["grids"])
-    if held != (entry["documents"], entry["tokens"], entry["images"]):
+    whole = len(arrays.get("learnt", arrays["tokens"])) == len(arrays["tokens"])
+    if not whole or held != (entry["documents"], entry["tokens"], entry["images"]):
         raise ValueError(f"shard {folder} holds {held} documents, tokens and images, not what {INDEX} says: {entry}")
     return arrays
 

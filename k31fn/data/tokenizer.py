@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-__all__ = ["MEDIA_NAMES", "ByteTokenizer", "Tokenizer"]
+__all__ = ["CHAT_NAMES", "MEDIA_NAMES", "ByteTokenizer", "Tokenizer"]
 
 Tokens = Sequence[int] | np.ndarray | Tensor
 
@@ -49,16 +49,20 @@ class Tokenizer(Protocol):
 MEDIA_NAMES = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
 """Special tokens around an image, the last one in place of each of its features."""
 
+CHAT_NAMES = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+"""Special tokens that give a conversation its structure (:mod:`k31fn.data.chat`)."""
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes, 0 to 255, the end token 256, and if ``media`` four tokens for images, 257 to 260."""
+    """UTF-8 bytes, 0 to 255, the end token 256, and from 257 on four for images if ``media`` and four if ``chat``."""
 
     media: bool = False
+    chat: bool = False
 
     @property
     def vocab_size(self) -> int:
-        """257, or 261 with media tokens."""
+        """257, and four more with media tokens and with those of conversations."""
         return 257 + len(self.special_tokens)
 
     @property
@@ -68,8 +72,9 @@ class ByteTokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The media tokens."""
-        return {name: 257 + i for i, name in enumerate(MEDIA_NAMES)} if self.media else {}
+        """The media tokens, then those of conversations."""
+        names = (*(MEDIA_NAMES if self.media else ()), *(CHAT_NAMES if self.chat else ()))
+        return {name: 257 + i for i, name in enumerate(names)}
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The bytes; of a str its UTF-8, where a lone surrogate becomes ``?``."""

@@ -32,7 +32,8 @@ def open_tokenizer(path: str | Path, *, end: str = "") -> Tokenizer:
     """The tokenizer at ``path``. Nothing is downloaded and no code of a model is run.
 
     Args:
-        path: ``bytes``; ``bytes+media``, with tokens for images; a ranks file such as ``tiktoken.model``; a
+        path: ``bytes``; ``bytes+media``, with tokens for images; ``bytes+chat``, with those of conversations;
+            ``bytes+media+chat``; a ranks file such as ``tiktoken.model``; a
             ``.json`` file of ``tokenizers``; or a folder with one of the two.
         end: the name of the token that ends a document. "": the ``eos_token`` of ``tokenizer_config.json`` beside the
             file, or ``[EOS]``.
@@ -41,8 +42,9 @@ def open_tokenizer(path: str | Path, *, end: str = "") -> Tokenizer:
         ValueError: there is no such file, or it is not what it should be.
         ImportError: the package that reads it is not installed.
     """
-    if str(path) in ("bytes", "bytes+media"):
-        return ByteTokenizer(media=str(path) == "bytes+media")
+    kinds = str(path).split("+")
+    if kinds[0] == "bytes" and kinds[1:] in ([], ["media"], ["chat"], ["media", "chat"]):
+        return ByteTokenizer(media="media" in kinds, chat="chat" in kinds)
     file = _file(Path(path))
     beside = _read(file.parent / _CONFIG) if (file.parent / _CONFIG).is_file() else {}
     end = end or _name(beside.get("eos_token")) or "[EOS]"

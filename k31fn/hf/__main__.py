@@ -2,7 +2,8 @@
 
 * ``verify FOLDER`` compares a checkpoint with its config, without loading it.
 * ``import FOLDER configs/tiny.py`` makes a run that starts from a checkpoint, to sample from or to train on.
-* ``export RUN FOLDER`` writes a run's newest checkpoint.
+* ``export RUN FOLDER`` writes a run's newest checkpoint, ``export RUN/checkpoints/STEP FOLDER`` that one; adapters are
+  merged into the weights that they adapt.
 
 The commands are one process, which holds the whole model; ``hf.load`` and ``hf.export`` work in slices on any mesh.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from k31fn import hf, model, params, sample, trainer
+from k31fn import hf, lora, model, params, sample, trainer
 from k31fn.checkpoint import Checkpointer, CheckpointError
 from k31fn.config import load_recipe
 from k31fn.trainer import folder
@@ -45,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("folder", type=Path, help="of safetensors files and config.json")
     command.add_argument("config", type=Path, help="a recipe; its model becomes the checkpoint's")
     command.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders go")
-    command = commands.add_parser("export", help="write the newest checkpoint of a run")
-    command.add_argument("run", type=Path, help="a run folder, or a folder of runs: the newest of them")
+    command = commands.add_parser("export", help="write a checkpoint of a run")
+    command.add_argument("run", type=Path, help="a run folder, RUN/checkpoints/STEP, or a folder of runs: the newest")
     command.add_argument("folder", type=Path, help="a new one")
     command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     command.add_argument("--quantise", action="store_true", help="routed experts as MXFP4")
@@ -76,11 +77,11 @@ def _import(given: argparse.Namespace) -> int:
 
 
 def _export(given: argparse.Namespace) -> int:
-    run = folder.resolve(given.run)
-    recipe, weights, biases = sample.load(run, where=torch.device("cpu"))
-    weights = params.cast(weights, model.specs(recipe.model), getattr(torch, given.dtype))
+    run, step = folder.resolve_step(given.run)
+    recipe, weights, biases = sample.load(run, where=torch.device("cpu"), step=step)
+    weights = params.cast(lora.merge(weights), model.specs(recipe.model), getattr(torch, given.dtype))
     hf.export(weights, biases, recipe.model, given.folder, quantise=given.quantise)
-    print(f"{run} written to {given.folder}")
+    print(f"{given.run if step is not None else run} written to {given.folder}")
     return 0
 
 

@@ -63,7 +63,7 @@ def export(
         state: the routers' balance.
         cfg: of the model.
         directory: must not exist, or be empty.
-        quantise: whether the routed experts are written as MXFP4.
+        quantise: whether the routed experts are written as MXFP4, of their values in bfloat16.
         shard_bytes: of one file, about; a checkpoint that fits in one has no index.
         part: what this rank holds.
 

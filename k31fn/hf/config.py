@@ -102,6 +102,7 @@ _TRAINING = {
     "mtp_weight",
     "indexer_weight",
     "indexer_reduction",
+    "qat",
 }
 
 

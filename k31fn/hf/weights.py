@@ -21,7 +21,7 @@ from k31fn.hf.transforms import Tile
 from k31fn.hf.writing import Layout, Writer, create, lay_out, open_writer, write_json
 from k31fn.typing import Tensor
 
-__all__ = ["SHARD_BYTES", "pieces", "read_leaves", "tile_of", "write_folder"]
+__all__ = ["SHARD_BYTES", "pieces", "read_leaf", "read_leaves", "tile_of", "write_folder"]
 
 SHARD_BYTES = 16 * 2**30  # of one file: K3 has 96 files for 1.56 TB
 _PARAMS = "params."
@@ -122,14 +122,15 @@ def _read_all(table: list[Entry], directory: Path, dtype: torch.dtype | None, pa
         if problems := find_problems(table, source.tensors):
             raise ValueError(f"checkpoint {directory} does not fit the config:\n{problems}")
         broken: list[str] = []
-        values = [_read(entry, source, dtype, tile_of(entry, part), broken) for entry in table]
+        values = [read_leaf(entry, source, dtype, tile_of(entry, part), broken) for entry in table]
     if broken:
         lines = "\n".join(listed("with weights that are not finite", broken))
         raise ValueError(f"checkpoint {directory} cannot be used:\n{lines}")
     return values
 
 
-def _read(entry: Entry, source: Source, dtype: torch.dtype | None, tile: Tile, broken: list[str]) -> Tensor:
+def read_leaf(entry: Entry, source: Source, dtype: torch.dtype | None, tile: Tile, broken: list[str]) -> Tensor:
+    """A tile of an entry's leaf; names of tensors with values that are not finite are added to ``broken``."""
     stored = {
         torch.bfloat16 if is_quantised(name, source.tensors) else DTYPES[source.tensors[name].dtype]
         for name in entry.names
@@ -218,6 +219,7 @@ def _write(table: list[Entry], leaves: list[Tensor], layout: Layout, folder: Pat
 
 def _write_quantised(writer: Writer, name: str, shape: tuple[int, ...], place: Tile, stored: Tensor) -> None:
     (height, width), (rows, columns) = shape, place
-    for suffix, values, per in zip((PACKED, SCALE), mxfp4.encode(stored), (2, mxfp4.GROUP), strict=True):
+    encoded = mxfp4.encode(stored.to(torch.bfloat16))
+    for suffix, values, per in zip((PACKED, SCALE), encoded, (2, mxfp4.GROUP), strict=True):
         tile = rows, slice(columns.start // per, columns.stop // per)
         writer.write(name + suffix, (height, width // per), tile, values)

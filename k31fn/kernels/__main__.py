@@ -1,7 +1,8 @@
 """``python -m k31fn.kernels``: every op, its implementations, and which of them run on this machine.
 
 In the order of choice. ``default`` is what a call runs unless :func:`~k31fn.kernels.registry.use_impl` names another;
-for what does not run, the reason.
+for what does not run, the reason. Where an implementation is registered for a device and cannot run there, a call of
+those dtypes raises: the reference is not taken silently.
 """
 
 from __future__ import annotations
@@ -33,21 +34,25 @@ def table(kind: str) -> list[tuple[str, str, str, str]]:
 
 
 def _rows(op: Op, kind: str) -> list[tuple[str, str, str, str]]:
-    rows, taken = [], False
+    rows, taken, every = [], set(), False
     for impl in op.implementations.values():
         state = _state(impl, kind)
         if not state:
-            state, taken = "also" if taken else "default", taken or not impl.dtypes
+            state = "also" if every or (impl.dtypes and taken.issuperset(impl.dtypes)) else "default"
+            taken, every = taken.union(impl.dtypes), every or not impl.dtypes
             state += f" for {', '.join(str(d).removeprefix('torch.') for d in impl.dtypes)}" if impl.dtypes else ""
         rows.append((op.name, impl.name, ",".join((*impl.devices, *impl.on_request)), state))
-    return [*rows, (op.name, "reference", "all", "on request" if taken else "default")]
+    registered = [impl for impl in op.implementations.values() if kind in impl.devices]
+    rest = "default for other dtypes" if registered else "default"
+    return [*rows, (op.name, "reference", "all", rest if all(impl.dtypes for impl in registered) else "on request")]
 
 
 def _state(impl: Implementation, kind: str) -> str:
     """Why it is not chosen by default; ``""`` if it is."""
+    reason = impl.missing()
     if kind not in impl.devices + impl.on_request:
-        return f"no: it runs on {', '.join(impl.devices + impl.on_request)}"
-    if reason := impl.missing():
+        return f"no: it runs on {', '.join(impl.devices + impl.on_request)}" + (f"; {reason}" if reason else "")
+    if reason:
         return f"no: {reason}"
     return "" if kind in impl.devices else "on request"
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from k31fn import device
+from k31fn import _functorch, device
 
 __all__ = ["INTERPRETED", "ON_REQUEST", "Build", "Tile", "grouped", "lazily", "missing_triton", "programs", "step"]
 
@@ -112,13 +112,16 @@ def grouped(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tup
         launch: of plain tensors to a tuple of new ones. Not differentiated: call it inside a ``custom_vjp``.
         operands: tensors.
     """
+    if not _functorch.transforms_active():  # then all this is a call
+        return launch(*operands)
     return _Grouped.apply(launch, *operands)
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
-        return launch(*operands)
+        with torch.accelerator.device_index(operands[0].device.index):  # Triton launches on the thread's current device
+            return launch(*operands)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -32,7 +32,7 @@ import torch
 from k31fn import _functorch, tree
 from k31fn.kernels import shapes
 
-__all__ = ["OPS", "Implementation", "Op", "record_impls", "use_impl"]
+__all__ = ["OPS", "Implementation", "Op", "record_impls", "use_impl", "watch_calls"]
 
 OPS: dict[str, Op] = {}
 _OVERRIDES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
@@ -123,6 +123,10 @@ class Op:
         """Why that implementation cannot run with these arguments on request; ``""`` if it can."""
         return self.implementations[implementation].refusal(_Call(args, kwargs))
 
+    def chosen(self, *args: Any, **kwargs: Any) -> str:
+        """The implementation that a call with these arguments runs: its name, or ``"reference"``."""
+        return self._choose(args, kwargs)[0]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The op's value, by the implementation chosen as the module says."""
         if _functorch.forward_mode_active():
@@ -131,6 +135,8 @@ class Op:
                 "operators are reverse-mode only, so that a layer behaves alike on every device; use torch.func.jacrev "
                 "or k31fn.autodiff.hessian (reverse over reverse)"
             )
+        for seen in shapes.WATCHERS.get():
+            seen(self, args, kwargs)
         if (results := shapes.known(self.name, self.reference, args, kwargs)) is not None:
             return results
         name, fn = self._choose(args, kwargs)
@@ -191,3 +197,17 @@ def record_impls() -> Iterator[Counter[tuple[str, str]]]:
         yield counter
     finally:
         _RECORDS.reset(token)
+
+
+@contextlib.contextmanager
+def watch_calls(seen: Callable[[Op, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Inside, ``seen(op, args, kwargs)`` before each call, replays of ``remat`` and calls on meta tensors included.
+
+    In :func:`k31fn.kernels.shapes.shapes_only` the operators that a reference calls are seen once for each kind of
+    arguments.
+    """
+    token = shapes.WATCHERS.set((*shapes.WATCHERS.get(), seen))
+    try:
+        yield
+    finally:
+        shapes.WATCHERS.reset(token)

@@ -18,25 +18,33 @@ from torch import Tensor
 from k31fn import tree
 from k31fn.autodiff import custom_vjp
 
-__all__ = ["known", "shapes_only"]
+__all__ = ["WATCHERS", "known", "shapes_only"]
+
+WATCHERS: contextvars.ContextVar[tuple[Callable[..., None], ...]] = contextvars.ContextVar("k31fn_watchers", default=())
+"""Who is told of each call (:func:`k31fn.kernels.registry.watch_calls`)."""
 
 _KNOWN: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("k31fn_shapes", default=None)
+_ONLY: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("k31fn_shapes_of", default=frozenset())
 
 
 @contextlib.contextmanager
-def shapes_only() -> Iterator[None]:
-    """Inside, ops of meta tensors have shapes, dtypes and first derivatives, and do nothing else."""
-    token = _KNOWN.set({})
+def shapes_only(*names: str) -> Iterator[None]:
+    """Inside, the ops of these names (of all, if none is given) do nothing on meta tensors but have their shapes.
+
+    That is: shapes, dtypes and first derivatives of their results.
+    """
+    token, only = _KNOWN.set({}), _ONLY.set(frozenset(names))
     try:
         yield
     finally:
         _KNOWN.reset(token)
+        _ONLY.reset(only)
 
 
 def known(name: str, reference: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op's results on meta tensors; None outside :func:`shapes_only`, or where there are values."""
-    results = _KNOWN.get()
-    if results is None:
+    results, only = _KNOWN.get(), _ONLY.get()
+    if results is None or (only and name not in only):
         return None
     leaves, structure = tree.flatten((args, kwargs), allow_none=True)
     if not all(x.is_meta for x in leaves if isinstance(x, Tensor)):
@@ -44,7 +52,9 @@ def known(name: str, reference: Callable[..., Any], args: tuple[Any, ...], kwarg
     key = (name, structure, tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves))
     if key not in results:
         # in a context of its own: an enclosing remat must not record what a replay will not do
-        results[key] = contextvars.Context().run(_run_once, reference, leaves, structure)
+        context = contextvars.Context()
+        context.run(WATCHERS.set, WATCHERS.get())
+        results[key] = context.run(_run_once, reference, leaves, structure)
     out, has_gradient, reached = results[key]
     tensors = [x for x in leaves if isinstance(x, Tensor)]
 

@@ -80,8 +80,9 @@ def specs_out(cfg: Config, hidden_size: int) -> Params[ParamSpec]:
     return specs(cfg, hidden_size)
 
 
-def start(x: Float[Tensor, "B T D"]) -> Carry:
+def start(x: Float[Tensor, "B T D"], cfg: Config) -> Carry:
     """The carry before the first sublayer; ``x`` is the embedding."""
+    del cfg
     return Carry(prefix=x, blocks=())
 
 

@@ -5,12 +5,17 @@ For the state ``c`` and the scheme's ``connect``::
     c = connect(c, x -> Attention(RMSNorm(x)))
     c = connect(c, x -> FFN(RMSNorm(x)))
 
+Both sublayers after their norm are keepable (:data:`BRANCHES`): a remat that saves them makes only the residual state
+and the norms again.
+
 The kinds of attention (KDA, Gated MLA, Gated DSA), feed-forward (dense, LatentMoE) and residual scheme (AttnRes, mHC,
 plain) are those of the sub-configs: K3 and K3.1 are the same code.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Generic, NamedTuple
@@ -19,13 +24,29 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
+from k31fn.autodiff import keepable
 from k31fn.layers import attn_res, dsa, kda, latent_moe, mhc, mla, mlp, norm, plain_residual
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
 from k31fn.segments import Segments
 from k31fn.typing import Float, Leaf
 
-__all__ = ["Aux", "Config", "Params", "apply", "extend", "init_state", "module_of", "specs"]
+__all__ = [
+    "BRANCHES",
+    "Aux",
+    "Config",
+    "Params",
+    "apply",
+    "extend",
+    "init_state",
+    "module_of",
+    "name_of",
+    "specs",
+    "without_branches",
+]
+
+BRANCHES = ("attention", "ffn")
+"""The names that ``remat(..., save=)`` knows the sublayers by (:func:`k31fn.autodiff.keepable`)."""
 
 _MODULES: dict[type, ModuleType] = {
     m.Config: m for m in (attn_res, dsa, kda, latent_moe, mhc, mla, mlp, plain_residual)
@@ -75,16 +96,24 @@ class Aux(NamedTuple):
         kl: the indexer's KL summed over valid queries (DSA).
         load: real tokens per expert ``[E]`` (MoE).
         histogram: of the router's required biases ``[E, bins]`` (MoE).
+        logits: the largest attention logit of each local head ``[H]`` (MLA and DSA that report it).
     """
 
     kl: Any = ()
     load: Any = ()
     histogram: Any = ()
+    logits: Any = ()
 
 
 def module_of(cfg: Any) -> ModuleType:
     """The layer module whose Config ``cfg`` is."""
     return _MODULES[type(cfg)]
+
+
+def name_of(cfg: Config) -> str:
+    """The kind of a layer: ``KDA, MoE``."""
+    attention = type(cfg.attention).__module__.rpartition(".")[2].upper()
+    return f"{attention}, {'dense' if isinstance(cfg.ffn, mlp.Config) else 'MoE'}"
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:
@@ -125,17 +154,21 @@ def apply(
     """
     scheme = module_of(cfg.residual)
 
+    normed = norm.Config(cfg.hidden_size, cfg.norm_eps)
+    packing: Any = () if segments is None else segments
+
     def attention(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
-        x = norm.apply(params.attn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps), sh=sh)
-        out = module_of(cfg.attention).apply(params.attn, x, cfg.attention, segments=segments, sh=sh)
-        return (out.y, out.kl) if isinstance(cfg.attention, dsa.Config) else (out, ())
+        x = norm.apply(params.attn_norm, h, normed, sh=sh)
+        return keepable("attention", functools.partial(_attention, cfg, sh))(params.attn, x, packing)
 
     def ffn(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
-        return _ffn(params, h, cfg, segments=segments, bias=bias, sh=sh)
+        x = norm.apply(params.ffn_norm, h, normed, sh=sh)
+        return keepable("ffn", functools.partial(_ffn, cfg, sh))(params.ffn, x, packing, bias)
 
-    carry, kl = scheme.connect(params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block, sh=sh)
+    carry, seen = scheme.connect(params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block, sh=sh)
     carry, routing = scheme.connect(params.ffn_mix, carry, cfg.residual, ffn, opens_block=False, sh=sh)
-    return carry, Aux(kl, *routing)
+    (kl, logits), (load, histogram) = seen, routing or ((), ())
+    return carry, Aux(kl, load, histogram, logits)
 
 
 def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> Any:
@@ -152,19 +185,33 @@ def extend(params: Params[Tensor], carry: Any, cfg: Config, state: Any, *, bias:
         return module_of(cfg.attention).extend(params.attn, x, cfg.attention, state)
 
     def ffn(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
-        return _ffn(params, h, cfg, segments=None, bias=bias, sh=UNSHARDED)
+        x = norm.apply(params.ffn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps))
+        return _ffn(cfg, UNSHARDED, params.ffn, x, (), bias)
 
     carry, state = scheme.connect(params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block)
     carry, _ = scheme.connect(params.ffn_mix, carry, cfg.residual, ffn, opens_block=False)
     return carry, state
 
 
-def _ffn(
-    params: Params[Tensor], h: Tensor, cfg: Config, *, segments: Segments | None, bias: Any, sh: Sharding
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """The feed-forward sublayer: its output, and the MoE's (load, histogram)."""
-    x = norm.apply(params.ffn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps), sh=sh)
+def without_branches(params: Params[Any]) -> Params[Any]:
+    """A tree like the parameters with those that the sublayers read after their norm replaced by ``()``."""
+    return dataclasses.replace(params, attn=(), ffn=())
+
+
+def _attention(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any) -> tuple[Tensor, Any]:
+    """The attention sublayer after its norm: its output, and (KL, logits); ``packing``: segments or ``()``."""
+    segments = None if isinstance(packing, tuple) else packing
+    if isinstance(cfg.attention, mla.Config):
+        y, logits = mla.attend(weights, x, cfg.attention, segments=segments, sh=sh)
+        return y, ((), logits)
+    out = module_of(cfg.attention).apply(weights, x, cfg.attention, segments=segments, sh=sh)
+    return (out.y, (out.kl, out.logits)) if isinstance(cfg.attention, dsa.Config) else (out, ((), ()))
+
+
+def _ffn(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any, bias: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """The feed-forward sublayer after its norm: its output, and the MoE's (load, histogram)."""
     if isinstance(cfg.ffn, mlp.Config):
-        return mlp.apply(params.ffn, x, cfg.ffn, sh=sh), ()
-    out = latent_moe.apply(params.ffn, x, cfg.ffn, bias=bias, segments=segments, sh=sh)
+        return mlp.apply(weights, x, cfg.ffn, sh=sh), ()
+    segments = None if isinstance(packing, tuple) else packing
+    out = latent_moe.apply(weights, x, cfg.ffn, bias=bias, segments=segments, sh=sh)
     return out.y, (out.routing.load, out.routing.histogram)

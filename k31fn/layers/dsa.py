@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 
 from k31fn import tree
-from k31fn.autodiff import decision
+from k31fn.autodiff import decision, stop_gradient
 from k31fn.kernels.attention import attention
 from k31fn.kernels.indexer import index_topk
 from k31fn.kernels.indexer_kl import indexer_kl
+from k31fn.kernels.max_logits import max_chosen_logits, max_logits
 from k31fn.kernels.sparse_attention import sparse_attention
 from k31fn.kernels.tiling import map_query_tiles, visible_keys
 from k31fn.layers import indexer, mla
@@ -95,10 +96,12 @@ class DsaOut(NamedTuple):
     """Output, and the indexer's loss, float32.
 
     ``kl`` is the sum over the rank's own valid queries of all rows: the caller sums it over the ranks and divides.
+    ``logits`` are those of :func:`k31fn.layers.mla.attend`, over the keys that are attended to.
     """
 
     y: Float[Tensor, "B T D"]
     kl: Float[Tensor, ""]
+    logits: Any = ()
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:
@@ -128,13 +131,19 @@ def apply(
     index = index._replace(k=index_k)
     heads, w_uv = mla.project(params.attn, all_gather(cq, sh.sequence, 1), kv, cfg.attn)
     start, stop = mla.visible_range(heads.q, segments, context=sh.context)
+    logits: Any = ()
     if cfg.stage == "sparse":
         own = _choose(index, pslice(start, sh.sequence, 1), pslice(stop, sh.sequence, 1), cfg)
-        o, probs = sparse_attention(*heads, all_gather(own, sh.sequence, 1), cfg.attn.scale)
+        chosen = all_gather(own, sh.sequence, 1)
+        o, probs = sparse_attention(*heads, chosen, cfg.attn.scale)
         kl = _loss(index, psum_scatter(probs, sh.heads, 1), own, cfg)
+        if cfg.attn.report_logits:
+            logits = max_chosen_logits(*stop_gradient(heads[:3]), chosen, cfg.attn.scale)
     else:
         o, kl = _attend_to_all(heads, index, start, stop, cfg, sh)
-    return DsaOut(y=mla.gated_output(params.attn, x, o, w_uv, sh=sh), kl=kl)
+        if cfg.attn.report_logits:
+            logits = max_logits(*stop_gradient(heads[:3]), start, stop, cfg.attn.scale)
+    return DsaOut(y=mla.gated_output(params.attn, x, o, w_uv, sh=sh), kl=kl, logits=logits)
 
 
 def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:

@@ -26,6 +26,7 @@ from k31fn.kernels.experts import Plan, combine, dispatch, permute, plan
 from k31fn.kernels.situ import situ_glu
 from k31fn.layers import mlp, norm, router
 from k31fn.layers.linear import grouped_linear, linear
+from k31fn.layers.qat import quantised_grouped_linear
 from k31fn.parallel.collectives import all_gather, psum_scatter, pvary
 from k31fn.parallel.expert import Exchange, finish_combine, plan_exchange, start_combine, start_dispatch
 from k31fn.parallel.overlap import Pending, wait
@@ -51,6 +52,7 @@ class Config:
         beta: bound of SiTU's gate.
         linear_beta: bound of its linear branch.
         init_std: standard deviation of the initial weights.
+        qat: trains the routed experts for MXFP4 weights and MXFP8 activations (:mod:`k31fn.layers.qat`).
     """
 
     hidden_size: int
@@ -65,10 +67,16 @@ class Config:
     beta: float = 4.0
     linear_beta: float = 25.0
     init_std: float = 0.02
+    qat: bool = False
 
     def __post_init__(self) -> None:
         if self.shared_size < 0:
             raise ValueError(f"latent_moe.Config.shared_size={self.shared_size}: 0 for no shared expert, or a width")
+        if self.qat and (self.latent_size % 32 or self.expert_size % 32):
+            raise ValueError(
+                f"latent_moe.Config.qat with latent_size={self.latent_size}, expert_size={self.expert_size}: MXFP4 and "
+                "MXFP8 have groups of 32; make both multiples of 32"
+            )
         _ = self.router, self.norm, self.expert, self.shared  # each checks its fields
 
     @property
@@ -196,8 +204,9 @@ def _through_experts(params: mlp.Params[Any], copies: _Copies, cfg: Config, sh: 
     rows, sizes, exchange = wait(copies.rows), copies.plan.sizes, copies.exchange
     if isinstance(exchange, Exchange):
         rows, sizes = permute(rows, exchange.order, exchange.inverse), exchange.sizes
-    gate, up = (grouped_linear(rows, w, sizes) for w in (params.w_gate, params.w_up))
-    rows = grouped_linear(situ_glu(gate, up, cfg.beta, cfg.linear_beta), params.w_down, sizes)
+    product = quantised_grouped_linear if cfg.qat else grouped_linear
+    gate, up = (product(rows, w, sizes) for w in (params.w_gate, params.w_up))
+    rows = product(situ_glu(gate, up, cfg.beta, cfg.linear_beta), params.w_down, sizes)
     if isinstance(exchange, Exchange):
         rows = permute(rows, exchange.inverse, exchange.order)
     return copies._replace(rows=start_combine(rows, exchange, sh.experts))

@@ -3,28 +3,66 @@
 ``linear`` and ``grouped_linear`` dispatch on the weight leaf (Tensor, :class:`~k31fn.params.Quantized`,
 :class:`~k31fn.params.LowRank`), so quantised weights and low-rank adapters touch no layer. Both are differentiable in
 reverse mode to any order; forward mode raises. Under :func:`k31fn.autodiff.split_vjp` weight gradients come later.
+
+Inside :func:`use_products` those of plain matrices in bfloat16 are computed in FP8, forward and backward.
+
+A frozen weight in FP8 or MXFP4 is decoded for each product and given up after it: what is kept for the backward are its
+bytes, whatever remat does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from k31fn import _functorch
-from k31fn.autodiff import weight_product
+from k31fn.autodiff import custom_vjp, weight_product
 from k31fn.kernels.experts import grouped_matmul
+from k31fn.kernels.formats import fp8, mxfp4
+from k31fn.kernels.scaled_matmul import Scaling, fits, scaled_matmul
 from k31fn.params import LowRank, Quantized
+from k31fn.precision import Products
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["dequantize", "grouped_linear", "linear", "per_head", "split_heads", "transposed_linear"]
+__all__ = [
+    "dequantize",
+    "grouped_linear",
+    "linear",
+    "per_head",
+    "scale_columns",
+    "split_heads",
+    "transposed_linear",
+    "use_products",
+]
+
+_SCALINGS: dict[str, Scaling] = {"fp8_rows": "rows", "fp8_blocks": "blocks"}
+_PRODUCTS: contextvars.ContextVar[Products] = contextvars.ContextVar("k31fn_products", default="exact")
+
+
+@contextlib.contextmanager
+def use_products(kind: Products) -> Iterator[None]:
+    """Inside, how :func:`linear` multiplies by a plain matrix in bfloat16; a replay of remat does as its forward did.
+
+    ``fp8_rows`` and ``fp8_blocks``: by :func:`~k31fn.kernels.scaled_matmul.scaled_matmul`, where tokens, rows and
+    columns are multiples of 16, or of 128. Other products, those of weights in other leaves and of routed experts, and
+    of an input that is not bfloat16, are exact: computed in the dtype of the input.
+    """
+    token = _PRODUCTS.set(kind)
+    try:
+        yield
+    finally:
+        _PRODUCTS.reset(token)
 
 
 def linear(x: Float[Tensor, "*rows I"], w: Any) -> Float[Tensor, "*rows2 O"]:
     """``x @ w`` for a weight leaf stored ``[..., in, out]``, in the dtype of ``x``.
 
-    Tensor: ``x @ w``. Quantized: ``x @ (codes * scales)``. LowRank: ``x @ base + (x @ a) @ b``; the dense update is
+    Tensor: ``x @ w``. Quantized: ``x @ dequantize(w)``. LowRank: ``x @ base + scale (x @ a) @ b``; the dense update is
     never formed. Leading dims of ``w`` batch against those of ``x``, as in ``torch.matmul``.
 
     Raises:
@@ -37,18 +75,34 @@ def linear(x: Float[Tensor, "*rows I"], w: Any) -> Float[Tensor, "*rows2 O"]:
             "k31fn.autodiff.hessian (reverse over reverse)"
         )
     if isinstance(w, LowRank):
-        return linear(x, w.base) + linear(linear(x, w.a), w.b)
+        return linear(x, w.base) + _scaled(linear(linear(x, w.a), w.b), w)
     if isinstance(w, Quantized):
-        return linear(x, dequantize(w, x.dtype))
+        return linear(x, dequantize(w, x.dtype)) if w.format == "scaled" else _frozen_product(False, x, w, ())
     _check_features("linear", x, w)
-    return weight_product(torch.matmul, x, w.to(x.dtype))
+    return weight_product(_product_of(x, w), x, w.to(x.dtype))
+
+
+def _product_of(x: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The product that :func:`use_products` asks for, where it takes these sizes."""
+    scaling, features = _SCALINGS.get(_PRODUCTS.get()), x.shape[-1]
+    if scaling is None or x.dtype != torch.bfloat16 or w.ndim != 2:
+        return torch.matmul
+    if not fits(x.numel() // features, features, w.shape[1], scaling):
+        return torch.matmul
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return scaled_matmul(x.reshape(-1, features), w, scaling, True).unflatten(0, x.shape[:-1])
+
+    return product
 
 
 def transposed_linear(y: Float[Tensor, "*rows O"], w: Any) -> Float[Tensor, "*rows2 I"]:
     """``y @ w^T`` for the same leaves as :func:`linear`; the dense update of a LowRank is never formed either."""
     if isinstance(w, LowRank):
-        return transposed_linear(y, w.base) + transposed_linear(transposed_linear(y, w.b), w.a)
+        return transposed_linear(y, w.base) + _scaled(transposed_linear(transposed_linear(y, w.b), w.a), w)
     if isinstance(w, Quantized):
+        if w.format != "scaled":
+            return _frozen_product(True, y, w, ())
         return transposed_linear(y, dequantize(w, y.dtype))
     return linear(y, w.mT)
 
@@ -65,8 +119,10 @@ def grouped_linear(x: Float[Tensor, "R I"], w: Any, sizes: Int[Tensor, "E"]) -> 
         ValueError: ``w`` has another number of experts or of input features.
     """
     if isinstance(w, LowRank):
-        return grouped_linear(x, w.base, sizes) + grouped_linear(grouped_linear(x, w.a, sizes), w.b, sizes)
+        return grouped_linear(x, w.base, sizes) + _scaled(grouped_linear(grouped_linear(x, w.a, sizes), w.b, sizes), w)
     if isinstance(w, Quantized):
+        if w.format != "scaled":
+            return _frozen_product(False, x, w, sizes)
         return grouped_linear(x, dequantize(w, x.dtype), sizes)
     if w.ndim != 3 or w.shape[0] != sizes.shape[0]:
         raise ValueError(
@@ -77,11 +133,15 @@ def grouped_linear(x: Float[Tensor, "R I"], w: Any, sizes: Int[Tensor, "E"]) -> 
 
 
 def dequantize(w: Quantized[Tensor], dtype: torch.dtype) -> Float[Tensor, "*experts I O"]:
-    """``codes * scales`` with each scale repeated over its group of rows, in ``dtype``.
+    """The weight in ``dtype``: ``codes * scales``, each scale repeated over its group of rows, its block or its group.
 
     Raises:
-        ValueError: the scales do not divide the rows of the codes into equal groups, or differ in another dim.
+        ValueError: the scales do not divide the codes into equal groups, or differ from them in another dim.
     """
+    if w.format == "mxfp4":  # packed along the rows of the weight as it is stored here
+        return mxfp4.decode(w.codes.mT, w.scales.mT, dtype).mT
+    if w.format == "fp8":
+        return fp8.decode(w.codes, w.scales, dtype)
     groups, rows = w.scales.shape[-2], w.codes.shape[-2]
     if rows % groups or w.scales.shape[:-2] + w.scales.shape[-1:] != w.codes.shape[:-2] + w.codes.shape[-1:]:
         raise ValueError(
@@ -89,6 +149,34 @@ def dequantize(w: Quantized[Tensor], dtype: torch.dtype) -> Float[Tensor, "*expe
             "group of rows, [..., in / group, out]"
         )
     return w.codes.to(dtype) * w.scales.to(dtype).repeat_interleave(rows // groups, dim=-2)
+
+
+def scale_columns(w: Quantized[Tensor]) -> Quantized[Tensor]:
+    """The same weight with scales for each of its columns, so that columns can be taken apart."""
+    repeats = w.codes.shape[-1] // w.scales.shape[-1]
+    return w if repeats == 1 else dataclasses.replace(w, scales=w.scales.repeat_interleave(repeats, dim=-1))
+
+
+def _scaled(update: Tensor, w: LowRank[Any]) -> Tensor:
+    return update if w.scale == 1 else update * w.scale
+
+
+def _frozen_fwd(transposed: bool, x: Tensor, w: Quantized[Tensor], sizes: Any) -> tuple[Tensor, Any]:
+    dense = dequantize(w, x.dtype)
+    dense = dense.mT if transposed else dense
+    _check_features("linear", x, dense)
+    y = grouped_matmul(x, dense, sizes) if isinstance(sizes, Tensor) else torch.matmul(x, dense)
+    return y, (w, sizes, x.shape)
+
+
+def _frozen_bwd(transposed: bool, residuals: Any, ct: Tensor) -> tuple[Any, ...]:
+    w, sizes, shape = residuals
+    dx = _frozen_product(not transposed, ct, w, sizes)
+    return (dx if dx.shape == shape else dx.sum_to_size(shape)), None, None
+
+
+_frozen_product = custom_vjp(_frozen_fwd, nondiff_argnums=(0,), name="product with a frozen weight")
+_frozen_product.defvjp(_frozen_fwd, _frozen_bwd)
 
 
 def split_heads(
@@ -114,10 +202,11 @@ def per_head(w: Any, num_heads: int, dims: Sequence[int], name: str) -> tuple[An
     """
     if isinstance(w, LowRank):
         parts = (per_head(leaf, num_heads, dims, name) for leaf in (w.base, w.b))
-        return tuple(LowRank(base, w.a, b) for base, b in zip(*parts, strict=True))
+        return tuple(dataclasses.replace(w, base=base, b=b) for base, b in zip(*parts, strict=True))
     if isinstance(w, Quantized):
+        w = scale_columns(w)
         parts = (per_head(leaf, num_heads, dims, name) for leaf in (w.codes, w.scales))
-        return tuple(Quantized(codes, scales) for codes, scales in zip(*parts, strict=True))
+        return tuple(dataclasses.replace(w, codes=c, scales=scale) for c, scale in zip(*parts, strict=True))
     by_head = w.unflatten(-1, (_local_heads(w, num_heads, sum(dims), name), sum(dims)))
     return by_head.transpose(-3, -2).split(list(dims), dim=-1)
 

@@ -15,9 +15,9 @@ import torch
 
 from k31fn.autodiff import remat
 from k31fn.kernels.cross_entropy import Statistics, cross_entropy
-from k31fn.layers.linear import linear
+from k31fn.layers.linear import linear, scale_columns, use_products
 from k31fn.parallel.axis import active
-from k31fn.parallel.collectives import all_gather, axis_index, pmax, psum, pvary
+from k31fn.parallel.collectives import all_gather, axis_index, pmax, psum
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import LowRank, Quantized
 from k31fn.precision import island, upcast
@@ -71,13 +71,12 @@ def linear_cross_entropy(
     """
     dtype, num_columns = hidden.dtype, _num_columns(w_head)
     hidden = all_gather(hidden, sh.sequence, 1, grad_dtype=island(dtype))
-    if isinstance(w_head, LowRank):  # its first factor is whole on every rank
-        w_head = dataclasses.replace(w_head, a=pvary(w_head.a, sh.vocab))
     widths = _piece_widths(num_columns, labels.numel(), island(dtype).itemsize, logits_bytes)
     column = labels - axis_index(sh.vocab) * num_columns
 
     def statistics(x: Tensor, w: Any, piece_labels: Tensor) -> Statistics:
-        return cross_entropy(linear(x.to(dtype), w), piece_labels)
+        with use_products("exact"):  # logits are not to be rounded to three bits
+            return cross_entropy(linear(x.to(dtype), w), piece_labels)
 
     if len(widths) == 1:
         lse, picked = statistics(hidden, w_head, column)
@@ -119,8 +118,9 @@ def _columns(w: Any, widths: Sequence[int]) -> list[Any]:
     """The weight leaf cut along its output dim; ``split`` because its transpose is one ``cat``, without padding."""
     if isinstance(w, LowRank):
         pairs = zip(_columns(w.base, widths), w.b.split(widths, -1), strict=True)
-        return [LowRank(base, w.a, b) for base, b in pairs]
+        return [dataclasses.replace(w, base=base, b=b) for base, b in pairs]
     if isinstance(w, Quantized):
+        w = scale_columns(w)
         pairs = zip(w.codes.split(widths, -1), w.scales.split(widths, -1), strict=True)
-        return [Quantized(codes, scales) for codes, scales in pairs]
+        return [dataclasses.replace(w, codes=codes, scales=scales) for codes, scales in pairs]
     return list(w.split(widths, -1))

@@ -72,7 +72,7 @@ class Params(Generic[Leaf]):
 
 @tree.dataclass
 class Carry:
-    """What goes from sublayer to sublayer: ``streams [B T N D]``; before the first one ``[B T 1 D]``, all alike."""
+    """What goes from sublayer to sublayer, and from stage to stage of a pipeline: ``streams [B T N D]``."""
 
     streams: Tensor
 
@@ -88,6 +88,11 @@ def specs_out(cfg: Config, hidden_size: int) -> Params[ParamSpec]:
 
 
 def _specs(cfg: Config, hidden_size: int, parts: int, columns: int) -> Params[ParamSpec]:
+    """``phi`` is no ``matrix`` for the optimiser, so AdamW steps it, with decay.
+
+    Its columns are maps of their own, of three kinds with a scale each; orthogonal columns of equal size, as Muon would
+    step them, mean nothing to them. Decayed to zero it leaves coefficients that do not depend on the token.
+    """
     no_decay = frozenset({"no_decay"})
     return Params(
         phi=ParamSpec(
@@ -98,9 +103,9 @@ def _specs(cfg: Config, hidden_size: int, parts: int, columns: int) -> Params[Pa
     )
 
 
-def start(x: Float[Tensor, "B T D"]) -> Carry:
-    """The carry before the first sublayer; ``x`` is the embedding."""
-    return Carry(streams=x[:, :, None])
+def start(x: Float[Tensor, "B T D"], cfg: Config) -> Carry:
+    """The carry before the first sublayer: all streams are views of the embedding ``x``."""
+    return Carry(streams=x[:, :, None].expand(-1, -1, cfg.num_streams, -1))
 
 
 def connect(
@@ -126,7 +131,7 @@ def connect(
         The next carry, and ``aux``.
     """
     del opens_block
-    pre = mhc_pre(_streams(carry, cfg), *_varying(params, sh), cfg.eps, cfg.iterations)
+    pre = mhc_pre(carry.streams, *_varying(params, sh), cfg.eps, cfg.iterations)
     y, aux = f(pre.y)
     return Carry(mhc_post(pre.x, y.to(pre.x.dtype), pre.h_post, pre.h_res)), aux
 
@@ -135,11 +140,7 @@ def finish(
     params_out: Params[Tensor], carry: Carry, cfg: Config, *, sh: Sharding = UNSHARDED
 ) -> Float[Tensor, "B T D"]:
     """What the final norm reads."""
-    return mhc_head(_streams(carry, cfg), *_varying(params_out, sh), cfg.eps)
-
-
-def _streams(carry: Carry, cfg: Config) -> Tensor:
-    return carry.streams.expand(-1, -1, cfg.num_streams, -1)
+    return mhc_head(carry.streams, *_varying(params_out, sh), cfg.eps)
 
 
 def _varying(params: Params[Tensor], sh: Sharding) -> tuple[Tensor, ...]:

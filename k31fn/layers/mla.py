@@ -30,7 +30,9 @@ from typing import Any, Generic, NamedTuple
 import torch
 
 from k31fn import tree
+from k31fn.autodiff import stop_gradient
 from k31fn.kernels.attention import attention
+from k31fn.kernels.max_logits import max_logits
 from k31fn.kernels.norm import rms_norm
 from k31fn.layers.linear import linear, per_head, split_heads, transposed_linear
 from k31fn.parallel.axis import Axes
@@ -48,6 +50,7 @@ __all__ = [
     "State",
     "absorbs",
     "apply",
+    "attend",
     "extend",
     "gated_output",
     "init_state",
@@ -72,6 +75,7 @@ class Config:
         v_head_dim: value dims per head.
         latent_norm_eps: eps of the two latent norms; 1e-6 in one family of public code, 1e-5 in another.
         init_std: of the weights.
+        report_logits: whether :func:`attend` also gives each head's largest logit.
     """
 
     hidden_size: int
@@ -83,6 +87,7 @@ class Config:
     v_head_dim: int
     latent_norm_eps: float = 1e-6
     init_std: float = 0.02
+    report_logits: bool = False
 
     def __post_init__(self) -> None:
         sizes = (
@@ -171,10 +176,27 @@ def apply(
 
     Gradients: to ``params`` and ``x``, to any order.
     """
+    return attend(params, x, cfg, segments=segments, sh=sh)[0]
+
+
+def attend(
+    params: Params[Tensor],
+    x: Float[Tensor, "B T D"],
+    cfg: Config,
+    *,
+    segments: Segments | None = None,
+    sh: Sharding = UNSHARDED,
+) -> tuple[Float[Tensor, "B T D"], Any]:
+    """:func:`apply`, and the largest logit of each local head over the rank's queries ``[H]``, without gradient.
+
+    The second is ``()`` unless the config has ``report_logits``.
+    """
     cq, kv = latents(params, x, cfg, sh=sh)
     heads, w_uv = project(params, all_gather(cq, sh.sequence, 1), all_gather(kv, sh.tokens, 1), cfg)
-    o = attention(*heads, *visible_range(heads.q, segments, context=sh.context), cfg.scale)
-    return gated_output(params, x, o, w_uv, sh=sh)
+    seen = visible_range(heads.q, segments, context=sh.context)
+    o = attention(*heads, *seen, cfg.scale)
+    logits = max_logits(*stop_gradient(heads[:3]), *seen, cfg.scale) if cfg.report_logits else ()
+    return gated_output(params, x, o, w_uv, sh=sh), logits
 
 
 def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:

@@ -101,8 +101,9 @@ def apply(
     e = norm.apply(params.embedding_norm, following, _norm(cfg), sh=sh)
     both = torch.cat([e, norm.apply(params.hidden_norm, h, _norm(cfg), sh=sh)], dim=-1)
     u = linear(both, tree.map(lambda w: pvary(w, sh.sequence), params.w_join))
-    y, aux = block.apply(params.layer, plain_residual.start(u), cfg.layer, segments=segments, bias=bias, sh=sh)
-    y = plain_residual.finish((), y, plain_residual.Config())
+    plain = plain_residual.Config()
+    y, aux = block.apply(params.layer, plain_residual.start(u, plain), cfg.layer, segments=segments, bias=bias, sh=sh)
+    y = plain_residual.finish((), y, plain)
     return Output(norm.apply(params.final_norm, y, _norm(cfg), sh=sh), aux)
 
 

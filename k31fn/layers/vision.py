@@ -137,7 +137,8 @@ def embed(
             f"vision.Config.num_frames={cfg.num_frames}; make them with max_frames of at most that"
         )
     own = tree.map(lambda field: pslice(field, sh.sequence, 1), patches)
-    x = linear(pslice(pixels, sh.sequence, 1), pvary(params.patch, sh.sequence))
+    patch = tree.map(lambda w: pvary(w, sh.sequence), params.patch)
+    x = linear(pslice(pixels, sh.sequence, 1), patch)
     position = table_rows(pvary(params.table, sh.sequence), own)
     if not isinstance(patches.cells, tuple):
         position = position + time_rows(own, cfg.num_frames, x.shape[-1], position.dtype)

@@ -12,14 +12,17 @@ stream. Softmax and rotation are float32 islands. A padding patch attends to not
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from k31fn import tree
+from k31fn.autodiff import keepable
 from k31fn.kernels.interval_attention import interval_attention
 from k31fn.kernels.norm import rms_norm
 from k31fn.layers.linear import linear, split_heads
@@ -31,7 +34,7 @@ from k31fn.params import Constant, Normal, ParamSpec, TruncatedNormal
 from k31fn.precision import island, upcast
 from k31fn.typing import Float, Int, Leaf, Tensor
 
-__all__ = ["Config", "Geometry", "Params", "apply", "geometry", "specs"]
+__all__ = ["Config", "Geometry", "Params", "apply", "geometry", "specs", "without_branches"]
 
 
 @dataclass(frozen=True)
@@ -128,16 +131,28 @@ def apply(
     """The layer on packed patches.
 
     On a mesh ``x`` is split by patch over ``sh.tokens`` and ``geometry`` over ``sh.context`` only. Patches of one image
-    may lie on several ranks: keys and values are gathered over ``sh.context``.
+    may lie on several ranks: keys and values are gathered over ``sh.context``. Both sublayers after their norm are
+    keepable by the names of :data:`k31fn.layers.block.BRANCHES`.
     """
+    weights = dataclasses.replace(params, attn_norm=(), mlp_norm=())
     h = rms_norm(x, pvary(params.attn_norm, sh.sequence), cfg.norm_eps)
-    x = x + _attention(params, h, cfg, geometry, sh)
-    h = all_gather(rms_norm(x, pvary(params.mlp_norm, sh.sequence), cfg.norm_eps), sh.sequence, 1)
-    h = F.gelu(linear(h, params.w_in), approximate="tanh")
-    return x + psum_scatter(linear(h, params.w_out), sh.sequence, 1)
+    x = x + keepable("attention", functools.partial(_attention, cfg, sh))(weights, h, geometry)
+    h = rms_norm(x, pvary(params.mlp_norm, sh.sequence), cfg.norm_eps)
+    return x + keepable("ffn", functools.partial(_mlp, sh))(weights, h)
 
 
-def _attention(params: Params[Tensor], h: Tensor, cfg: Config, geometry: Geometry, sh: Sharding) -> Tensor:
+def without_branches(params: Params[Any]) -> Params[Any]:
+    """A tree like the parameters with those that the sublayers read after their norm replaced by ``()``."""
+    kept = {"attn_norm": params.attn_norm, "mlp_norm": params.mlp_norm}
+    return Params(**dict.fromkeys((f.name for f in dataclasses.fields(Params)), ()) | kept)
+
+
+def _mlp(sh: Sharding, params: Params[Any], h: Tensor) -> Tensor:
+    h = F.gelu(linear(all_gather(h, sh.sequence, 1), params.w_in), approximate="tanh")
+    return psum_scatter(linear(h, params.w_out), sh.sequence, 1)
+
+
+def _attention(cfg: Config, sh: Sharding, params: Params[Any], h: Tensor, geometry: Geometry) -> Tensor:
     h = all_gather(h, sh.sequence, 1)
     q, k, v = (
         split_heads(linear(h, w), cfg.num_heads, cfg.head_dim, f"vision_block {name}")

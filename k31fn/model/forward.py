@@ -51,6 +51,8 @@ class Output(NamedTuple):
         kl: indexer KL per full-attention layer, summed over valid queries ``[layers]``.
         load: real tokens per expert ``[M E]``, M as in :func:`moe_layers` without the MTP layer.
         histogram: the router's required biases ``[M E bins]``.
+        logits: the largest attention logit of each local head of each full-attention layer over the rank's own queries
+            ``[layers H]``; ``()`` unless the config reports it.
     """
 
     hidden: Float[Tensor, "B T D"]
@@ -58,6 +60,7 @@ class Output(NamedTuple):
     kl: Tensor
     load: Tensor
     histogram: Tensor
+    logits: Any = ()
 
 
 def apply(
@@ -84,7 +87,7 @@ def apply(
         balance: the routers' biases, from :func:`init_balance` or the step before.
         segments: packed documents; None: one document per row.
         images: of the rows, whose features take the places of their placeholders; ``()``: none on any rank.
-        remat: "layer" keeps only each layer's input (and its routes and top-k sets) for the backward.
+        remat: what the backward computes again (:data:`~k31fn.model.layers.Remat`).
         placements: of the parameters over the data axes, a tree like ``params`` (:mod:`k31fn.parallel.fsdp`); ``()``:
             they are whole.
         sh: sharding.
@@ -129,7 +132,7 @@ def start(
     if not isinstance(images, tuple):
         check_images(images, tokens, cfg)
         x = see(params, x, images, cfg, remat=remat, placements=placements, sh=sh)
-    return block.module_of(cfg.residual).start(x)
+    return block.module_of(cfg.residual).start(x, cfg.residual)
 
 
 def finish(

@@ -50,6 +50,7 @@ def see(
         images.patches,
         [()] * len(blocks),
         remat=remat,
+        light=vision_block.without_branches,
     )
     y = vision.merge(ends, y, tower, patches=images.patches, sh=sh)
     features = projector.apply(whole(params, "projector", placements), y, onto, sh=sh)

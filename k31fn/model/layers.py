@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from k31fn import balance as quantile
-from k31fn import tree
+from k31fn import scopes, tree
 from k31fn.autodiff import remat as rematerialise
 from k31fn.layers import block, latent_moe
 from k31fn.layers.router import NUM_BINS
@@ -18,15 +18,37 @@ from k31fn.model.config import Config, layer_configs
 from k31fn.model.params import Params
 from k31fn.parallel.collectives import psum
 from k31fn.parallel.fsdp import Placements
-from k31fn.parallel.scan import Prefetch, Step, scan
+from k31fn.parallel.scan import Plan, Prefetch, Step, scan
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.precision import island
 from k31fn.segments import Segments
 
-__all__ = ["Remat", "Reports", "bias_of", "check_remat", "collect", "join", "run_layers", "run_steps"]
+__all__ = [
+    "RUN",
+    "Remat",
+    "Reports",
+    "bias_of",
+    "check_remat",
+    "collect",
+    "join",
+    "recomputed",
+    "run_layers",
+    "run_steps",
+]
 
-Remat = Literal["none", "layer"]
-"""What the backward computes again: nothing, or each layer from its input, its routes and its top-k sets."""
+Remat = Literal["none", "layer", "intra_layer", "cross_layer"]
+"""What the backward computes again. Kept are, besides routes and top-k sets:
+
+* ``none``: everything.
+* ``layer``: each layer's input.
+* ``intra_layer``: each layer's input, and of both its sublayers the output and what is inside; what joins them to the
+  residual state, and the norms, run again.
+* ``cross_layer``: the same, with the input of every :data:`RUN`-th layer only, in a pipeline of the layers of a stage.
+  Those of the others are made again from it, in a pipeline while the cotangent travels.
+"""
+
+RUN = 8
+"""Layers of a run in ``remat="cross_layer"``: as many inputs are there at once in the backward."""
 
 
 class Reports(NamedTuple):
@@ -36,11 +58,14 @@ class Reports(NamedTuple):
         kl: indexer KL per full-attention layer, summed over valid queries ``[layers]``.
         load: real tokens per expert ``[M E]``, a row per MoE layer.
         histogram: the routers' required biases ``[M E bins]``.
+        logits: the largest attention logit of each local head of each full-attention layer ``[layers H]``; ``()``
+            unless the config reports it.
     """
 
     kl: Tensor
     load: Tensor
     histogram: Tensor
+    logits: Any = ()
 
 
 def run_layers(
@@ -57,8 +82,9 @@ def run_layers(
 ) -> tuple[Any, Reports]:
     """Runs decoder layers on the residual state.
 
-    With ``placements`` the weights of a layer are gathered while the layer before it runs. ``remat="layer"`` then keeps
-    none of them and gathers again for the backward (:func:`k31fn.parallel.scan`); derivatives are of first order.
+    With ``placements`` the weights of a layer are gathered while the layer before it runs. With any ``remat`` but
+    "none" none of them are kept, and they are gathered again for the backward (:func:`k31fn.parallel.scan`);
+    derivatives are of first order then, as with ``intra_layer`` and ``cross_layer`` outside of ``torch.func``.
 
     Args:
         params: of the model, or of a stage that has these layers.
@@ -75,11 +101,12 @@ def run_layers(
         The next residual state, and what these layers report.
     """
     configs = [layer_configs(cfg)[i] for i in layers]
-    steps = [functools.partial(_run_layer, layer, sh) for layer in configs]
+    steps = [scopes.of_layer(block.name_of(layer), functools.partial(_run_layer, layer, sh)) for layer in configs]
     own = [params.layers[i] for i in layers]
     biases = [bias_of(balance, i, layer) for i, layer in zip(layers, configs, strict=True)]
     places = [placements.layers[i] for i in layers] if placements else []
-    carry, reports = run_steps(steps, own, places, carry, segments, biases, remat=remat)
+    light = block.without_branches
+    carry, reports = run_steps(steps, own, places, carry, segments, biases, remat=remat, light=light)
     return carry, collect(reports, cfg, segments, tree.leaves(carry)[0].dtype, sh)
 
 
@@ -92,20 +119,32 @@ def run_steps(
     own: Sequence[Any],
     *,
     remat: Remat,
+    light: Callable[[Any], Any],
 ) -> tuple[Any, Sequence[Any]]:
     """``carry, aux[i] = steps[i](params[i], carry, shared, own[i])`` one after the other, as :func:`run_layers` does.
 
-    ``placements`` of each step's parameters; none: they are whole. Returns the last carry and each step's ``aux``.
+    ``placements`` of each step's parameters; none: they are whole. ``light`` of them is what a step needs whose
+    sublayers are kept. Returns the last carry and each step's ``aux``.
     """
-    if placements and remat == "layer":
-        return scan(steps, placements, params, carry, shared, own)
+    if remat == "cross_layer" or (placements and remat != "none"):
+        plan = Plan(_saved(remat), RUN, light) if remat == "cross_layer" else Plan(_saved(remat))
+        return scan(steps, placements, params, carry, shared, own, plan)
     ahead = Prefetch(params, placements, range(len(params))) if placements else None
     reports = []
     for step, layer, mine in zip(steps, params, own, strict=True):
         weights = layer if ahead is None else ahead.take()
-        carry, aux = (rematerialise(step) if remat == "layer" else step)(weights, carry, shared, mine)
+        carry, aux = recomputed(step, remat)(weights, carry, shared, mine)
         reports.append(aux)
     return carry, reports
+
+
+def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """One layer by itself, whose weights are whole: the same with or without ``cross_layer``."""
+    return layer if remat == "none" else rematerialise(layer, save=tuple(_saved(remat)))
+
+
+def _saved(remat: Remat) -> frozenset[str]:
+    return frozenset(block.BRANCHES if remat in ("intra_layer", "cross_layer") else ())
 
 
 def _run_layer(cfg: block.Config, sh: Sharding, params: Any, carry: Any, segments: Segments, bias: Any) -> Any:
@@ -128,20 +167,26 @@ def collect(
     kl = [r.kl for r in reports if isinstance(r.kl, Tensor)]
     load = [r.load for r in reports if isinstance(r.load, Tensor)]
     histogram = [r.histogram for r in reports if isinstance(r.histogram, Tensor)]
+    logits = [r.logits for r in reports if isinstance(r.logits, Tensor)]
     none = segments.ids.new_zeros((0, cfg.moe.num_experts), dtype=torch.int32)
     return Reports(
         psum(torch.stack(kl), sh.sequence) if kl else none.new_zeros((0,), dtype=island(dtype)),
         psum(torch.stack(load), sh.sequence) if load else none,
         psum(torch.stack(histogram), sh.sequence) if histogram else none[..., None].expand(-1, -1, NUM_BINS),
+        torch.stack(logits) if logits else (),
     )
 
 
 def join(*reports: Reports) -> Reports:
     """The reports of layers that follow one another."""
-    return Reports(*(torch.cat(parts) for parts in zip(*reports, strict=True)))
+    joined = []
+    for parts in zip(*reports, strict=True):
+        there = [part for part in parts if isinstance(part, Tensor)]
+        joined.append(torch.cat(there) if there else ())
+    return Reports(*joined)
 
 
 def check_remat(remat: str) -> None:
     """Raises ValueError about an unknown ``remat``."""
     if remat not in get_args(Remat):
-        raise ValueError(f"remat={remat!r} unknown; use 'none' or 'layer'")
+        raise ValueError(f"remat={remat!r} unknown; use one of {', '.join(get_args(Remat))}")

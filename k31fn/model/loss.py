@@ -12,12 +12,11 @@ from torch import Tensor
 from k31fn import balance as quantile
 from k31fn import segments as seg
 from k31fn import tree
-from k31fn.autodiff import remat as rematerialise
 from k31fn.layers import embedding, losses, mtp
 from k31fn.layers.patches import Images
 from k31fn.model.config import Config, kl_layers, mtp_config
 from k31fn.model.forward import apply
-from k31fn.model.layers import Remat, Reports, collect, join
+from k31fn.model.layers import Remat, Reports, collect, join, recomputed
 from k31fn.model.params import Params, whole
 from k31fn.parallel.fsdp import Placements, gather
 from k31fn.parallel.sharding import UNSHARDED, Sharding
@@ -83,6 +82,7 @@ class Losses(NamedTuple):
         mtp: the same of the MTP layer, 0 without one.
         kl: indexer KL per full-attention layer, an MTP layer last, summed over valid queries ``[layers]``.
         load, histogram: as in :class:`Output`, an MTP layer last.
+        logits: as in :class:`Output`, an MTP layer last; no sum: of micro-batches the largest counts.
     """
 
     lm: Tensor
@@ -90,6 +90,7 @@ class Losses(NamedTuple):
     kl: Tensor
     load: Tensor
     histogram: Tensor
+    logits: Any = ()
 
 
 def loss(
@@ -114,7 +115,7 @@ def loss(
     how: Any = {"placements": placements, "sh": sh}
     seen: Any = {"segments": batch.segments, "images": batch.images}
     out = apply(params, batch.tokens, cfg, balance=balance, remat=remat, **seen, **how)
-    lm, reports = lm_loss(params, out.hidden, batch.labels, **how), Reports(out.kl, out.load, out.histogram)
+    lm, reports = lm_loss(params, out.hidden, batch.labels, **how), Reports(out.kl, out.load, out.histogram, out.logits)
     second = torch.zeros_like(lm)
     if cfg.num_mtp_layers:
         second, more = mtp_loss(params, out.residual, batch, cfg, balance=balance, remat=remat, **how)
@@ -154,7 +155,7 @@ def mtp_loss(
     places = (placements.mtp, placements.embedding) if placements else ()
     run, bias = functools.partial(_run_mtp, cfg, places, sh), quantile.bias_of(balance, cfg.num_layers)
     arguments = (params.mtp, params.embedding), residual, batch.tokens, batch.segments, bias
-    out = (rematerialise(run) if remat == "layer" else run)(*arguments)
+    out = recomputed(run, remat)(*arguments)
     labels = mtp.labels(batch.labels, context=sh.context)
     total = lm_loss(params, out.hidden, labels, placements=placements, sh=sh)
     return total, collect([out.aux], cfg, batch.segments, residual.dtype, sh)

@@ -111,7 +111,7 @@ def make_stage(
 
     Its loss is its share of :func:`k31fn.model.loss`: the head's cross-entropy on the last stage, the KL of its own
     indexers everywhere, by the denominators of the whole step. Its sums are :class:`~k31fn.model.Losses` with a row per
-    layer of its own.
+    layer of its own; the logits, if the config reports them, are what it gives the largest of.
 
     Args:
         cfg: of the whole model.
@@ -143,7 +143,8 @@ def make_stage(
             hidden = finish(params, state, cfg, placements=placements, sh=sh).hidden
             lm = lm_loss(params, hidden, batch.labels, placements=placements, sh=sh)
         sums = Losses(lm, torch.zeros_like(lm), *reports)
-        return StageOutput(Carry() if part.last else _leave(state), weigh(sums, batch, cfg), sums)
+        total, largest = weigh(sums, batch, cfg), sums.logits
+        return StageOutput(Carry() if part.last else _leave(state), total, sums._replace(logits=()), largest)
 
     return stage
 
@@ -162,8 +163,8 @@ def stage_carries(
     """
     rows, tokens = batch.tokens.shape
     x = torch.empty(rows, tokens // axis_size(sh.sequence), cfg.hidden_size, dtype=dtype, device="meta")
-    first, configs = _leave(block.module_of(cfg.residual).start(x)), layer_configs(cfg)
-    has_blocks = "blocks" in _fields(block.module_of(cfg.residual).start(x))
+    state, configs = block.module_of(cfg.residual).start(x, cfg.residual), layer_configs(cfg)
+    first, has_blocks = _leave(state), "blocks" in _fields(state)
 
     def carry(part: Part) -> Carry:
         if part.first:

@@ -16,12 +16,18 @@ On a mesh each rank steps its own parts, with a state of their size: ``muon(spec
 from k31fn.optim.adamw import AdamWState, adamw
 from k31fn.optim.clip import clip_by_global_norm, global_norm
 from k31fn.optim.muon import MuonState, muon, orthogonalize
-from k31fn.optim.schedule import warmup_cosine
+from k31fn.optim.rounding import RoundedState, rounded
+from k31fn.optim.schedule import warmup_cosine, warmup_stable_decay
+from k31fn.optim.spikes import SpikeState, init_spikes, is_spike, remember
+from k31fn.optim.storage import Storage
 from k31fn.optim.transform import Transform, Update, Where, combine, non_finite, select
 
 __all__ = [
     "AdamWState",
     "MuonState",
+    "RoundedState",
+    "SpikeState",
+    "Storage",
     "Transform",
     "Update",
     "Where",
@@ -29,9 +35,14 @@ __all__ = [
     "clip_by_global_norm",
     "combine",
     "global_norm",
+    "init_spikes",
+    "is_spike",
     "muon",
     "non_finite",
     "orthogonalize",
+    "remember",
+    "rounded",
     "select",
     "warmup_cosine",
+    "warmup_stable_decay",
 ]

@@ -10,6 +10,7 @@ import torch
 
 from k31fn import tree
 from k31fn.optim import _fused
+from k31fn.optim.storage import Storage
 from k31fn.optim.transform import Leaves, Transform, Where
 from k31fn.typing import Bool, Float, Tensor
 
@@ -22,7 +23,7 @@ class AdamWState:
 
     Attributes:
         step: float32, steps taken; a skipped one is not.
-        mu: running mean of the gradients, like the parameters; at least float32.
+        mu: running mean of the gradients, like the parameters; kept as :class:`~k31fn.optim.storage.Storage` says.
         nu: running mean of their squares.
         master: float32 copies of the parameters that are narrower.
     """
@@ -40,6 +41,7 @@ def adamw(
     beta2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.1,
+    storage: Storage = Storage(),  # noqa: B008 (frozen)
     where: Where | None = None,
 ) -> Transform:
     """AdamW on the leaves for which ``where(path, spec)`` holds (None: all) and that are not ``frozen``.
@@ -61,13 +63,14 @@ def adamw(
             raise ValueError(f"{name}={value} must be in [0, 1)")
     if not (eps > 0 and weight_decay >= 0):
         raise ValueError(f"eps={eps} must be positive, weight_decay={weight_decay} not negative")
+    storage.check_decay(beta1=beta1, beta2=beta2)
     leaves = Leaves(specs, where)
     decays = [0.0 if "no_decay" in spec.tags else weight_decay for spec in leaves.specs]
 
     def init(params: Any) -> AdamWState:
         masters = leaves.masters(params, kept := leaves.init_masters(params))
         device = masters[0].device if masters else None
-        mu, nu = (leaves.to_tree([torch.zeros_like(m) for m in masters]) for _ in range(2))
+        mu, nu = (leaves.to_tree([storage.zeros(m) for m in masters]) for _ in range(2))
         return AdamWState(torch.zeros((), dtype=torch.float32, device=device), mu, nu, kept)
 
     def update(
@@ -82,22 +85,46 @@ def adamw(
         masters = leaves.masters(params, state.master)
         numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         gradients = [g.to(m.dtype) for g, m in zip(leaves.of_grads(grads), masters, strict=True)]
-        rows = list(zip(masters, gradients, tree.leaves(state.mu), tree.leaves(state.nu), decays, strict=True))
-        if donate:
-            with torch.no_grad():
-                _step_in_place(rows, state.step, numbers, skip)
-                params, kept = leaves.with_masters(params, masters, donate=True)
-            return params, AdamWState(state.step, state.mu, state.nu, kept)
+        moments: list[tuple[Any, ...]] = list(zip(tree.leaves(state.mu), tree.leaves(state.nu), strict=True))
         step = state.step + 1
-        new = [_keep(skip, _step(*row, step, **numbers), (row[0], row[2], row[3])) for row in rows]
-        params, kept = leaves.with_masters(params, [n[0] for n in new], donate=False)
-        mu, nu = (leaves.to_tree([n[i] for n in new]) for i in (1, 2))
-        return params, AdamWState(_keep(skip, (step,), (state.step,))[0], mu, nu, kept)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not donate):
+            stepped: list[Tensor] = []
+            for some in _together(masters, moments):
+                rows = []
+                for i in some:
+                    fetched = (storage.fetch(kept, masters[i]) for kept in moments[i])
+                    rows.append((masters[i], gradients[i], *fetched, decays[i]))
+                new = (_step_in_place if donate else _step_apart)(rows, step, numbers, skip)
+                for i, (p, *fresh) in zip(some, new, strict=True):
+                    stepped.append(p)
+                    pairs = zip(moments[i], fresh, strict=True)
+                    moments[i] = tuple(storage.store(kept, x, donate=donate) for kept, x in pairs)
+            params, kept = leaves.with_masters(params, stepped, donate=donate)
+            (step,) = _keep(skip, (step,), (state.step,))
+            step = state.step.copy_(step) if donate else step
+        storage.settle(masters[0].device if masters else None)
+        mu, nu = (leaves.to_tree(list(x)) for x in (zip(*moments, strict=True) if moments else ((), ())))
+        return params, AdamWState(step, mu, nu, kept)
 
     return Transform(init, update, frozenset(leaves.paths))
 
 
 _Row = tuple[Tensor, Tensor, Tensor, Tensor, float]  # parameter, gradient, mu, nu, weight decay
+_New = tuple[Tensor, Tensor, Tensor]  # parameter, mu, nu
+
+
+def _together(masters: Sequence[Tensor], moments: Sequence[tuple[Any, ...]]) -> list[list[int]]:
+    """Numbers of leaves that are stepped at once, in order: all, but each alone whose moments have to be fetched."""
+    groups: list[list[int]] = []
+    together = False
+    for i, (p, (mu, _)) in enumerate(zip(masters, moments, strict=True)):
+        here = mu.dtype == p.dtype and mu.device == p.device
+        if here and together:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        together = here
+    return groups
 
 
 def _step(
@@ -112,7 +139,7 @@ def _step(
     beta1: float,
     beta2: float,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> _New:
     """New parameter, mu and nu, from plain operations."""
     t = step.to(p.dtype)
     correction1 = -torch.expm1(t * math.log(beta1)) if beta1 else 1.0  # 1 - beta^t would lose half the digits at t = 1
@@ -124,26 +151,29 @@ def _step(
     return (1 - lr * decay) * p - (lr / correction1) * mu / (root + eps), mu, nu
 
 
-def _step_in_place(rows: Sequence[_Row], step: Tensor, numbers: dict[str, Any], skip: Tensor | None) -> None:
+def _step_apart(rows: Sequence[_Row], step: Tensor, numbers: dict[str, Any], skip: Tensor | None) -> list[_New]:
+    """The step number ``step`` of these leaves; nothing is written into."""
+    return [_keep(skip, _step(*row, step, **numbers), (row[0], row[2], row[3])) for row in rows]
+
+
+def _step_in_place(rows: Sequence[_Row], step: Tensor, numbers: dict[str, Any], skip: Tensor | None) -> list[_New]:
     """The same in place, fused where the device has the kernel, one call for all leaves of a kind."""
-    taken = torch.ones_like(step) if skip is None else (~skip).to(step.dtype)
-    number = step + 1
     kinds: dict[Any, list[_Row]] = {}
     for p, g, mu, nu, decay in rows:
         if _fused.supports(p) and mu.is_contiguous() and nu.is_contiguous():
             kinds.setdefault((p.device, p.dtype, decay), []).append((p, g.contiguous(), mu, nu, decay))
             continue
         old = (p, mu, nu)
-        for tensor, new in zip(old, _keep(skip, _step(p, g, mu, nu, decay, number, **numbers), old), strict=True):
+        for tensor, new in zip(old, _keep(skip, _step(p, g, mu, nu, decay, step, **numbers), old), strict=True):
             tensor.copy_(new)
     found = None if skip is None else skip.to(torch.float32)
     for (_, _, decay), group in kinds.items():
         p, g, mu, nu, _ = zip(*group, strict=True)
-        _fused.adamw_(p, g, mu, nu, number, weight_decay=decay, skip=found, **numbers)
-    step.add_(taken)
+        _fused.adamw_(p, g, mu, nu, step, weight_decay=decay, skip=found, **numbers)
+    return [(p, mu, nu) for p, _, mu, nu, _ in rows]
 
 
-def _keep(skip: Tensor | None, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _keep(skip: Tensor | None, new: Any, old: tuple[Tensor, ...]) -> Any:
     if skip is None:
         return new
     return tuple(torch.where(skip, o, n) for n, o in zip(new, old, strict=True))

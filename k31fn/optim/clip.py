@@ -79,6 +79,7 @@ def clip_by_global_norm(
     specs: Any = (),
     placements: Placements = (),
     stages: Axes = (),
+    p: float | int = 2,
     empty: Float[Tensor, ""] | None = None,
 ) -> tuple[Any, Float[Tensor, ""]]:
     """``(grads, norm)``: gradients times ``min(1, max_norm / (norm + 1e-6))``, and the norm before.
@@ -92,6 +93,6 @@ def clip_by_global_norm(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be positive; inf does not clip")
-    norm = global_norm(grads, specs, placements=placements, stages=stages, empty=empty)
+    norm = global_norm(grads, specs, placements=placements, stages=stages, p=p, empty=empty)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return tree.map(lambda g: g * scale, grads), norm

@@ -5,15 +5,18 @@ Scale and decoupled decay are those of Moonlight (Liu et al. 2025).
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from k31fn import tree
+from k31fn import precision, tree
+from k31fn.optim import dealing
+from k31fn.optim.dealing import Matrices, Plan
+from k31fn.optim.storage import Storage
 from k31fn.optim.transform import Leaves, Transform
-from k31fn.parallel import Axis, all_gather_invariant, all_to_all, pslice
 from k31fn.parallel.fsdp import Placements
 from k31fn.params import ParamSpec
 from k31fn.typing import Bool, Float, Tensor
@@ -29,7 +32,7 @@ class MuonState:
     """Everything that Muon remembers.
 
     Attributes:
-        momentum: like the stepped parameters; at least float32.
+        momentum: like the stepped parameters; kept as :class:`~k31fn.optim.storage.Storage` says.
         master: float32 copies of the parameters that are narrower.
     """
 
@@ -43,6 +46,8 @@ def muon(
     momentum: float = 0.95,
     weight_decay: float = 0.1,
     ns_steps: int = 5,
+    ns_dtype: torch.dtype | None = None,
+    storage: Storage = Storage(),  # noqa: B008 (frozen)
     placements: Placements = (),
 ) -> Transform:
     """Muon on the leaves tagged ``matrix`` that are not ``frozen``; combine it with AdamW for the others.
@@ -55,16 +60,18 @@ def muon(
     without the decay on leaves tagged ``no_decay``. A leaf ``[..., in, out]`` is a batch of matrices (experts); one
     tagged ``per_head`` is a matrix ``[in, head_dim]`` per head, cut along ``out``.
 
-    With ``placements``, parameters, gradients and state are one rank's parts. The matrices of one leaf at a time are
-    put together over the axes that split them, and the result is cut again: dealt out among those ranks where there is
-    one for each, else every one of them does the same work. Parts that hold whole matrices (of some experts, of some
-    heads) stay where they are.
+    With ``placements``, parameters, gradients and state are one rank's parts. The matrices of all leaves are dealt out
+    among the ranks that hold them, whole or in part: each is put together on one rank and its result cut again, in the
+    dtype of Newton-Schulz (:mod:`k31fn.optim.dealing`). So the work is split evenly, replicas get equal bits, and no
+    rank has more than one matrix in work, the largest, and another arriving.
 
     Args:
         specs: the tree of ParamSpecs.
         momentum: b.
         weight_decay: decoupled.
         ns_steps: of :func:`orthogonalize`.
+        ns_dtype: of :func:`orthogonalize`.
+        storage: of the momentum.
         placements: of the parameters (:mod:`k31fn.parallel.fsdp`); ``()``: they are whole.
 
     Raises:
@@ -73,28 +80,19 @@ def muon(
     """
     if not (0 <= momentum < 1 and weight_decay >= 0 and ns_steps >= 1):
         raise ValueError(
-            f"momentum={momentum} must be in [0, 1), weight_decay={weight_decay} >= 0, ns_steps={ns_steps} >= 1"
+            f"momentum={momentum} must be in [0, 1), weight_decay={weight_decay} at least 0, ns_steps={ns_steps} "
+            "at least 1"
         )
-    leaves = Leaves(specs, lambda _, spec: "matrix" in spec.tags)
+    storage.check_decay(momentum=momentum)
+    leaves = Leaves(specs, lambda path, spec: "matrix" in spec.tags)
     heads = [_head_dim(path, spec) for path, spec in zip(leaves.paths, leaves.specs, strict=True)]
     decays = [0.0 if "no_decay" in spec.tags else weight_decay for spec in leaves.specs]
-    if placements:
-        splits = [place.dims for place in leaves.of_params(placements)]
-    else:
-        splits = [((),) * len(spec.shape) for spec in leaves.specs]
+    places = leaves.of_params(placements) if placements else [None] * len(heads)
+    orthogonal = _Orthogonal(heads, places, ns_steps, ns_dtype)
 
     def init(params: Any) -> MuonState:
         masters = leaves.masters(params, kept := leaves.init_masters(params))
-        return MuonState(leaves.to_tree([torch.zeros_like(m) for m in masters]), kept)
-
-    def scaled(x: Float[Tensor, "matrices rows columns"]) -> Float[Tensor, "matrices rows columns"]:
-        return _RMS * math.sqrt(max(x.shape[1:])) * orthogonalize(x, steps=ns_steps)
-
-    def step(
-        p: Tensor, g: Tensor, m: Tensor, head: int, split: _Split, decay: float, lr: float | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        m = momentum * m + g
-        return (1 - lr * decay) * p - lr * _on_matrices(scaled, g + momentum * m, head, split), m
+        return MuonState(leaves.to_tree([storage.zeros(m) for m in masters]), kept)
 
     def update(
         grads: Any,
@@ -105,35 +103,78 @@ def muon(
         skip: Bool[Tensor, ""] | None = None,
         donate: bool = True,
     ) -> tuple[Any, MuonState]:
-        masters, momenta = leaves.masters(params, state.master), tree.leaves(state.momentum)
-        rows = zip(masters, leaves.of_grads(grads), momenta, heads, splits, decays, strict=True)
+        masters, kept_momenta = leaves.masters(params, state.master), tree.leaves(state.momentum)
+        if not masters:
+            return params, state
         with torch.set_grad_enabled(torch.is_grad_enabled() and not donate):
-            new_masters, new_momenta = [], []
-            for p, g, m, head, split, decay in rows:
-                new_p, new_m = step(p, g.to(p.dtype), m, head, split, decay, lr)
-                if skip is not None:
-                    new_p, new_m = torch.where(skip, p, new_p), torch.where(skip, m, new_m)
-                new_masters.append(p.copy_(new_p) if donate else new_p)
-                new_momenta.append(m.copy_(new_m) if donate else new_m)
-            params, kept = leaves.with_masters(params, new_masters, donate=donate)
-        return params, MuonState(leaves.to_tree(new_momenta), kept)
+            new_momenta, parts = [], []
+            for p, g, kept in zip(masters, leaves.of_grads(grads), kept_momenta, strict=True):
+                g, old = g.to(p.dtype), storage.fetch(kept, p)
+                m = _kept(skip, old, momentum * old + g)
+                new_momenta.append(storage.store(kept, m, donate=donate))
+                parts.append((g + momentum * m).to(_working_dtype(p, ns_dtype)))
+            new_masters = list(masters)
+            for i, y in orthogonal(parts):
+                p = masters[i]
+                new_p = _kept(skip, p, (1 - lr * decays[i]) * p - lr * y.to(p.dtype))
+                new_masters[i] = p.copy_(new_p) if donate else new_p
+            params, kept_masters = leaves.with_masters(params, new_masters, donate=donate)
+            storage.settle(masters[0].device)
+        return params, MuonState(leaves.to_tree(new_momenta), kept_masters)
 
     return Transform(init, update, frozenset(leaves.paths))
 
 
-def orthogonalize(x: Float[Tensor, "... rows columns"], *, steps: int = 5) -> Float[Tensor, "... rows columns"]:
+class _Orthogonal:
+    """Orthogonalises matrices of which ranks have parts, and scales them; who does which is settled at the first call.
+
+    Args:
+        heads: of each leaf, columns of one matrix, or 0.
+        places: of each leaf; None: it is whole.
+        steps: of :func:`orthogonalize`.
+        dtype: of :func:`orthogonalize`.
+    """
+
+    def __init__(self, heads: list[int], places: list[Any], steps: int, dtype: torch.dtype | None) -> None:
+        self._heads, self._places = heads, places
+        self._axes = dealing.axes_of([p for p in places if p is not None])
+        self._work = functools.partial(orthogonalize, steps=steps, dtype=dtype)
+        self._plan: Plan | None = None
+
+    def __call__(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """``0.2 sqrt(max(rows, columns)) U V^T``: for each leaf its number and this rank's part, as they come."""
+        axes, shapes = self._axes, [x.shape for x in parts]
+        matrices = [Matrices.of(*row, axes) for row in zip(shapes, self._heads, self._places, strict=True)]
+        flat = [x.reshape(-1, *x.shape[-2:]) for x in parts]
+        if any(a.host is not None and a.host.token(a.name) is not None for a in axes):
+            found: Any = ((i, dealing.run_alike(self._work, x, matrices[i])) for i, x in enumerate(flat))
+        else:
+            self._plan = self._plan or Plan(matrices, axes)
+            found = dealing.run(self._work, flat, self._plan)
+        for i, y in found:
+            yield i, _RMS * math.sqrt(max(matrices[i].shape)) * precision.upcast(y).reshape(shapes[i])
+
+
+def orthogonalize(
+    x: Float[Tensor, "... rows columns"], *, steps: int = 5, dtype: torch.dtype | None = None
+) -> Float[Tensor, "... rows columns"]:
     """About ``U V^T`` of ``x = U S V^T``: nonzero singular values end between 0.68 and 1.14.
 
     Those below some 1e-3 of the Frobenius norm stay smaller. Newton-Schulz: ``X <- a X + (b A + c A A) X`` with
-    ``A = X X^T``, from X of norm 1 with the smaller side as rows; in float32 on the CPU (where bfloat16 is slow), in
-    bfloat16 elsewhere, in float64 for float64. A zero matrix stays zero.
+    ``A = X X^T``, from X of norm 1 with the smaller side as rows. A zero matrix stays zero.
+
+    Args:
+        x: matrices.
+        steps: of the iteration.
+        dtype: in which ``x`` is taken and iterated. None: that of ``x``, but for float32 on other devices than the CPU
+            (where bfloat16 is slow) bfloat16.
     """
     a, b, c = _COEFFICIENTS
-    y = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    y = x.to(_working_dtype(x, dtype))
+    norm = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(y.dtype, torch.float32))
+    y = (y / norm.clamp(min=1e-7)).to(y.dtype)
     tall = x.shape[-2] > x.shape[-1]
     y = (y.mT if tall else y).reshape(-1, *sorted(x.shape[-2:]))
-    if not x.is_cpu and x.dtype == torch.float32:
-        y = y.to(torch.bfloat16)
     for _ in range(steps):
         A = torch.bmm(y, y.mT)
         y = torch.baddbmm(y, torch.baddbmm(A, A, A, beta=b, alpha=c), y, beta=a)
@@ -141,37 +182,14 @@ def orthogonalize(x: Float[Tensor, "... rows columns"], *, steps: int = 5) -> Fl
     return y.to(x.dtype)
 
 
-_Split = tuple[tuple[Axis, ...], ...]  # axes that split each dimension of a leaf, outermost first
+def _working_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is not None:
+        return dtype
+    return torch.bfloat16 if x.dtype == torch.float32 and not (x.is_cpu or x.is_meta) else x.dtype
 
 
-def _on_matrices(f: Callable[[Tensor], Tensor], x: Tensor, head_dim: int, split: _Split) -> Tensor:
-    """This rank's part of what ``f`` makes of the whole matrices ``[matrices rows columns]`` that ``x`` is a part of.
-
-    Args:
-        f: a function of a batch of matrices that treats each alone.
-        x: part of a leaf.
-        head_dim: columns of one matrix, if the leaf has one per head; 0: all columns.
-        split: of the leaf.
-    """
-    rows, columns = split[-2:]
-    cut: list[Axis] = []  # axes that cut through heads
-    while head_dim and x.shape[-1] % head_dim:
-        cut.append(columns[-1 - len(cut)])
-        x = all_gather_invariant(x, cut[-1], -1)
-    whole = x.unflatten(-1, (-1, head_dim or x.shape[-1])).movedim(-2, -3)  # heads beside experts
-    y = whole.reshape(-1, *whole.shape[-2:])
-    moves = [(a, 1) for a in reversed(rows)] + [(a, 2) for a in reversed(columns) if not head_dim]
-    dealt: list[bool] = []
-    for axis, dim in moves:
-        dealt.append(y.shape[0] % axis.size == 0)
-        y = all_to_all(y, axis, 0, dim) if dealt[-1] else all_gather_invariant(y, axis, dim)
-    y = f(y)
-    for axis, dim in reversed(moves):
-        y = all_to_all(y, axis, dim, 0) if dealt.pop() else pslice(y, axis, dim)
-    y = y.reshape(whole.shape).movedim(-3, -2).reshape(x.shape)
-    for axis in reversed(cut):
-        y = pslice(y, axis, -1)
-    return y
+def _kept(skip: Bool[Tensor, ""] | None, old: Tensor, new: Tensor) -> Tensor:
+    return new if skip is None else torch.where(skip, old, new)
 
 
 def _head_dim(path: str, spec: ParamSpec) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["warmup_cosine"]
+__all__ = ["warmup_cosine", "warmup_stable_decay"]
 
 
 def warmup_cosine(
@@ -25,6 +25,54 @@ def warmup_cosine(
     Raises:
         ValueError: a number out of its range.
     """
+    _check(step, peak, num_steps, warmup_steps, final_fraction)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    top = max(warmup_steps - 1, 0)
+    progress = min((step - top) / max(num_steps - 1 - top, 1), 1.0)
+    return peak * (final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def warmup_stable_decay(
+    step: int,
+    *,
+    peak: float,
+    num_steps: int,
+    warmup_steps: int = 0,
+    decay_steps: int,
+    final_fraction: float = 0.0,
+) -> float:
+    """Linear warm-up to ``peak``, which holds until the last ``decay_steps``, then a straight line down (WSD).
+
+    Hu et al. 2024, arXiv 2404.06395; the line is that of Hagele et al. 2024, arXiv 2405.18392. A run can be made longer
+    from any step of the flat part. The warm-up is that of :func:`warmup_cosine`. Step s of the decay, from 1, has
+    ``peak (1 - (1 - final_fraction) s / decay_steps)``: the last one, ``num_steps - 1``, has the final value, and so
+    have steps beyond it.
+
+    Args:
+        step: from 0.
+        peak: largest value.
+        num_steps: length of the run.
+        warmup_steps: at most ``num_steps``.
+        decay_steps: at most ``num_steps - warmup_steps``; 0: the peak holds to the end.
+        final_fraction: of the peak, in [0, 1].
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+    _check(step, peak, num_steps, warmup_steps, final_fraction)
+    if not 0 <= decay_steps <= num_steps - warmup_steps:
+        raise ValueError(
+            f"decay_steps={decay_steps} must be in [0, {num_steps - warmup_steps}]: num_steps={num_steps} without "
+            f"warmup_steps={warmup_steps}"
+        )
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    done = min(step, num_steps - 1) - (num_steps - 1 - decay_steps)
+    return peak * (1 - (1 - final_fraction) * done / decay_steps) if decay_steps and done > 0 else peak
+
+
+def _check(step: int, peak: float, num_steps: int, warmup_steps: int, final_fraction: float) -> None:
     if step < 0 or num_steps < 1 or not 0 <= warmup_steps <= num_steps:
         raise ValueError(
             f"step={step} must be at least 0, num_steps={num_steps} at least 1, "
@@ -32,8 +80,3 @@ def warmup_cosine(
         )
     if not (peak > 0 and 0 <= final_fraction <= 1):
         raise ValueError(f"peak={peak} must be positive, final_fraction={final_fraction} in [0, 1]")
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    top = max(warmup_steps - 1, 0)
-    progress = min((step - top) / max(num_steps - 1 - top, 1), 1.0)
-    return peak * (final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * progress)) / 2)

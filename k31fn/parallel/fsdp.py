@@ -3,7 +3,8 @@
 A :class:`Placement` says what becomes of one rank's part of a weight where the model uses it. Along the axes that
 spread it for memory only (``fsdp``, ``cp``; ``efsdp`` for experts) it is gathered, and its gradient reduce-scattered
 (ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054); along the data axes on which all ranks hold the same part
-(``dp``, and all of them for a weight too small to spread) it is marked as varying, and its gradient summed::
+(``dp``, and all of them for a weight too small to spread) it is marked as varying, and its gradient summed. So it is
+over the axes that split a weight of which it is a low-rank factor, and do not split the factor itself::
 
     w = all_gather(pvary(part, vary), gather, dim)      in the compute dtype; the gradient in the reduce dtype
 
@@ -32,7 +33,7 @@ from k31fn.autodiff import stop_gradient
 from k31fn.parallel.axis import Axis
 from k31fn.parallel.collectives import all_gather, psum, pvary
 from k31fn.parallel.mesh import MeshAxes
-from k31fn.parallel.partition import Partition, broadcast, resolve
+from k31fn.parallel.partition import AxisRules, Partition, broadcast, resolve
 
 __all__ = [
     "Placement",
@@ -44,6 +45,7 @@ __all__ = [
     "sum_gradients",
 ]
 
+_RULES = AxisRules()
 _BUCKET = 2**26  # bytes of gradients that one psum takes at most, besides a single leaf that is larger
 
 
@@ -55,7 +57,9 @@ class Placement:
         dims: atomic axes that split each dimension, outermost first.
         dim: along which it is gathered.
         gather: data axes over which; the last ones of ``dims[dim]``. ``()``: it is not.
-        vary: data axes whose ranks hold the same part.
+        vary: data axes whose ranks hold the same part, and ``partial``.
+        partial: axes for compute that split the weight of which this is a factor, whose ranks hold the same part of the
+            factor: a rank's use of it is a part of the whole use.
         dtype: in which it travels and is used; None: that of the parameter.
         grad_dtype: in which its gradient is summed, at least; None: that of the cotangent.
         frozen: that it has no gradient: nothing is computed or sent for it.
@@ -65,6 +69,7 @@ class Placement:
     dim: int = 0
     gather: tuple[Axis, ...] = ()
     vary: tuple[Axis, ...] = ()
+    partial: tuple[Axis, ...] = ()
     dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     frozen: bool = False
@@ -89,6 +94,8 @@ class _Declared(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def tags(self) -> frozenset[str]: ...
+    @property
+    def beside(self) -> tuple[str, ...]: ...
 
 
 def placements(
@@ -98,6 +105,7 @@ def placements(
     *,
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
+    rules: AxisRules = _RULES,
 ) -> Placements:
     """The :class:`Placement` of each leaf of a tree of ParamSpecs.
 
@@ -107,6 +115,7 @@ def placements(
         axes: of this rank, as ``shard_map`` hands them out.
         compute: dtype of weights in use; float32 islands stay at least float32. None: that of the parameters.
         reduce: dtype in which gradients are summed, at least; None: that of the cotangents.
+        rules: by which the partition was made.
 
     Raises:
         ValueError: data axes that split two dimensions of a weight, or that are not the innermost of their dimension in
@@ -117,7 +126,8 @@ def placements(
     found = []
     for path, spec, p in rows:
         try:
-            place = _place(resolve(p, axes, len(spec.shape)), axes, "expert" in spec.tags)
+            dims, beside = resolve(p, axes, len(spec.shape)), _split_beside(spec, axes, rules)
+            place = _place(dims, axes, "expert" in spec.tags, beside)
         except ValueError as e:
             raise ValueError(f"{path}: {p}: {e}") from e
         dtype = None if compute is None else precision.storage_dtype(spec.dtype, compute)
@@ -125,7 +135,13 @@ def placements(
     return tree.unflatten(structure, found)
 
 
-def _place(dims: tuple[tuple[Axis, ...], ...], axes: MeshAxes, expert: bool) -> Placement:
+def _split_beside(spec: _Declared, axes: MeshAxes, rules: AxisRules) -> tuple[Axis, ...]:
+    return tuple(a for name in spec.beside for a in axes.view(*rules.views()[name]))
+
+
+def _place(
+    dims: tuple[tuple[Axis, ...], ...], axes: MeshAxes, expert: bool, beside: tuple[Axis, ...] = ()
+) -> Placement:
     spread = [a for a in axes.data if not (expert and a in axes.ep)]
     split = [i for i, own in enumerate(dims) if any(a in spread for a in own)]
     if len(split) > 1:
@@ -136,8 +152,9 @@ def _place(dims: tuple[tuple[Axis, ...], ...], axes: MeshAxes, expert: bool) -> 
         names = [a.name for a in in_order]
         raise ValueError(f"data axes {names} must come last in their dimension, in this order")
     held = [a for own in dims for a in own]
-    vary = tuple(a for a in axes.data if a not in held)
-    return Placement(dims, split[0] if split else 0, gathered, vary)
+    partial = tuple(a for a in beside if a not in held)
+    vary = tuple(a for a in axes.atoms if a not in held and (a in axes.data or a in partial))
+    return Placement(dims, split[0] if split else 0, gathered, vary, partial)
 
 
 def gather(params: Any, placements: Placements) -> Any:

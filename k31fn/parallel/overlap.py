@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31fn import _functorch
+from k31fn import _functorch, scopes
 from k31fn.parallel import primitive
 from k31fn.parallel.primitive import Call, deferred, transpose
 
@@ -81,7 +81,8 @@ class _Start(torch.autograd.Function):
     def forward(pending: Pending, x: Tensor) -> Tensor:
         call = pending.call
         assert call is not None
-        pending.finish = call.channel.start(call.op, call.cast(x), call.kw)
+        with scopes.scope(f"collective {call.op}"):
+            pending.finish = call.channel.start(call.op, call.cast(x), call.kw)
         return x.view_as(x)
 
     @staticmethod
@@ -112,7 +113,8 @@ class _Wait(torch.autograd.Function):
         if transposed.local or torch.is_grad_enabled():
             return None, primitive.issue(transposed, g).to(ctx.dtype)
         transposed.note("issue", g)
-        finish = transposed.channel.start(transposed.op, g, transposed.kw)
+        with scopes.scope(f"collective {transposed.op}"):
+            finish = transposed.channel.start(transposed.op, g, transposed.kw)
 
         def finish_back() -> Tensor:
             y = finish().to(ctx.dtype)

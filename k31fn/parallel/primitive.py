@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k31fn import scopes
 from k31fn.parallel import record
 from k31fn.parallel.axis import Axis, Channel
 
@@ -124,7 +125,8 @@ class _Collective(torch.autograd.Function):
             compare_ranks(call.channel, x, f"cotangent of psum over {call.names} varies: a pvary is missing downstream")
         if call.op in ("pvary", "psum_transpose"):
             return x.view_as(x)
-        return call.channel.start(call.op, call.cast(x), call.kw)()
+        with scopes.scope(f"collective {call.op}"):
+            return call.channel.start(call.op, call.cast(x), call.kw)()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from k31fn import device as devices
 from k31fn.parallel.axis import Axes
 from k31fn.parallel.collectives import all_gather
 from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
+from k31fn.parallel.record import Flight, Issued
 
 __all__ = [
     "CollectiveError",
@@ -44,10 +46,17 @@ class Progress:
     Attributes:
         issued: how many so far.
         waiting: the one that it waits for; empty while it does something else.
+        flight: the last ones.
     """
 
     issued: int = 0
     waiting: str = ""
+    flight: Flight = field(default_factory=Flight)
+
+    def begin(self, kind: str, axes: tuple[str, ...], x: Tensor) -> Issued:
+        """Notes one that is about to be issued."""
+        self.issued += 1
+        return self.flight.add(kind, axes, tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
 
 def start_processes(device_type: str, *, timeout: float | int = 600.0) -> dist.Store:
@@ -132,7 +141,7 @@ class _Host:
             where = f"over {names} on rank {me} at {mine}"
             with _named(f"making the group {where}", self.progress):
                 group: Any = dist.new_group(ranks, use_local_synchronization=True) if others else dist.group.WORLD
-            self.channels[names] = _Channel(group, len(ranks), ranks.index(me), where, self.progress)
+            self.channels[names] = _Channel(group, len(ranks), ranks.index(me), where, self.progress, names)
         return self.channels[names]
 
 
@@ -148,16 +157,18 @@ class _Channel:
     index: int
     where: str  # for messages
     progress: Progress = field(default_factory=Progress)
+    names: tuple[str, ...] = ()
 
     def start(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
-        what = f"{op} {self.where}"
-        self.progress.issued += 1
+        what, issued = f"{op} {self.where}", self.progress.begin(op, self.names, x)
         with _named(what, self.progress):
             finish = self._issue(op, x.detach().contiguous(), kw)
 
         def named() -> Tensor:
             with _named(what, self.progress):
-                return finish()
+                y = finish()
+            issued.waited = time.monotonic()
+            return y
 
         return named
 
@@ -169,14 +180,14 @@ class _Channel:
         return self._waiting(f"recv from {source}", lambda: dist.irecv(into, group=self.group, group_src=source), into)
 
     def _waiting(self, message: str, issue: Callable[[], Any], held: Tensor) -> Callable[[], Tensor]:
-        what = f"{message} {self.where}"
-        self.progress.issued += 1
+        what, noted = f"{message} {self.where}", self.progress.begin(message, self.names, held)
         with _named(what, self.progress):
             work = issue()
 
         def finish() -> Tensor:
             with _named(what, self.progress):
                 work.wait()
+            noted.waited = time.monotonic()
             return held
 
         return finish

@@ -1,15 +1,18 @@
-"""What collectives were issued, and whether invariance is checked."""
+"""What collectives were issued, which came last, and whether invariance is checked."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
-__all__ = ["Event", "Record", "check_invariance", "note_event", "record_collectives"]
+__all__ = ["Event", "Flight", "Issued", "Record", "check_invariance", "note_event", "record_collectives"]
+
+_KEPT = 256  # collectives
 
 
 class Event(NamedTuple):
@@ -111,3 +114,56 @@ def check_invariance(on: bool = True) -> Iterator[None]:
 def checking() -> bool:
     """Whether :func:`check_invariance` is on."""
     return _CHECK.get()
+
+
+@dataclass
+class Issued:
+    """One collective of a process.
+
+    Attributes:
+        number: which of its group's, from 1: equal on all ranks of the group, so a rank that is behind shows. Of a
+            message, which to or from that rank.
+        kind: the collective, or the message with its other end.
+        axes: names of the atomic axes.
+        shape: of the operand.
+        dtype: of the operand.
+        began: seconds on the clock of :func:`time.monotonic`.
+        waited: when the host, or with a device its queue, had waited for it; 0: not yet.
+    """
+
+    number: int
+    kind: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    began: float
+    waited: float = 0.0
+
+
+class Flight:
+    """The last collectives of a process, for a report of what it was doing when a rank was lost.
+
+    Written by the process's own threads and read by any; it keeps no tensor.
+    """
+
+    def __init__(self) -> None:
+        self._last: deque[Issued] = deque(maxlen=_KEPT)
+        self._numbers: Counter[tuple[str, ...]] = Counter()
+
+    def add(self, kind: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Issued:
+        """Notes a collective that is about to be issued; the caller sets :attr:`Issued.waited`."""
+        counted = (*axes, kind) if kind.startswith(("send", "recv")) else axes
+        self._numbers[counted] += 1
+        issued = Issued(self._numbers[counted], kind, axes, shape, dtype, time.monotonic())
+        self._last.append(issued)
+        return issued
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Oldest first; times as seconds before now, ``waited`` null for one that is not over."""
+        now, rows = time.monotonic(), []
+        for issued in list(self._last):
+            row = asdict(issued)
+            row["began"] = round(now - issued.began, 3)
+            row["waited"] = round(now - issued.waited, 3) if issued.waited else None
+            rows.append(row)
+        return rows

@@ -8,30 +8,55 @@ to be reduce-scattered, behind the backward of layer i - 1::
     backward  gather n | gather n-1, pull n | scatter n, gather n-2, pull n-1 | ...
 
 At most two layers' weights are there at once. What is kept of a layer is what it added to the carry (a tensor that
-several carries share is kept once), and its decisions.
+several carries share is kept once), its decisions, and of its keepable functions those that ``save`` names. With
+``every`` carries are kept at every so many layers only; those between are made again, from the first of such a run on,
+before its backward::
+
+    backward  light n-7 .. n-1, carry n-7 .. n | gather n | ...
+
+For that only the part of the weights is gathered that layers need when their functions are kept (``light``). It needs
+no cotangent: :func:`rebuilds` lets the caller begin before one is there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k31fn import _functorch, tree
-from k31fn.autodiff import custom_vjp, remat, stop_gradient
+from k31fn import tree
+from k31fn.autodiff import custom_vjp, stop_gradient
 from k31fn.autodiff.custom_vjp import differentiable
 from k31fn.autodiff.deferred import current_tape
-from k31fn.autodiff.remat import Ambient, call_recorded, pull_replayed, run_recorded
+from k31fn.autodiff.remat import Ambient, call_recorded, can_keep, pull_replayed, replay, run_recorded
 from k31fn.parallel.bundle import start_gather, start_scatter, wait_gather, wait_scatter
 from k31fn.parallel.fsdp import Placements
 
-__all__ = ["Prefetch", "Step", "scan"]
+__all__ = ["Plan", "Prefetch", "Step", "rebuilds", "scan"]
 
 Step = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """``(weights, carry, shared, own) -> (carry, aux)``: one layer."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a scan keeps for its backward besides decisions.
+
+    Attributes:
+        save: names of :func:`~k31fn.autodiff.keepable` functions that do not run again.
+        every: carries are kept at layers 0, ``every``, 2 ``every``, ...
+        light: of a layer's weights (or their placements) what it needs where ``save`` holds.
+    """
+
+    save: frozenset[str] = frozenset()
+    every: int = 1
+    light: Callable[[Any], Any] = lambda weights: weights
 
 
 class Prefetch:
@@ -54,36 +79,40 @@ class Prefetch:
         self._pending = None if i is None else start_gather(self._params[i], self._placements[i])
 
 
-class _Kept:
-    """Carries that each are given up when they are used; passes through a tree as one opaque leaf."""
-
-    def __init__(self, carries: Sequence[Any]) -> None:
-        # Detached: some are outputs of the rule, which would be kept by the graph that they keep.
-        self.carries: list[Any] = [tree.map(torch.Tensor.detach, c) for c in carries]
+class _Whole(Prefetch):
+    """Weights that are whole already, or are gathered by the layers."""
 
     def take(self) -> Any:
-        if not self.carries:
-            raise RuntimeError("scan: its backward ran already, and what it kept is freed; run the forward again")
-        return self.carries.pop()
+        return self._params[next(self._order)]
+
+    def _start(self) -> None:
+        pass
 
 
 def scan(
-    steps: Sequence[Step], placements: Sequence[Placements], params: Sequence[Any], carry: Any, shared: Any, own: Any
+    steps: Sequence[Step],
+    placements: Sequence[Placements],
+    params: Sequence[Any],
+    carry: Any,
+    shared: Any,
+    own: Any,
+    plan: Plan = Plan(),
 ) -> tuple[Any, tuple[Any, ...]]:
     """Runs ``carry, aux[i] = steps[i](gather(params[i]), carry, shared, own[i])`` for each layer.
 
-    The gradient keeps no gathered weights and nothing inside of a layer, which is run again. Derivatives are of first
-    order; for higher ones gather in a loop of your own. Overlap is as in :mod:`k31fn.parallel.overlap`; here
-    ``torch.func.grad`` on real ranks has it too. Under :func:`k31fn.autodiff.split_vjp` there is none: each layer
-    gathers its weights inside of a remat.
+    The gradient keeps no gathered weights and, but for what ``plan`` names, nothing inside of a layer, which is run
+    again. Derivatives are of first order; for higher ones gather in a loop of your own. Overlap is as in
+    :mod:`k31fn.parallel.overlap`; here ``torch.func.grad`` on real ranks has it too. Under
+    :func:`k31fn.autodiff.split_vjp` there is none: each layer gathers its weights inside.
 
     Args:
         steps: the layers; pure functions that capture no differentiated tensor.
-        placements: of each layer's parameters.
+        placements: of each layer's parameters; none: they are whole.
         params: this rank's parts of them.
         carry: what the first layer is handed.
         shared: what all layers are handed.
         own: what each is handed besides, by layer.
+        plan: what is kept for the backward; within a ``torch.func`` transform all carries and no function.
 
     Returns:
         The last carry, and each layer's ``aux``.
@@ -93,77 +122,158 @@ def scan(
     """
     if not steps:
         return carry, ()
-    if current_tape() is not None:  # weight gradients are put off, for which the rule below leaves no graph
-        return _each_in_remat(steps, placements, params, carry, shared, own)
-    layers, gives_up = range(len(steps)), not _functorch.transforms_active()
+    if placements and current_tape() is not None:  # weights that are gathered below would have no graph to their parts
+        steps, placements = [_Gathering(*pair) for pair in zip(steps, placements, strict=True)], ()
+    keeps = can_keep()
 
     def fwd(given: Any, params: Any, carry: Any, shared: Any, own: Any) -> Any:
-        carries, reports, made = [], [], []
-        ahead = Prefetch(params, placements, layers)
-        for i in layers:
+        carries, reports, made, saved = [], [], [], []
+        ahead = _weights(params, placements, range(len(steps)))
+        for i, step in enumerate(steps):
             carries.append(carry)
             before = given[i] if given else ()
-            (carry, aux), decisions, _ = run_recorded(steps[i], (ahead.take(), carry, shared, own[i]), before)
+            (carry, aux), decisions, kept = run_recorded(step, (ahead.take(), carry, shared, own[i]), before, plan.save)
             reports.append(aux)
             made.append(decisions)
-        kept = _Kept(carries) if gives_up else carries
-        return ((carry, tuple(reports)), made), (params, kept, shared, own, made, Ambient((params, carry)))
+            saved.append(kept)
+        ambient = Ambient((params, carry))
+        if keeps:
+            kept = _Kept(steps, placements, (params, shared, own), carries, made, saved, plan)
+            if plan.every > 1 and (found := _REBUILDS.get()) is not None:
+                found.append(lambda: ambient.run(kept.rebuild))
+            carries, saved = kept, ()
+        return ((carry, tuple(reports)), made), (params, carries, shared, own, made, saved, ambient)
 
     def bwd(residuals: Any, ct: Any) -> tuple[Any, ...]:
-        *kept, ambient = residuals
-        return (None, *ambient.run(lambda: _pull(steps, placements, *kept, *ct[0])))
+        *rest, ambient = residuals
+        return (None, *ambient.run(lambda: _pull(steps, placements, plan.save, *rest, *ct[0])))
 
     rule = custom_vjp(scan, opaque=True, instead="remat='none', or layers that gather inside remat").defvjp(fwd, bwd)
     return call_recorded(rule, params, carry, shared, own)
 
 
-def _each_in_remat(
-    steps: Sequence[Step], placements: Sequence[Placements], params: Sequence[Any], carry: Any, shared: Any, own: Any
-) -> tuple[Any, tuple[Any, ...]]:
-    """The same values and gradients without prefetch: each layer gathers inside of a remat."""
-    reports = []
-    for step, place, layer, mine in zip(steps, placements, params, own, strict=True):
+@dataclass(frozen=True)
+class _Gathering:
+    """A layer that gathers its weights itself."""
 
-        def run(layer: Any, *args: Any, step: Step = step, place: Any = place) -> Any:
-            return step(wait_gather(start_gather(layer, place)), *args)
+    step: Step
+    placements: Placements
 
-        carry, aux = remat(run)(layer, carry, shared, mine)
-        reports.append(aux)
-    return carry, tuple(reports)
+    def __call__(self, params: Any, *args: Any) -> tuple[Any, Any]:
+        return self.step(wait_gather(start_gather(params, self.placements)), *args)
+
+
+_REBUILDS: contextvars.ContextVar[list[Callable[[], None]] | None] = contextvars.ContextVar(
+    "k31fn_rebuilds", default=None
+)
+
+
+@contextlib.contextmanager
+def rebuilds() -> Iterator[list[Callable[[], None]]]:
+    """Collects from each scan that runs inside and does not keep all carries a call that makes those of its last run.
+
+    In the order in which they ran: the last one is needed first. The backward calls what has not been called.
+    """
+    found: list[Callable[[], None]] = []
+    token = _REBUILDS.set(found)
+    try:
+        yield found
+    finally:
+        _REBUILDS.reset(token)
+
+
+class _Kept:
+    """What a backward needs of each layer, given up when it is used; passes through a tree as one opaque leaf.
+
+    Detached: some tensors are outputs of the rule, which would be kept by the graph that they keep.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        placements: Sequence[Placements],
+        args: tuple[Any, Any, Any],
+        carries: Sequence[Any],
+        made: Sequence[Any],
+        saved: Sequence[Any],
+        plan: Plan,
+    ) -> None:
+        self.steps, self.placements, self.made, self.plan = steps, placements, made, plan
+        self.args, self.saved = _detached(args), [_detached(tuple(s)) for s in saved]
+        self.carries = {i: _detached(c) for i, c in enumerate(carries) if i % plan.every == 0}
+
+    def take(self, i: int) -> tuple[Any, Any]:
+        """A layer's carry, and what its functions keep; in descending order."""
+        if len(self.saved) != i + 1:
+            raise RuntimeError("scan: its backward ran already, and what it kept is freed; run the forward again")
+        self.rebuild()
+        return self.carries.pop(i), self.saved.pop()
+
+    def rebuild(self) -> None:
+        """Makes the carries up to the last layer that is left, from the last one that is there."""
+        last = len(self.saved) - 1
+        first = max((i for i in self.carries), default=last)
+        (params, shared, own), light = self.args, self.plan.light
+        some = {i: light(params[i]) for i in range(first, last)}
+        arriving = {i: start_gather(some[i], light(self.placements[i])) for i in some} if self.placements else {}
+        for i, weights in some.items():
+            step = self.steps[i]
+            if isinstance(step, _Gathering):
+                step = _Gathering(step.step, light(step.placements))
+            args = (wait_gather(arriving.pop(i)) if arriving else weights, self.carries[i], shared, own[i])
+            with torch.no_grad():
+                self.carries[i + 1], _ = replay(step, args, self.made[i], self.saved[i], self.plan.save)
+
+
+def _detached(x: Any) -> Any:
+    return tree.map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
+
+
+def _weights(params: Sequence[Any], placements: Sequence[Placements], order: Iterable[int]) -> Prefetch:
+    return (Prefetch if placements else _Whole)(params, placements, order)
 
 
 def _pull(
     steps: Sequence[Step],
     placements: Sequence[Placements],
+    save: frozenset[str],
     params: Sequence[Any],
     kept: Any,
     shared: Any,
     own: Sequence[Any],
     made: Sequence[list[Any]],
+    saved: Sequence[Any],
     g: Any,
     g_aux: Sequence[Any],
 ) -> tuple[Any, Any, Any, Any]:
     """Gradients of the parameters' parts, of the first carry, of ``shared`` and of ``own``."""
     grads, g_own, scattering = [*params], [*own], None
     sums: list[Tensor | None] = [None] * len(tree.leaves(shared))
-    ahead = Prefetch(params, placements, reversed(range(len(steps))))
+    if isinstance(kept, _Kept):
+        kept.rebuild()
+    ahead = _weights(params, placements, reversed(range(len(steps))))
     for i in reversed(range(len(steps))):
-        carry = kept.take() if isinstance(kept, _Kept) else kept[i]
+        carry, own_saved = kept.take(i) if isinstance(kept, _Kept) else (kept[i], saved[i])
         weights = ahead.take()
-        step = functools.partial(_run_trained, steps[i], placements[i])
-        pulled = pull_replayed(step, (weights, carry, shared, own[i]), (g, g_aux[i]), made[i])
+        step = functools.partial(_run_trained, steps[i], placements[i]) if placements else steps[i]
+        pulled = pull_replayed(step, (weights, carry, shared, own[i]), (g, g_aux[i]), made[i], own_saved, save)
         of_weights, g, of_shared, g_own[i] = pulled
-        trained = tree.map(lambda x, place: not place.frozen and differentiable(x), weights, placements[i])
-        of_weights, g = _filled(of_weights, weights, trained), _filled(g, carry, tree.map(differentiable, carry))
-        del pulled, weights, carry  # before the gathered gradients' buffers are made
+        g = _filled(g, carry, tree.map(differentiable, carry))
+        if placements:
+            trained = tree.map(lambda x, place: not place.frozen and differentiable(x), weights, placements[i])
+            of_weights = _filled(of_weights, weights, trained)
+        del pulled, weights, carry, own_saved  # before the gathered gradients' buffers are made
         sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, _leaves(of_shared), strict=True)]
         if scattering is not None:
             grads[i + 1] = wait_scatter(scattering)
             scattering = None  # it holds the whole gradients
-        scattering = start_scatter(of_weights, placements[i], params[i])
+        if placements:
+            scattering = start_scatter(of_weights, placements[i], params[i])
+        else:
+            grads[i] = of_weights
         del of_weights
-    assert scattering is not None
-    grads[0] = wait_scatter(scattering)
+    if scattering is not None:
+        grads[0] = wait_scatter(scattering)
     return grads, g, tree.unflatten(tree.flatten(shared)[1], sums), g_own
 
 

@@ -5,7 +5,16 @@ from k31fn.trainer.evaluation import heldout_loss
 from k31fn.trainer.layout import Layout, lay_out, make_optimizer, trained_specs
 from k31fn.trainer.log import NonFiniteError
 from k31fn.trainer.run import Corpus, Outcome, load_corpus, train
-from k31fn.trainer.state import TrainState, abstract_state, first_state, held_by, init_state
+from k31fn.trainer.state import (
+    TrainState,
+    abstract_state,
+    completed,
+    first_state,
+    held_by,
+    init_state,
+    layout_of,
+    saved,
+)
 from k31fn.trainer.step import Metrics, make_batches, make_step, rows_at
 from k31fn.trainer.stop import Stop
 
@@ -18,17 +27,20 @@ __all__ = [
     "Stop",
     "TrainState",
     "abstract_state",
+    "completed",
     "first_state",
     "held_by",
     "heldout_loss",
     "init_state",
     "lay_out",
+    "layout_of",
     "load_corpus",
     "main",
     "make_batches",
     "make_optimizer",
     "make_step",
     "rows_at",
+    "saved",
     "train",
     "trained_specs",
 ]

@@ -8,20 +8,26 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from k31fn import data
+from k31fn import data, trackers
 from k31fn import device as devices
 from k31fn.checkpoint import CheckpointError
 from k31fn.config import Recipe, load_recipe, override
+from k31fn.kernels import choice
+from k31fn.kernels.registry import use_impl
+from k31fn.kernels.warmup import WarmUpError
 from k31fn.trainer import folder
 from k31fn.trainer.console import View
 from k31fn.trainer.launch import Process, join
 from k31fn.trainer.log import NonFiniteError
+from k31fn.trainer.profile import parse_steps
 from k31fn.trainer.ranks import OtherRankError, Ranks
 from k31fn.trainer.run import Outcome, load_corpus, train
 from k31fn.trainer.stop import Stop
+from k31fn.trainer.warmup import warm_up
 
 __all__ = ["main"]
 
@@ -39,7 +45,8 @@ CONFIG is a recipe, configs/NAME.py, or a run to go on with, RUN/config.json.
   torchrun --nproc_per_node=4 train.py configs/tiny.py --mesh.fsdp 2 --mesh.ep 2 --mesh.dp 2
                                                     a process per device; the mesh has as many ranks
 """
-_DESCRIPTION = "Trains the recipe. Ctrl-C and SIGTERM end the run after the step under way, saved."
+_FAILURES = (NonFiniteError, CheckpointError, OtherRankError, WarmUpError)
+_DESCRIPTION = "Trains the recipe. Ctrl-C, SIGTERM and --max-minutes end the run after the step under way, saved."
 
 
 @dataclass(frozen=True)
@@ -52,20 +59,35 @@ class _Options:
         runs: where run folders go.
         device: cpu, cuda, cuda:1, npu:0; if empty, the best of this machine. With several processes the kind alone.
         threads: CPU threads; 0: one per core.
+        kernels: implementations of operators, such as "reference", "triton" or "attn_res:triton,mhc_pre:reference"; if
+            empty, the device's own. No number of a run depends on them, but for rounding.
+        profile: FIRST:END records a trace of these steps, without the last; 10:12 are steps 10 and 11.
+        warmup: compile the kernels in parallel processes before the first step.
+        warmup_processes: how many; 0: one per core.
         timeout: seconds that a rank waits for the others before the run ends with a report of who is missing.
+        max_minutes: after which the run ends, once the step under way is through, saved.
     """
 
     resume: str = ""
     runs: Path = Path("runs")
     device: str = ""
     threads: int = 0
+    kernels: str = ""
+    profile: str = ""
+    warmup: bool = False
+    warmup_processes: int = 0
     timeout: float = 600.0
+    max_minutes: float = float("inf")
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ValueError(f"threads={self.threads} must be at least 0")
+        for name in ("threads", "warmup_processes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        parse_steps(self.profile)
         if not 0 < self.timeout < float("inf"):
             raise ValueError(f"timeout={self.timeout} must be a positive number of seconds")
+        if not self.max_minutes > 0:
+            raise ValueError(f"max_minutes={self.max_minutes} must be more than 0")
 
 
 @dataclass(frozen=True)
@@ -100,6 +122,7 @@ def _main(args: Sequence[str], process: Process) -> int:
     with process.speaking():
         try:
             call = _parse(args)
+            kernels = choice.parse(call.options.kernels)
             process.check(call.recipe.mesh, args)
             device = devices.parse(call.options.device) if call.options.device else devices.default()
             if process.world_size > 1:
@@ -108,10 +131,11 @@ def _main(args: Sequence[str], process: Process) -> int:
             return _fail(error, 2)
     devices.keep_heap(device)
     config = Path(args[0])
-    if process.world_size == 1:
-        return _run(call, config, device, Ranks(), process)
-    with join(call.recipe.mesh, device, call.options.timeout) as ranks:
-        return _run(call, config, device, ranks, process)
+    with use_impl(**kernels):
+        if process.world_size == 1:
+            return _run(call, config, device, Ranks(), process)
+        with join(call.recipe.mesh, device, call.options.timeout) as ranks:
+            return _run(call, config, device, ranks, process)
 
 
 def _parse(args: Sequence[str]) -> _Call:
@@ -122,8 +146,9 @@ def _parse(args: Sequence[str]) -> _Call:
 
 
 def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process: Process) -> int:
-    recipe, options = call.recipe, call.options
+    recipe, options, stop = call.recipe, call.options, Stop(call.options.max_minutes)
     try:
+        ranks.on_first(lambda: trackers.check(recipe.trackers))
         existing = ranks.on_first(lambda: _existing(recipe, options, config))
         corpus = ranks.on_each(lambda: load_corpus(recipe))
         if options.threads:
@@ -132,10 +157,16 @@ def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process:
     except (ValueError, ImportError, OSError, OtherRankError) as error:
         return _fail(error, 2)
     view = View() if ranks.first else View.silent()
+    ranks.record_in(where / "failure")
     try:
-        with Stop().listening() as stop, ranks.watch:
-            outcome = train(recipe, corpus, where, device=device, view=view, stop=stop, ranks=ranks)
-    except (ValueError, ImportError, OSError, NonFiniteError, CheckpointError, OtherRankError) as error:
+        if options.warmup:
+            first = process.local_rank == 0
+            warm_up(recipe, device, view, ranks=ranks, compiles=first, processes=options.warmup_processes)
+        with stop.listening(), ranks.watch:
+            steps = parse_steps(options.profile)
+            how: Any = {"device": device, "view": view, "stop": stop, "ranks": ranks, "profile": steps}
+            outcome = train(recipe, corpus, where, **how)
+    except (ValueError, ImportError, OSError, *_FAILURES) as error:
         alike = isinstance(error, NonFiniteError) and not ranks.first
         return 1 if alike else _fail(error, 1)
     if ranks.first:
@@ -163,7 +194,7 @@ def _report(outcome: Outcome, recipe: Recipe, where: Path, stop: Stop, process: 
             python = Process().command().removesuffix(" train.py")
             print(f"sample:  {python} {shlex.join(['-m', 'k31fn.sample', str(where), '--prompt', 'def '])}")
     else:
-        print(f"stopped by {stop.signal} after {outcome.step} steps, saved; to go on:")
+        print(f"stopped by {stop.cause} after {outcome.step} steps, saved; to go on:")
         began = dataclasses.asdict(folder.recipe_of(where).mesh)
         changed = [(f"--mesh.{k}", str(v)) for k, v in dataclasses.asdict(recipe.mesh).items() if v != began[k]]
         arguments = [str(where / folder.CONFIG), *(word for pair in changed for word in pair)]

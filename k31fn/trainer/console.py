@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from k31fn import data, metrics, model, params
-from k31fn.config import Recipe
+from k31fn.config import Recipe, spans
 
 __all__ = ["View"]
 
@@ -38,11 +38,14 @@ class View:
         """One that prints nothing."""
         return cls(Console(quiet=True))
 
-    def begin(self, recipe: Recipe, folder: Path, first: int, dataset: data.Dataset | data.Mixture) -> None:
+    def begin(self, recipe: Recipe, folder: Path, first: int, dataset: data.Rows) -> None:
         """What is about to run."""
         count = params.count(model.specs(recipe.model))
-        epochs = recipe.steps * recipe.batch_size / dataset.num_rows
-        self.note(f"run {folder}: {count:,} parameters, {recipe.steps} steps of {recipe.batch_size} x {recipe.length}")
+        parts = [(s.stop - s.start, recipe.at(s.start)) for s in spans(recipe.phases, recipe.steps)]
+        parts = parts or [(recipe.steps, recipe)]
+        shapes = ", then ".join(f"{steps} steps of {r.batch_size} x {r.length}" for steps, r in parts)
+        epochs = sum(steps * r.batch_size * r.length for steps, r in parts) / dataset.num_tokens
+        self.note(f"run {folder}: {count:,} parameters, {shapes}")
         self.note(f"training text: {dataset.num_tokens:,} tokens, {epochs:.2f} epochs")
         self._steps = recipe.steps
         if first == recipe.steps:
@@ -62,13 +65,17 @@ class View:
         """A line of text."""
         self._print(text)
 
+    def evaluating(self, rows: int) -> contextlib.AbstractContextManager[Callable[[int], object]]:
+        """A second bar while ``rows`` held-out rows are scored; gives the function that advances it."""
+        return self.working("scoring held-out text", rows)
+
     @contextlib.contextmanager
-    def evaluating(self, rows: int) -> Iterator[Callable[[int], object]]:
-        """A second bar while ``rows`` held-out rows are scored; yields the function that advances it."""
+    def working(self, text: str, total: int) -> Iterator[Callable[[int], object]]:
+        """A second bar while ``total`` things are done; yields the function that advances it, from any thread."""
         started = not self._bar.live.is_started
         if started:
             self._bar.start()
-        task = self._bar.add_task("scoring held-out text", total=rows)
+        task = self._bar.add_task(text, total=total)
         try:
             yield lambda n: self._bar.advance(task, n)
         finally:

@@ -1,6 +1,7 @@
 """Run folders: ``runs/<name>/<time>/``.
 
-A run writes ``config.json``, ``metrics.jsonl``, ``loss.png``, ``checkpoints/`` and ``events/`` (TensorBoard) there.
+A run writes ``config.json``, ``metrics.jsonl``, ``loss.png``, ``checkpoints/``, ``events/`` (TensorBoard) and, where
+asked for, ``trace/`` there.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 
 from k31fn.config import Recipe, load_recipe, to_dict
 
-__all__ = ["CONFIG", "new", "newest", "open_existing", "recipe_of", "resolve", "write"]
+__all__ = ["CONFIG", "new", "newest", "open_existing", "recipe_of", "resolve", "resolve_step", "write"]
 
 CONFIG = "config.json"
-_MAY_CHANGE = ("mesh", "pipeline")  # no number of a run depends on them, but for rounding
+_MAY_CHANGE = ("mesh", "pipeline", "trackers")  # no number of a run depends on them, but for rounding
 
 
 def new(root: Path, recipe: Recipe) -> Path:
@@ -99,6 +100,17 @@ def resolve(path: Path) -> Path:
     if not runs:
         raise ValueError(f"{path} is neither a run folder nor a folder of runs: there is no {CONFIG}")
     return runs[-1]
+
+
+def resolve_step(path: Path) -> tuple[Path, int | None]:
+    """The run and the step of ``RUN/checkpoints/STEP``; of a path as for :func:`resolve` the newest one, None.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if path.name.isdecimal() and path.parent.name == "checkpoints":
+        return resolve(path.parents[1]), int(path.name)
+    return resolve(path), None
 
 
 def write(file: Path, text: str) -> None:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from k31fn import balance, model, tree
 from k31fn.config import Recipe
+from k31fn.layers.linear import use_products
 from k31fn.model import stages
-from k31fn.parallel import MeshAxes, fsdp, pipeline, psum
+from k31fn.parallel import MeshAxes, fsdp, pipeline, pmax, psum
 from k31fn.parallel.pipeline import Carry, Stage, StageOutput
 from k31fn.trainer.layout import Layout
+from k31fn.trainer.qk_clip import reporting
 from k31fn.trainer.state import TrainState, merge, split
 
 __all__ = ["Sums", "make_gradient", "make_stages"]
@@ -28,6 +30,8 @@ class Sums(NamedTuple):
         kl: the indexers' KL over all layers.
         load: tokens per expert, of the MoE layers of this rank's stages.
         histogram: required biases of the same layers.
+        logits: the largest attention logits, not a sum: of the local heads of each full-attention layer of this rank's
+            stages ``[layers H]``; ``()`` unless QK-Clip asks for them.
     """
 
     total: Tensor
@@ -35,6 +39,7 @@ class Sums(NamedTuple):
     kl: Tensor
     load: Tensor
     histogram: Tensor
+    logits: Any = ()
 
 
 def make_gradient(
@@ -60,7 +65,10 @@ def make_gradient(
         checked = True
         result = pipeline.run(layout.schedule, runs, weights, batches, **how)
         grads = stages.merge(result.grads) if layout.schedule.num_chunks > 1 else next(iter(result.grads))
-        return _sum(result.loss, result.sums, layout.axes), fsdp.sum_gradients(grads, layout.placements)
+        sums = _sum(result.loss, result.sums, layout.axes)
+        if there := [x for x in result.largest if isinstance(x, Tensor)]:
+            sums = sums._replace(logits=pmax(torch.cat(there), layout.axes.data))
+        return sums, fsdp.sum_gradients(grads, layout.placements)
 
     return gradient
 
@@ -76,10 +84,11 @@ def make_stages(recipe: Recipe, layout: Layout, biases: balance.State, frozen: A
         placements: of all its parameters.
     """
     cfg, sh, remat = recipe.model, layout.sh, recipe.remat
+    cfg = reporting(cfg) if recipe.clips_logits else cfg
 
     def whole(params: model.Params[Tensor], carry: Carry, batch: model.Batch) -> StageOutput:
         total, parts = model.loss(params, batch, cfg, balance=biases, remat=remat, placements=placements, sh=sh)
-        return StageOutput(carry, total, parts)
+        return StageOutput(carry, total, parts._replace(logits=()), parts.logits)
 
     def make(part: stages.Part) -> Stage:
         kept, specs = (_of_stage(x, layout, part) for x in (frozen, layout.specs))
@@ -87,7 +96,12 @@ def make_stages(recipe: Recipe, layout: Layout, biases: balance.State, frozen: A
         if layout.schedule.num_stages > 1:
             places = _of_stage(placements, layout, part)
             run = stages.make_stage(cfg, part, balance=biases, remat=remat, placements=places, sh=sh)
-        return lambda trained, carry, batch: run(merge(trained, kept, specs), carry, batch)
+
+        def stage(trained: Any, carry: Carry, batch: model.Batch) -> StageOutput:
+            with use_products(recipe.precision.products):
+                return run(merge(trained, kept, specs), carry, batch)
+
+        return stage
 
     return [make(part) for part in layout.own]
 

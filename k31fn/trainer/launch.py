@@ -86,6 +86,11 @@ def join(mesh: Mesh, device: torch.device, timeout: float) -> Iterator[Ranks]:
     """
     store = start_processes(device.type, timeout=timeout + _MARGIN_S)
     axes, _ = axes_of_process(mesh)
-    watch = Watch(store, dist.get_rank(), mesh, progress_of(axes), timeout=timeout)
-    yield Ranks(axes, watch)
+    watch = Watch(store, dist.get_rank(), mesh, progress_of(axes), timeout=timeout, device=device)
+    try:
+        yield Ranks(axes, watch)
+    except BaseException:
+        if device.type == "cpu":  # elsewhere leaving may wait for ranks that never come
+            stop_processes(axes)
+        raise
     stop_processes(axes)

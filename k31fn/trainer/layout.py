@@ -8,13 +8,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from k31fn import model, optim, tree
+import torch
+
+from k31fn import lora, model, optim, tree
 from k31fn.config import Recipe
 from k31fn.model.stages import Part, select, stage_moe_layers, stages
-from k31fn.parallel import AxisRules, MeshAxes, Sharding, axis_size, fsdp, partition
+from k31fn.parallel import AxisRules, MeshAxes, Sharding, axis_size, fsdp, partition, tiles
 from k31fn.parallel.pipeline import Schedule, schedule, stage_ranges
 from k31fn.parallel.point_to_point import own_index
 from k31fn.params import ParamSpec
+from k31fn.trainer.ranks import coordinate_of
 
 __all__ = ["Layout", "cut", "lay_out", "make_optimizer", "make_schedule", "trained_specs"]
 
@@ -67,6 +70,9 @@ def lay_out(recipe: Recipe, axes: MeshAxes) -> Layout:
     precision = recipe.precision
     places = fsdp.placements(specs, split, axes, compute=precision.compute, reduce=precision.reduce)
     optimizer = make_optimizer(recipe, specs, places)
+    if precision.param == torch.bfloat16:  # without copies in float32
+        tile = tiles(specs, split, recipe.mesh, coordinate_of(axes)) if axes.atoms else None
+        optimizer = optim.rounded(optimizer, specs, recipe.seed, tile=tile)
     return Layout(axes, table, parts, own, specs, split, places, optimizer, moe_layers)
 
 
@@ -86,8 +92,12 @@ def cut(cfg: model.Config, table: Schedule) -> tuple[Part, ...]:
 
 
 def trained_specs(recipe: Recipe) -> model.Params[ParamSpec]:
-    """The model's specs, with what the recipe does not train tagged ``frozen``."""
+    """The model's specs, with what the recipe does not train tagged ``frozen``; of a run of adapters, with these."""
     specs = model.specs(recipe.model)
+    if not isinstance(recipe.lora, tuple):
+        o = recipe.lora
+        how: Any = {"rank": o.rank, "alpha": o.alpha, "held": o.held, "held_pattern": o.held_pattern}
+        return lora.apply(specs, pattern=o.pattern, **how)
     if recipe.trainable == "all":
         return specs
 
@@ -101,8 +111,11 @@ def trained_specs(recipe: Recipe) -> model.Params[ParamSpec]:
 def make_optimizer(recipe: Recipe, specs: Any, placements: Any = ()) -> optim.Transform:
     """The recipe's optimiser for parameters declared by ``specs``, of which ``placements`` says what a rank holds."""
     o = recipe.optimizer
-    adamw = functools.partial(optim.adamw, specs, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay)
+    storage = optim.Storage(getattr(torch, o.state_dtype), o.offload)
+    shared = {"weight_decay": o.weight_decay, "storage": storage}
+    adamw = functools.partial(optim.adamw, specs, beta1=o.beta1, beta2=o.beta2, eps=o.eps, **shared)
     if o.kind == "adamw":
         return adamw()
     others = adamw(where=lambda path, spec: "matrix" not in spec.tags)
-    return optim.combine(specs, optim.muon(specs, weight_decay=o.weight_decay, placements=placements), others)
+    ns_dtype = None if o.ns_dtype == "auto" else getattr(torch, o.ns_dtype)
+    return optim.combine(specs, optim.muon(specs, ns_dtype=ns_dtype, placements=placements, **shared), others)

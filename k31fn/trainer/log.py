@@ -12,11 +12,14 @@ from torch import Tensor
 
 from k31fn import metrics, trackers
 from k31fn.trainer.console import View
+from k31fn.trainer.detail import Labels
+from k31fn.trainer.failure import StepTimes
 from k31fn.trainer.step import Metrics
 
 __all__ = ["MAX_NON_FINITE", "Log", "NonFiniteError"]
 
 MAX_NON_FINITE = 3
+_NO_LABELS = Labels()
 
 
 class NonFiniteError(RuntimeError):
@@ -30,6 +33,7 @@ class _Pending(NamedTuple):
     read: Callable[[], list[float]]
     lr: float
     tokens_per_second: float
+    labels: Labels
 
 
 class Log:
@@ -38,25 +42,28 @@ class Log:
     Without a ``file`` it only looks at them: on a rank that does not write.
     """
 
-    def __init__(self, file: Path | None, tracker: trackers.Tracker, view: View) -> None:
-        self._file = file
+    def __init__(
+        self, file: Path | None, tracker: trackers.Tracker, view: View, times: StepTimes | None = None
+    ) -> None:
+        self._file, self._times = file, times or StepTimes()
         self._tracker = tracker
         self._view = view
         self._pending: _Pending | None = None
         self._clock = time.perf_counter()
-        self._non_finite = 0
+        self._non_finite = self._skipped = 0
 
-    def push(self, step: int, numbers: Metrics, lr: float, tokens: int) -> None:
+    def push(self, step: int, numbers: Metrics, lr: float, tokens: int, labels: Labels = _NO_LABELS) -> None:
         """Keeps a step that has been queued, and writes the one before.
 
         Raises:
             NonFiniteError: the one before was the last of several in a row that were not finite.
             OSError: the file cannot be written.
         """
-        read = _to_host(torch.stack(numbers))
+        read = _to_host(numbers.flat())
         before, values = self._pending, self._pending.read() if self._pending else []
         now = time.perf_counter()  # the step before has ended: from push to push it is a step's time
-        self._pending = _Pending(step, read, lr, tokens / (now - self._clock))
+        self._pending = _Pending(step, read, lr, tokens / (now - self._clock), labels)
+        self._times.add(now - self._clock)
         self._clock = now
         if before:
             self._write_step(before, values)
@@ -85,7 +92,8 @@ class Log:
         self._clock = time.perf_counter()
 
     def _write_step(self, pending: _Pending, numbers: list[float]) -> None:
-        values = dict(zip(Metrics._fields, numbers, strict=True))
+        labels, scalars = pending.labels, Metrics._fields[:-1]
+        values = dict(zip(scalars, numbers[: len(scalars)], strict=True))
         record: dict[str, Any] = {
             "step": pending.step,
             "train/loss": values["loss"],
@@ -96,13 +104,21 @@ class Log:
             "moe/load_max_over_mean": values["load_max_over_mean"],
             "skipped": int(values["skipped"]),
         }
+        record |= {"spike": 1} if values["spike"] else {}
+        record |= {"max_logit": values["max_logit"]} if values["max_logit"] else {}
+        record |= {"phase": labels.phase} if labels.phase >= 0 else {}
+        record |= {"mfu": pending.tokens_per_second * labels.utilisation} if labels.utilisation else {}
+        record |= zip(labels.names, numbers[len(scalars) :], strict=bool(labels.names))
         self.write(record)
         self._view.step(record)
         if values["skipped"]:
-            reason = (
-                "a gradient or the loss was not finite" if values["non_finite"] else "it had no label to learn from"
-            )
-            self._view.note(f"step {pending.step} skipped: {reason}; nothing was changed")
+            self._skipped += 1
+            reason = "it had no label to learn from"
+            if values["non_finite"]:
+                reason = "a gradient or the loss was not finite"
+            elif values["spike"]:
+                reason = f"loss {values['loss']:.4g} or gradient norm {values['grad_norm']:.4g} stands out"
+            self._view.note(f"step {pending.step} skipped ({self._skipped} so far): {reason}; nothing was changed")
         self._non_finite = self._non_finite + 1 if values["non_finite"] else 0
 
     def _check(self, step: int) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from k31fn.parallel import CollectiveError, MeshAxes, exchange_json, pmax
 from k31fn.parallel.mesh import Coordinate
 from k31fn.parallel.point_to_point import own_index
+from k31fn.trainer.failure import StepTimes
 from k31fn.trainer.watch import Watch
 
 __all__ = ["OtherRankError", "Ranks", "coordinate_of"]
@@ -39,7 +41,7 @@ class Ranks:
     Attributes:
         axes: as given.
         watch: as given.
-        first: whether this is rank 0, which alone reads and writes files and prints.
+        first: whether this is rank 0, which alone prints, and reads and writes files other than checkpoints.
         together: whether the ranks are known to be at the same point: of one they are, of several when they agreed on
             a failure.
     """
@@ -49,6 +51,7 @@ class Ranks:
         self.first = own_index(self.axes.atoms) == 0
         self.together = not self.axes.atoms
         self.watch: contextlib.AbstractContextManager[Any] = watch or contextlib.nullcontext()
+        self._times = StepTimes()
 
     def on_first(self, f: Callable[[], Any]) -> Any:
         """``f()``, JSON data, as rank 0 computes it, on every rank.
@@ -90,6 +93,20 @@ class Ranks:
             self._fail(ValueError("; ".join(lines)) if self.first else None)
         return value[0]
 
+    def alike(self, f: Callable[[], _T]) -> _T:
+        """``f()`` on every rank, which communicates itself and fails on all of them for the same reason.
+
+        Raises:
+            Exception: on rank 0, what ``f`` raises.
+            OtherRankError: on the others, then.
+        """
+        try:
+            return f()
+        except CollectiveError:
+            raise
+        except (ValueError, RuntimeError, OSError) as error:
+            self._fail(error if self.first else None)
+
     def agree(self, number: int = 0, error: Exception | None = None) -> int:
         """The largest of the ranks' numbers: of the signals that they got, 0 for none.
 
@@ -112,7 +129,17 @@ class Ranks:
         self._close_watch()
         self.agree()  # the first rank may hold the store that the watches ask
 
-    def _fail(self, error: Exception | None) -> None:
+    def record_in(self, folder: Path) -> None:
+        """Where each rank writes what it was doing, if the run is lost."""
+        if isinstance(self.watch, Watch):
+            self.watch.folder = folder
+
+    @property
+    def times(self) -> StepTimes:
+        """Of this rank's steps, for that record."""
+        return self.watch.times if isinstance(self.watch, Watch) else self._times
+
+    def _fail(self, error: Exception | None) -> NoReturn:
         self.together = True
         self._close_watch()
         raise error if error is not None else OtherRankError("another rank failed")

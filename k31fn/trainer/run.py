@@ -1,7 +1,7 @@
 """The training loop: data, steps, evaluation, checkpoints, clean ends.
 
-Every rank runs it alike. Rank 0 alone reads and writes files and prints; what goes wrong there, and what ends a run, is
-agreed on before the next step, so all leave the loop after the same one.
+Every rank runs it alike. Each writes its part of a checkpoint; all else is read, written and printed by rank 0 alone.
+What goes wrong on one rank, and what ends a run, is agreed on before the next step: all leave the loop after the same.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from k31fn import data, metrics, optim, plot, trackers
-from k31fn.checkpoint import Checkpointer, CheckpointError, collect, distribute
-from k31fn.config import Recipe
+from k31fn import data, metrics, plot, scopes, trackers
+from k31fn.checkpoint import CheckpointError
+from k31fn.config import Recipe, to_dict
+from k31fn.parallel.point_to_point import own_index
 from k31fn.trainer.console import View
+from k31fn.trainer.detail import Labels, label
 from k31fn.trainer.evaluation import heldout_loss
+from k31fn.trainer.initial import start_from
 from k31fn.trainer.log import Log, NonFiniteError
+from k31fn.trainer.phases import learning_rate, make_phase_step, over_phases
+from k31fn.trainer.profile import Profile
 from k31fn.trainer.ranks import OtherRankError, Ranks
-from k31fn.trainer.state import TrainState, abstract_state, held_by, init_state
-from k31fn.trainer.step import make_batches, make_step, rows_at
+from k31fn.trainer.saving import Saves
+from k31fn.trainer.state import TrainState, init_state
+from k31fn.trainer.step import make_batches, rows_at
 from k31fn.trainer.stop import Stop
 
 __all__ = ["Corpus", "Outcome", "load_corpus", "train"]
@@ -48,7 +54,7 @@ class Corpus(NamedTuple):
     """The run's text and images: rows to train on, and held-out rows to score during the run and at its end."""
 
     tokenizer: data.Tokenizer
-    dataset: data.Dataset | data.Mixture
+    dataset: data.Rows
     some: data.HeldOut
     all: data.HeldOut
 
@@ -67,7 +73,7 @@ def load_corpus(recipe: Recipe) -> Corpus:
     if isinstance(recipe.data, data.Prepared):
         return _load_prepared(recipe, recipe.data, tokenizer)
     splits = data.load(recipe.data, tokenizer)
-    dataset = data.Dataset(splits.train, recipe.batch_size, recipe.length, recipe.seed)
+    dataset = over_phases(recipe, lambda r: data.Dataset(splits.train, r.batch_size, r.length, r.seed))
     some, every = (
         data.heldout(splits.heldout, tokenizer, length=recipe.length, num_bytes=n)
         for n in (recipe.eval_bytes, recipe.heldout_bytes)
@@ -75,15 +81,12 @@ def load_corpus(recipe: Recipe) -> Corpus:
     return Corpus(tokenizer, dataset, some, every)
 
 
-def _source(recipe: Recipe) -> str:
-    cfg = recipe.data
-    return f"data.train={list(cfg.train)}" if isinstance(cfg, data.Prepared) else f"data.path={cfg.path!r}"
-
-
 def _load_prepared(recipe: Recipe, cfg: data.Prepared, tokenizer: data.Tokenizer) -> Corpus:
-    sizes = {"length": recipe.length, "batch_size": recipe.batch_size, "seed": recipe.seed}
-    dataset, heldout = data.open_prepared(cfg, tokenizer, **sizes)
-    tower, width = recipe.model.vision, dataset.sources[0].store.patch_width
+    def rows(r: Recipe) -> data.Mixture:
+        return data.open_prepared(cfg, tokenizer, length=r.length, batch_size=r.batch_size, seed=r.seed)
+
+    dataset, heldout = over_phases(recipe, rows), data.open_heldout(cfg, tokenizer, length=recipe.length)
+    tower, width = recipe.model.vision, heldout[0].store.patch_width
     if cfg.patches and not isinstance(tower, tuple) and width != tower.pixels_per_patch:
         raise ValueError(
             f"data.train: patches of {width} bytes, model.vision takes {tower.pixels_per_patch}; prepare the data with "
@@ -104,6 +107,7 @@ def train(
     view: View,
     stop: Stop,
     ranks: Ranks | None = None,
+    profile: range = range(0),
 ) -> Outcome:
     """Runs ``recipe`` in its ``folder``, from its newest complete checkpoint if there is one.
 
@@ -113,11 +117,12 @@ def train(
     Args:
         recipe: the run; its mesh is that of ``ranks``.
         corpus: its text.
-        folder: where it reads and writes; looked at by the first rank only.
+        folder: where it reads and writes; every rank's host must see its checkpoints.
         device: of this rank.
         view: what is printed.
         stop: of this rank.
         ranks: of the run; None: this is the only one.
+        profile: steps of which a trace is written (:mod:`k31fn.trainer.profile`).
 
     Raises:
         ValueError: the folder's checkpoint is not of this recipe.
@@ -127,7 +132,7 @@ def train(
         OtherRankError: one of these on another rank.
     """
     ranks = ranks or Ranks()
-    with _Run(recipe, corpus, folder, device, view, ranks) as run:
+    with _Run(recipe, corpus, folder, device, view, ranks, profile) as run:
         run.steps(stop)
         outcome = run.score(run.evaluate_all(stop))
     if outcome.step and ranks.first:
@@ -163,41 +168,59 @@ class _Run:
     """
 
     def __init__(
-        self, recipe: Recipe, corpus: Corpus, folder: Path, device: torch.device, view: View, ranks: Ranks
+        self,
+        recipe: Recipe,
+        corpus: Corpus,
+        folder: Path,
+        device: torch.device,
+        view: View,
+        ranks: Ranks,
+        profile: range = range(0),
     ) -> None:
         self._recipe, self._corpus, self._folder = recipe, corpus, folder
         self._device, self._view, self._ranks = device, view, ranks
-        self._text = corpus.dataset.fingerprint
         self._error: Exception | None = None  # what failed on this rank since the ranks last agreed
-        self._checkpoints: Checkpointer | None = None
+        self._saves: Saves | None = None
         self._tracker: trackers.Tracker = trackers.NoTracker()
+        self._profile = Profile(profile, folder, own_index(ranks.axes.atoms), device, view.note)
         try:
-            there, self.done, scored, self._ngram = ranks.on_first(self._open)
-            self._saved, self._scored = self.done, dict(scored)
-            self.state: TrainState | None = self._restored() if there else init_state(recipe, device, ranks.axes)
+            self._saves = Saves(recipe, folder / "checkpoints", corpus.dataset.fingerprint, view, ranks)
+            newest = self._saves.latest()
+            self.done = self._saved = newest or 0  # of weights that were imported, that is the step of the checkpoint
+            scored, self._ngram = ranks.on_first(self._open)
+            self._scored = dict(scored)
+            self.state: TrainState | None = self._initial() if newest is None else self._saves.restore(newest, device)
+            self._saves.prepare(self.state)
             ranks.on_first(self._open_tracker)
         except BaseException as error:
-            self._finish([self._close], error)
+            self._finish([lambda: self._close(ranks.together)], error)
             raise
         view.begin(recipe, folder, self.done, corpus.dataset)
-        self._log = Log(folder / _METRICS if ranks.first else None, self._tracker, view)
+        self._log = Log(folder / _METRICS if ranks.first else None, self._tracker, view, ranks.times)
+
+    def _initial(self) -> TrainState:
+        recipe, state = self._recipe, init_state(self._recipe, self._device, self._ranks.axes)
+        return start_from(recipe.init, recipe, state, self._ranks, self._device) if recipe.init else state
 
     def _open(self) -> list[Any]:
-        """What the folder holds: whether a checkpoint, steps done, the losses written down."""
-        self._checkpoints = Checkpointer(self._folder / "checkpoints", keep=self._recipe.keep)
-        latest = self._checkpoints.latest(on_damage=self._view.note)
-        done = latest or 0  # of weights that were imported, that is the step of the checkpoint
-        metrics.rewind(self._folder / _METRICS, done)
+        """The losses that are written down, up to the step that the run goes on from."""
+        metrics.rewind(self._folder / _METRICS, self.done)
         scored, ngram = self._recorded()
-        return [latest is not None, done, list(scored.items()), ngram]
+        return [list(scored.items()), ngram]
 
     def _open_tracker(self) -> None:
         before = self.done if (self._folder / "events").exists() else None
-        self._tracker = trackers.tensorboard(self._folder / "events", warn=self._view.note, resumed_at=before)
+        warn, where = self._view.note, self._folder
+        chosen = [trackers.tensorboard(where / "events", warn=warn, resumed_at=before)]
+        self._tracker = trackers.Several(chosen)  # what is open already is closed if one that follows fails
+        for name in self._recipe.trackers:
+            names: Any = {"project": self._recipe.name, "run": where.name, "config": to_dict(self._recipe)}
+            chosen.append(trackers.service(name, directory=where, warn=warn, **names))
+            self._tracker = trackers.Several(chosen)
 
-    def _close(self) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+    def _close(self, together: bool) -> None:
+        if self._saves is not None:
+            self._saves.close(together=together)
 
     def __enter__(self) -> _Run:
         return self
@@ -207,8 +230,9 @@ class _Run:
     ) -> None:
         """Saves what is not saved, whatever else fails; the first error is the one that is seen, others its notes."""
         self._view.end()
-        ends = [self._log.flush, self._tracker.close, self._close]
-        if error is None or self._ranks.together:  # else other ranks are elsewhere
+        together = error is None or self._ranks.together  # else other ranks are elsewhere
+        ends = [self._log.flush, self._profile.close, self._tracker.close, lambda: self._close(together)]
+        if together:
             ends.insert(1, self.save)
         first = self._finish(ends, error or self._error)
         if first is not None and error is None:
@@ -225,26 +249,26 @@ class _Run:
 
     def steps(self, stop: Stop) -> None:
         """All steps that remain, with what happens between them; ends early after a signal."""
-        recipe, o = self._recipe, self._recipe.optimizer
-        axes = self._ranks.axes
-        step_fn = make_step(recipe, axes)
+        recipe, axes, phase, step_fn, labels = self._recipe, self._ranks.axes, -1, None, Labels()
+        now = recipe
         while not self._agree(stop) and self.done < recipe.steps:
             if self.done and self.done % recipe.eval_every == 0 and self.done not in self._scored:
                 self._evaluate_some(stop)
                 continue
-            lr = optim.warmup_cosine(
-                self.done,
-                peak=o.peak_lr,
-                num_steps=recipe.steps,
-                warmup_steps=min(o.warmup_steps, recipe.steps),
-                final_fraction=o.final_fraction,
-            )
-            batches = make_batches(recipe, rows_at(self._corpus.dataset, self.done, axes), self._device, axes)
-            assert self.state is not None
-            state, self.state = self.state, None
-            self.state, numbers = step_fn(state, batches, lr)
+            if step_fn is None or recipe.phase_of(self.done) != phase:
+                phase, now = recipe.phase_of(self.done), recipe.at(self.done)
+                step_fn, labels = make_phase_step(recipe, self.done, axes), label(recipe, self.done, self._device)
+            lr = learning_rate(recipe, self.done)
+            with self._profile.step(self.done):
+                with scopes.scope("data"):
+                    batches = make_batches(now, rows_at(self._corpus.dataset, self.done, axes), self._device, axes)
+                assert self.state is not None
+                state, self.state = self.state, None
+                self.state, numbers = step_fn(state, batches, lr)
             self.done += 1
-            self._try(lambda: self._log.push(self.done - 1, numbers, lr, recipe.batch_size * recipe.length))  # noqa: B023
+            self._try(lambda: self._profile.after(self.done - 1))
+            tokens = now.batch_size * now.length
+            self._try(lambda: self._log.push(self.done - 1, numbers, lr, tokens, labels))  # noqa: B023
             if self.done % recipe.checkpoint_every == 0 or self.done == recipe.steps:
                 self._try(self._log.flush)  # a step in a checkpoint is not made again: its record must be there
                 self._try(self.save)
@@ -259,7 +283,7 @@ class _Run:
         if self.done == self._recipe.steps:
             known = self.done in self._scored
             loss = self._scored[self.done] if known else self._evaluate(self._corpus.all, stop)
-        for end in (self._log.flush, self.save):
+        for end in (self._log.flush, self.save, lambda: self._close(True)):
             self._try(end)
         self._agree(stop)
         self._ranks.part()
@@ -273,7 +297,7 @@ class _Run:
         if not self._ranks.first:
             return Outcome(self.done, True, heldout, ())
         text = f"held-out loss {heldout:.4f} nats per byte on {scored.num_bytes:,} bytes"
-        if isinstance(self._corpus.dataset, data.Mixture):
+        if isinstance(recipe.data, data.Prepared):
             self._view.note(text)
             return Outcome(self.done, True, heldout, ())
         if not isinstance(self._ngram, float):
@@ -287,29 +311,9 @@ class _Run:
         """A checkpoint of the steps done, in the background, unless there is one."""
         if self.state is None or self.done <= self._saved:
             return
-        whole, held, mesh = abstract_state(self._recipe), held_by(self._recipe), self._recipe.mesh
-        state = collect(self.state, whole, held, mesh, self._ranks.axes)
-
-        def write() -> None:
-            assert self._checkpoints is not None
-            self._checkpoints.save(self.done, state, {"text": self._text})
-
-        self._ranks.on_first(write)
+        assert self._saves is not None
+        self._saves.save(self.done, self.state, self._scored)
         self._saved = self.done
-
-    def _restored(self) -> TrainState:
-        read: list[TrainState] = []
-        whole, axes = abstract_state(self._recipe), self._ranks.axes
-
-        def restore() -> None:
-            assert self._checkpoints is not None
-            read.append(self._checkpoints.restore(self.done, whole, device="cpu" if axes.atoms else self._device))
-            if self._checkpoints.metadata(self.done).get("text", self._text) != self._text:
-                self._view.note(f"the text of {_source(self._recipe)} has changed since the checkpoint")
-
-        self._ranks.on_first(restore)
-        held, mine = held_by(self._recipe), abstract_state(self._recipe, axes)
-        return distribute(read[0] if read else (), mine, whole, held, self._recipe.mesh, axes, device=self._device)
 
     def _recorded(self) -> tuple[dict[int, float], float | tuple[()]]:
         """Held-out losses that an earlier process of this run wrote down, by steps done, and the 4-gram model's."""
@@ -327,9 +331,11 @@ class _Run:
 
     def _agree(self, stop: Stop) -> bool:
         """Whether a signal came on any rank. Raises on all if something failed on one."""
+        assert self._saves is not None
+        self._try(self._saves.poll)
         error, self._error = self._error, None
         stop.agree(self._ranks, error)
-        return bool(stop.signal)
+        return bool(stop.cause)
 
     def _evaluate_some(self, stop: Stop) -> None:
         """An evaluation during the run."""
@@ -351,7 +357,8 @@ class _Run:
                     raise _StoppedError
 
             try:
-                loss = heldout_loss(self._recipe, self.state, scored, self._ranks.axes, progress=progress)
+                recipe = self._recipe.at(max(self.done - 1, 0))
+                loss = heldout_loss(recipe, self.state, scored, self._ranks.axes, progress=progress)
             except _StoppedError:
                 return ()
         self._try(lambda: self._log.write({"step": self.done - 1, _HELDOUT: loss}))

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k31fn import balance, model, params, random, tree
-from k31fn.checkpoint import Held
+from k31fn import balance, model, optim, params, random, tree
+from k31fn.checkpoint import Held, Layout
 from k31fn.config import Recipe
 from k31fn.model.stages import select
 from k31fn.parallel import MeshAxes, local_shape, tiles
 from k31fn.params import ParamSpec
+from k31fn.trainer.adapted import init_adapted
 from k31fn.trainer.layout import cut, lay_out, make_schedule
 from k31fn.trainer.ranks import coordinate_of
 
-__all__ = ["TrainState", "abstract_state", "first_state", "held_by", "init_state", "merge", "split"]
+__all__ = [
+    "TrainState",
+    "abstract_state",
+    "completed",
+    "first_state",
+    "held_by",
+    "init_state",
+    "layout_of",
+    "merge",
+    "saved",
+    "split",
+]
 
 _ONE_RANK = MeshAxes()
 
@@ -31,6 +44,7 @@ class TrainState:
         opt_state: optimiser state.
         balance: the routers' biases; part of the trunk, so they stay when only the indexer is trained.
         key: of the run's random draws.
+        guard: what spikes are told by (:class:`k31fn.optim.SpikeState`); ``()`` in a run that looks for none.
     """
 
     step: Tensor
@@ -38,6 +52,7 @@ class TrainState:
     opt_state: Any
     balance: balance.State
     key: Tensor
+    guard: Any = ()
 
 
 def split(weights: model.Params[Tensor], specs: model.Params[ParamSpec]) -> tuple[Any, Any]:
@@ -60,8 +75,28 @@ def init_state(recipe: Recipe, device: torch.device, axes: MeshAxes = _ONE_RANK)
     key = random.key(recipe.seed, device=device)
     layout = lay_out(recipe, axes)
     part = tiles(layout.specs, layout.partition, recipe.mesh, coordinate_of(axes)) if axes.atoms else None
-    weights = params.init(layout.specs, random.fold_in(key, 0), dtype=recipe.precision.param, tile=part)
-    return first_state(recipe, weights, model.init_balance(recipe.model, device=device), axes)
+    if recipe.lora:
+        weights, biases = init_adapted(recipe, layout.specs, random.fold_in(key, 0), part)
+    else:
+        weights = params.init(layout.specs, random.fold_in(key, 0), dtype=recipe.precision.param, tile=part)
+        biases = model.init_balance(recipe.model, device=device)
+    return first_state(recipe, weights, biases, axes)
+
+
+def saved(state: TrainState, recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> TrainState:
+    """What a checkpoint holds of a state: all, but without what is frozen if the run trains adapters."""
+    if not recipe.lora:
+        return state
+    return dataclasses.replace(state, params=split(state.params, lay_out(recipe, axes).specs)[0])
+
+
+def completed(state: TrainState, recipe: Recipe, device: torch.device, axes: MeshAxes = _ONE_RANK) -> TrainState:
+    """The state that :func:`saved` was given; what it left out comes from the base."""
+    if not recipe.lora:
+        return state
+    specs = lay_out(recipe, axes).specs
+    _, frozen = split(init_state(recipe, device, axes).params, specs)
+    return dataclasses.replace(state, params=merge(state.params, frozen, specs))
 
 
 def first_state(
@@ -75,6 +110,7 @@ def first_state(
         opt_state=lay_out(recipe, axes).optimizer.init(weights),
         balance=biases,
         key=random.fold_in(random.key(recipe.seed, device=device), 1),
+        guard=_guard(recipe, device),
     )
 
 
@@ -90,7 +126,12 @@ def abstract_state(recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> TrainState:
         opt_state=layout.optimizer.init(weights),
         balance=model.init_balance(recipe.model, device="meta"),
         key=torch.empty(2, dtype=torch.int64, device="meta"),
+        guard=_guard(recipe, "meta"),
     )
+
+
+def _guard(recipe: Recipe, device: torch.device | str) -> Any:
+    return optim.init_spikes(device=device, dtype=recipe.precision.reduce) if recipe.optimizer.spike else ()
 
 
 def held_by(recipe: Recipe) -> dict[str, Held]:
@@ -111,3 +152,8 @@ def held_by(recipe: Recipe) -> dict[str, Held]:
         if weight is not None:
             found[path] = weights[weight]
     return found
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """How what a checkpoint holds lies on the recipe's mesh."""
+    return Layout(saved(abstract_state(recipe), recipe), held_by(recipe), recipe.mesh)

@@ -12,13 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from k31fn import balance, data, model, optim, segments, tree
+from k31fn import balance, data, model, optim, scopes, segments, tree
 from k31fn.config import Recipe
 from k31fn.layers import losses
 from k31fn.parallel import MeshAxes, axis_size, pmax, psum
 from k31fn.parallel.point_to_point import own_index
+from k31fn.trainer.detail import make_measure
 from k31fn.trainer.gradient import Sums, make_gradient
 from k31fn.trainer.layout import Layout, lay_out
+from k31fn.trainer.qk_clip import clip_logits
 from k31fn.trainer.state import TrainState
 
 __all__ = ["Metrics", "make_batches", "make_step", "next_biases", "rows_at", "slice_tokens"]
@@ -27,7 +29,7 @@ _ONE_RANK = MeshAxes()
 
 
 class Metrics(NamedTuple):
-    """Numbers of a step: scalars on the device, of one dtype.
+    """Numbers of a step: on the device, of one dtype; all but the last are scalars.
 
     Attributes:
         loss: cross-entropy per label, nats; 0 in a step without labels.
@@ -35,7 +37,10 @@ class Metrics(NamedTuple):
         grad_norm: of all gradients, before clipping.
         load_max_over_mean: the busiest expert's tokens over the mean, the worst layer's.
         non_finite: 1 if a gradient or the loss was infinite or NaN, else 0.
-        skipped: 1 if nothing was changed, since the step was not finite or had no label, else 0.
+        skipped: 1 if nothing was changed, since the step was not finite, had no label or was a spike, else 0.
+        spike: 1 if the loss or the norm stood out (:func:`k31fn.optim.is_spike`), else 0; 0 unless that is asked for.
+        max_logit: the largest attention logit; 0 unless QK-Clip asks for it.
+        detail: what :func:`k31fn.trainer.detail.label` names; empty if nobody measured it.
     """
 
     loss: Tensor
@@ -44,9 +49,17 @@ class Metrics(NamedTuple):
     load_max_over_mean: Tensor
     non_finite: Tensor
     skipped: Tensor
+    spike: Tensor
+    max_logit: Tensor
+    detail: Tensor | tuple[()] = ()
+
+    def flat(self) -> Tensor:
+        """All of them in one tensor, in order."""
+        scalars = torch.stack([x for x in self if isinstance(x, Tensor) and not x.ndim])
+        return torch.cat([scalars, self.detail]) if isinstance(self.detail, Tensor) else scalars
 
 
-def rows_at(dataset: data.Dataset | data.Mixture, step: int, axes: MeshAxes = _ONE_RANK) -> data.Example:
+def rows_at(dataset: data.Rows, step: int, axes: MeshAxes = _ONE_RANK) -> data.Example:
     """The whole rows of a step that this rank works on, if need be together with others of its context and stage.
 
     They are a slice of one order, which no mesh changes.
@@ -87,22 +100,32 @@ def make_step(
         axes: of its mesh, bound to this rank.
     """
     layout = lay_out(recipe, axes)
-    gradient = make_gradient(recipe, layout)
+    gradient, measure = make_gradient(recipe, layout), make_measure(recipe, layout)
 
     def step(state: TrainState, batches: Sequence[model.Batch], lr: float) -> tuple[TrainState, Metrics]:
-        sums, grads = gradient(state, batches)
+        with scopes.scope("gradient"):
+            sums, grads = gradient(state, batches)
         clipped, norm = optim.clip_by_global_norm(
             grads,
             recipe.optimizer.max_norm,
             placements=layout.placements,
             stages=axes.pp,
+            p=float(recipe.optimizer.norm),
             empty=torch.zeros_like(sums.total),
         )
         bad = optim.non_finite((sums.total, norm))
-        skip = bad | (batches[0].num_labels == 0)
-        weights, opt_state = layout.optimizer.update(clipped, state.opt_state, state.params, lr=lr, skip=skip)
+        loss = losses.mean(sums.lm, batches[0].num_labels)
+        skip, spike, guard = bad | (batches[0].num_labels == 0), torch.zeros_like(bad), state.guard
+        if recipe.optimizer.spike:
+            spike = optim.is_spike(guard, loss, norm, recipe.optimizer.spike) & ~skip
+            skip = skip | spike
+            guard = optim.remember(guard, loss, norm, spike, skip)
+        with scopes.scope("optimiser"):
+            weights, opt_state = layout.optimizer.update(clipped, state.opt_state, state.params, lr=lr, skip=skip)
+        if isinstance(sums.logits, Tensor):
+            clip_logits(recipe, layout, weights, opt_state, sums.logits, skip)
         biases = state.balance
-        if recipe.trainable == "all":  # they are part of the trunk
+        if recipe.trains_trunk:  # they are part of it
             biases = next_biases(biases, sums.histogram, layout, recipe.model.moe.top_k)
         new = TrainState(
             step=state.step + 1,
@@ -110,8 +133,10 @@ def make_step(
             opt_state=opt_state,
             balance=optim.select(skip, state.balance, biases),
             key=state.key,
+            guard=guard,
         )
-        return new, _metrics(recipe, batches[0], sums, norm, bad, skip, axes)
+        numbers = _metrics(recipe, batches[0], sums, norm, (bad, skip, spike), axes)
+        return new, numbers._replace(detail=measure(grads, sums.load, norm))
 
     return step
 
@@ -131,8 +156,9 @@ def next_biases(state: balance.State, histogram: Tensor, layout: Layout, top_k: 
 
 
 def _metrics(
-    recipe: Recipe, batch: model.Batch, sums: Sums, norm: Tensor, bad: Tensor, skip: Tensor, axes: MeshAxes
+    recipe: Recipe, batch: model.Batch, sums: Sums, norm: Tensor, judged: tuple[Tensor, ...], axes: MeshAxes
 ) -> Metrics:
+    bad, skip, spike = (x.to(norm.dtype) for x in judged)
     load = sums.load.to(norm.dtype)
     worst = (load.amax(1) / load.mean(1).clamp(min=1)).amax() if len(load) else torch.ones_like(norm)
     return Metrics(
@@ -140,6 +166,16 @@ def _metrics(
         indexer_kl=losses.mean(sums.kl, batch.num_queries) / max(1, model.kl_layers(recipe.model)),
         grad_norm=norm,
         load_max_over_mean=pmax(worst, axes.pp),
-        non_finite=bad.to(norm.dtype),
-        skipped=skip.to(norm.dtype),
+        non_finite=bad,
+        skipped=skip,
+        spike=spike,
+        max_logit=_max_logit(recipe, sums, norm, axes),
     )
+
+
+def _max_logit(recipe: Recipe, sums: Sums, like: Tensor, axes: MeshAxes) -> Tensor:
+    """Over all layers and heads; 0 where none is reported."""
+    if not recipe.clips_logits:
+        return torch.zeros_like(like)
+    own = sums.logits.amax().to(like.dtype) if isinstance(sums.logits, Tensor) else torch.full_like(like, -torch.inf)
+    return pmax(own, axes.view("pp", "tp"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -11,16 +13,24 @@ from k31fn.trainer.ranks import Ranks
 
 __all__ = ["Stop"]
 
+_TIME = 500  # what ranks tell each other of a time that is over: no signal's number, and less than a failure's
+
 
 class Stop:
-    """Set by SIGINT (Ctrl-C) and SIGTERM while a run goes on: it ends after the step under way, saved.
+    """Set by SIGINT (Ctrl-C) and SIGTERM while a run goes on, or by its time: it ends after the step under way, saved.
 
-    Attributes:
-        signal: name of the signal that came; empty before.
+    Args:
+        minutes: that the run may take, from now on.
     """
 
-    def __init__(self) -> None:
-        self.signal = ""
+    def __init__(self, minutes: float = math.inf) -> None:
+        self._until = time.monotonic() + 60 * minutes
+        self._number = 0
+
+    @property
+    def cause(self) -> str:
+        """Name of the signal that came, or the option that set the time; empty before."""
+        return "--max-minutes" if self._number == _TIME else signal.Signals(self._number).name if self._number else ""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Stop]:
@@ -33,10 +43,11 @@ class Stop:
                 signal.signal(number, handler)
 
     def agree(self, ranks: Ranks, error: Exception | None) -> None:
-        """Makes the signal of one rank that of all; raises on all what failed on one (:meth:`Ranks.agree`)."""
-        number = ranks.agree(signal.Signals[self.signal].value if self.signal else 0, error)
-        self.signal = signal.Signals(number).name if number else ""
+        """Makes the cause of one rank that of all; raises on all what failed on one (:meth:`Ranks.agree`)."""
+        if not self._number and time.monotonic() > self._until:
+            self._number = _TIME
+        self._number = ranks.agree(self._number, error)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number).name
+        self._number = number
         signal.signal(number, self._previous[signal.Signals(number)])

@@ -2,8 +2,9 @@
 
 A step of a deep model with many micro-batches does the same again and again, so it is run for a model with one layer of
 each kind, then with another layer of each, and for one micro-batch and two: what is added each time is added as often
-as there are layers and micro-batches. Sums of gradients, which travel many tensors at a time, and messages between the
-stages of a pipeline, which hold blocks of earlier ones, are those of the whole model. Routes are taken to be balanced.
+as there are layers and micro-batches. Sums of gradients, which travel many tensors at a time, matrices that the
+optimiser deals out, and messages between the stages of a pipeline, which hold blocks of earlier ones, are those of the
+whole model. Routes are taken to be balanced.
 """
 
 from __future__ import annotations
@@ -26,11 +27,22 @@ from k31fn.parallel import MeshAxes, Record, fsdp, record_collectives
 from k31fn.parallel.abstract import abstract_axes
 from k31fn.parallel.pipeline import Wire
 from k31fn.parallel.pipeline.messages import messages
+from k31fn.trainer.gradient import make_gradient
 from k31fn.trainer.layout import Layout, cut, lay_out, make_schedule
-from k31fn.trainer.state import abstract_state, split
+from k31fn.trainer.state import TrainState, abstract_state, split
 from k31fn.trainer.step import make_batches, make_step, next_biases
 
-__all__ = ["Held", "Volume", "held", "run_abstractly", "volumes"]
+__all__ = [
+    "Held",
+    "Volume",
+    "axes_of",
+    "gradient_abstractly",
+    "held",
+    "layer_kinds",
+    "run_abstractly",
+    "volumes",
+    "with_layers",
+]
 
 _META = torch.device("meta")
 _Kind = tuple[Any, Any]  # configs of a layer's attention and feed-forward
@@ -60,7 +72,7 @@ class Held(NamedTuple):
 
 def held(recipe: Recipe, stage_rank: int = 0) -> list[Held]:
     """What a rank holds of each weight; all ranks of a rank of the pipeline hold as much."""
-    axes = _axes(recipe, stage_rank)
+    axes = axes_of(recipe, stage_rank)
     layout, state = lay_out(recipe, axes), abstract_state(recipe, axes)
     of_optimizer = Counter[str]()
     weights = dict(tree.flatten_with_paths(state.params))
@@ -114,10 +126,10 @@ def volumes(recipe: Recipe) -> list[Volume]:
 
 
 def _by_kinds(recipe: Recipe) -> Volume:
-    kinds = _kinds(recipe.model)
+    kinds = layer_kinds(recipe.model)
 
     def of(layers: Sequence[_Kind]) -> Volume:
-        return _by_micro_batches(_with_layers(recipe, layers), 0)
+        return _by_micro_batches(with_layers(recipe, layers), 0)
 
     each = list(dict.fromkeys(kinds))
     total = base = of(each)
@@ -129,13 +141,13 @@ def _by_kinds(recipe: Recipe) -> Volume:
 
 def _by_stages(recipe: Recipe) -> list[Volume]:
     """From a pipeline each of whose stages has a layer of each kind that it has, and what more layers of a kind add."""
-    kinds, table = _kinds(recipe.model), make_schedule(recipe, recipe.mesh.pp)
+    kinds, table = layer_kinds(recipe.model), make_schedule(recipe, recipe.mesh.pp)
     whole = [[kinds[i] for i in part.layers] for part in cut(recipe.model, table)]
     length = max(len(set(stage)) for stage in whole)
     short = [[*dict.fromkeys(stage), *[stage[-1]] * (length - len(set(stage)))] for stage in whole]
-    small, known, each = _with_layers(recipe, [k for stage in short for k in stage]), {}, {}
+    small, known, each = with_layers(recipe, [k for stage in short for k in stage]), {}, {}
     for kind in dict.fromkeys(kinds):
-        one, two = (_by_micro_batches(_with_layers(recipe, [kind] * (n * table.num_stages)), 0) for n in (1, 2))
+        one, two = (_by_micro_batches(with_layers(recipe, [kind] * (n * table.num_stages)), 0) for n in (1, 2))
         each[kind] = two.plus(one, -1).divided(table.num_chunks)
     result = []
     for rank in range(table.num_ranks):
@@ -147,7 +159,7 @@ def _by_stages(recipe: Recipe) -> list[Volume]:
         more.subtract(k for s in mine for k in short[s])
         for kind, count in more.items():
             total = total.plus(each[kind], count)
-        at_once = _at_once(recipe, rank).plus(_messages(recipe, lay_out(recipe, _axes(recipe, rank)), rank))
+        at_once = _at_once(recipe, rank).plus(_messages(recipe, lay_out(recipe, axes_of(recipe, rank)), rank))
         result.append(total.without("send", "recv").plus(at_once))
     return result
 
@@ -167,12 +179,26 @@ def _by_micro_batches(recipe: Recipe, stage_rank: int) -> Volume:
 
 def run_abstractly(recipe: Recipe, stage_rank: int = 0) -> Record:
     """The collectives that a rank issues in a step, in order."""
-    axes = _axes(recipe, stage_rank)
+    axes = axes_of(recipe, stage_rank)
+    with record_collectives() as record:
+        make_step(recipe, axes)(abstract_state(recipe, axes), _micro_batches(recipe, axes), 1e-3)
+    return record
+
+
+def gradient_abstractly(recipe: Recipe, stage_rank: int = 0, *, state: TrainState | None = None) -> None:
+    """Runs the loss of a rank's step and its gradient, without the update: for those who watch what it calls.
+
+    ``state``: the rank's, of meta tensors; None: made here.
+    """
+    axes = axes_of(recipe, stage_rank)
+    state = abstract_state(recipe, axes) if state is None else state
+    make_gradient(recipe, lay_out(recipe, axes))(state, _micro_batches(recipe, axes))
+
+
+def _micro_batches(recipe: Recipe, axes: MeshAxes) -> list[model.Batch]:
     tokens = torch.empty(_batch(recipe), dtype=torch.int64, device=_META)
     rows = data.Example(tokens, tokens, segments.Segments(tokens, tokens), _images(recipe, tokens))
-    with record_collectives() as record:
-        make_step(recipe, axes)(abstract_state(recipe, axes), make_batches(recipe, rows, _META, axes), 1e-3)
-    return record
+    return make_batches(recipe, rows, _META, axes)
 
 
 def _images(recipe: Recipe, tokens: torch.Tensor) -> Any:
@@ -186,15 +212,16 @@ def _images(recipe: Recipe, tokens: torch.Tensor) -> Any:
 
 
 def _at_once(recipe: Recipe, stage_rank: int) -> Volume:
-    """What a step sends for all layers of the model together: sums of gradients, and new biases."""
-    axes = _axes(recipe, stage_rank)
+    """What a step sends for all layers of the model together: gradients to sum, matrices to step, and new biases."""
+    axes = axes_of(recipe, stage_rank)
     layout, state = lay_out(recipe, axes), abstract_state(recipe, axes)
     grads, _ = split(state.params, layout.specs)
     shape = len(layout.moe_layers), recipe.model.moe.num_experts, NUM_BINS
     histogram = torch.empty(shape, dtype=torch.int64, device=_META)
     with record_collectives() as record:
-        fsdp.sum_gradients(grads, layout.placements)
-        if recipe.trainable == "all":
+        summed = fsdp.sum_gradients(grads, layout.placements)
+        layout.optimizer.update(summed, state.opt_state, state.params, lr=1e-3)
+        if recipe.trains_trunk:
             next_biases(state.balance, histogram, layout, recipe.model.moe.top_k)
     return _volume(record)
 
@@ -225,7 +252,8 @@ def _volume(record: Record) -> Volume:
     return volume
 
 
-def _axes(recipe: Recipe, stage_rank: int) -> MeshAxes:
+def axes_of(recipe: Recipe, stage_rank: int = 0) -> MeshAxes:
+    """Those of the mesh, of a rank without the others: the first of a rank of the pipeline."""
     return abstract_axes(recipe.mesh, {**recipe.mesh.coordinate(0), "pp": stage_rank})
 
 
@@ -234,11 +262,12 @@ def _batch(recipe: Recipe) -> tuple[int, int]:
     return recipe.batch_size // (recipe.mesh.dp * recipe.mesh.fsdp), recipe.length
 
 
-def _kinds(cfg: model.Config) -> list[_Kind]:
+def layer_kinds(cfg: model.Config) -> list[_Kind]:
+    """What each layer is: the configs of its attention and its feed-forward."""
     return [(layer.attention, layer.ffn) for layer in model.layer_configs(cfg)]
 
 
-def _with_layers(recipe: Recipe, kinds: Sequence[_Kind]) -> Recipe:
+def with_layers(recipe: Recipe, kinds: Sequence[_Kind]) -> Recipe:
     """The recipe with a model of layers of these kinds; dense ones come first."""
     dense = [k for k in kinds if not isinstance(k[1], latent_moe.Config)]
     layers = dense + [k for k in kinds if isinstance(k[1], latent_moe.Config)]

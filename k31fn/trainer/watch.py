@@ -4,31 +4,47 @@ A thread of each rank looks at three things. Does this rank get on: has it issue
 rank's thread live: with a device's collectives nobody learns of a death from the connection. And has a rank raised the
 alarm, because of one of these, because a collective of its failed, or because it failed itself? Then every rank that
 lives says where it is, within seconds and whatever its main thread does; one of them reports which rank
-died or hangs, and all end with status 1. What is on disk is whole at any moment, so nothing need be tidied up.
+died or hangs, and all end with status 1. What is on disk is whole at any moment, so nothing need be tidied up. What
+each rank was doing is written beside the run (:mod:`k31fn.trainer.failure`).
+
+Signals come to this thread too, by a pipe that the interpreter's handler writes to: a main thread that waits in a
+collective acts on none. ``torchrun`` sends SIGTERM to the ranks that are left when one died, and SIGKILL 30 s after it:
+from a signal on a silent rank counts as dead much sooner, and a rank that does not get on says where it stands. If
+something holds the interpreter, so that not even this thread runs, all stacks go to standard error instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import select
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from k31fn.parallel import CollectiveError, Mesh, Progress
+from k31fn.trainer import failure
 
 __all__ = ["Watch", "lost"]
 
 _POLLS = 20  # in the time after which a rank counts as hanging
-_SILENCE_S = 10.0  # after which a rank counts as dead; torchrun, once one is, kills the others after 30
+_SILENCE_S = 10.0  # after which a rank counts as dead
+_SILENCE_SIGNALLED_S = 4.0  # the same once a signal has come; torchrun, 30 s after it, kills
+_STUCK_SIGNALLED_S = 15.0  # without a collective since a signal, after which a rank says where it stands
+_STARVED_S = 18.0  # without a turn for the thread, after which the stacks are dumped
 _GRACE_S = 3.0  # for a rank to say where it is, once the alarm is raised
+_CPU = torch.device("cpu")
 
 
 class Watch:
@@ -40,7 +56,12 @@ class Watch:
         mesh: of the run.
         progress: of this rank's collectives.
         timeout: seconds without a collective after which a rank does not get on.
+        device: of this rank.
         end: ends the process; the status is its argument.
+
+    Attributes:
+        folder: where each rank writes what it was doing if the run is lost; None: nowhere.
+        times: of the steps of this rank.
     """
 
     def __init__(
@@ -51,11 +72,16 @@ class Watch:
         progress: Progress,
         *,
         timeout: float,
+        device: torch.device = _CPU,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         # a connection of its own: the main thread may be waiting on the other
         self._store = dist.PrefixStore("watch", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._rank, self._mesh, self._progress, self._timeout, self._end = rank, mesh, progress, timeout, end
+        self._device, self.times = device, failure.StepTimes()
+        self.folder: Path | None = None
+        self._signals: tuple[int, int] | None = None  # ends of the pipe
+        self._signalled, self._since_signal = "", 0.0
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._error = self._own = ""
@@ -64,6 +90,10 @@ class Watch:
         self._thread = threading.Thread(target=self._listen, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
+        if threading.current_thread() is threading.main_thread():
+            self._signals = os.pipe()
+            os.set_blocking(self._signals[1], False)
+            self._previous = signal.set_wakeup_fd(self._signals[1], warn_on_full_buffer=False)
         self._thread.start()
         return self
 
@@ -79,7 +109,12 @@ class Watch:
         listened = self._thread.ident is not None and not self._over.is_set()
         self._over.set()
         if listened:
+            if self._signals is not None:
+                signal.set_wakeup_fd(self._previous)
+                os.write(self._signals[1], b"\0")  # so that the thread looks
             self._thread.join()
+            for end in self._signals or ():
+                os.close(end)
             with contextlib.suppress(RuntimeError):  # the first rank, which may hold the store, may have ended
                 self._store.set(f"left {self._rank}", "")
 
@@ -98,7 +133,7 @@ class Watch:
     def _listen(self) -> None:
         pause = min(1.0, self._timeout / _POLLS)
         seen, since = -1, time.monotonic()
-        while not self._over.wait(pause):
+        while not self._sleep(pause):
             if self._progress.issued != seen:
                 seen, since = self._progress.issued, time.monotonic()
             raised = self._next_died(pause) or time.monotonic() - since > self._timeout
@@ -107,6 +142,21 @@ class Watch:
             if raised or self._call(lambda: self._store.add("alarm", 0)):
                 self._answer(time.monotonic() - since)
                 return
+            if self._signalled and time.monotonic() - max(since, self._since_signal) > _STUCK_SIGNALLED_S:
+                self._stand()
+        if self._signals is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _sleep(self, pause: float) -> bool:
+        """Waits so long, or for a signal; whether the watch is over."""
+        if self._signals is None:
+            return self._over.wait(pause)
+        faulthandler.dump_traceback_later(_STARVED_S + pause)
+        if select.select([self._signals[0]], [], [], pause)[0]:
+            came = [n for n in os.read(self._signals[0], 64) if n]
+            if came and not self._signalled:
+                self._signalled, self._since_signal = signal.Signals(came[0]).name, time.monotonic()
+        return self._over.is_set()
 
     def _next_died(self, pause: float) -> bool:
         """Says that this rank lives, and whether the next one has said nothing for long.
@@ -118,11 +168,28 @@ class Watch:
         heard = self._call(lambda: self._store.add(f"beats {other}", 0))
         self._silent = self._silent + pause if heard == self._heard else 0.0
         self._heard = heard
-        return self._silent > _SILENCE_S and not self._call(lambda: self._store.check([f"left {other}"]))
+        limit = min(_SILENCE_S, _SILENCE_SIGNALLED_S) if self._signalled else _SILENCE_S
+        return self._silent > limit and not self._call(lambda: self._store.check([f"left {other}"]))
+
+    def _stand(self) -> None:
+        """Says where this rank stands though a signal asked it to end, once for each signal."""
+        frame = sys._current_frames().get(self._main)
+        why = f"{self._signalled} came {time.monotonic() - self._since_signal:.0f} s ago, and no collective since"
+        waiting = f", waits in {self._progress.waiting}" if self._progress.waiting else ""
+        where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
+        print(f"train.py: {where}: {why}: at {_position(frame)}{waiting}", file=sys.stderr, flush=True)
+        self._write_record(why)
+        self._signalled = ""
+
+    def _write_record(self, why: str) -> bool:
+        """Writes what this rank does beside the run; whether it could."""
+        state = (self._rank, self._mesh, self._progress, self.times, self._device)
+        return self.folder is not None and failure.write(self.folder, failure.describe(why, *state))
 
     def _answer(self, still: float) -> None:
         """Says where this rank is, and, for the first rank that gets so far, what the others said."""
         frame = sys._current_frames().get(self._main)
+        written = self._write_record(self._own or self._error or "a rank was lost")
         mine = {
             "failed": self._own,
             "waiting": self._error or self._progress.waiting,
@@ -138,8 +205,9 @@ class Watch:
             time.sleep(0.05)
             said = self._said()
         if self._call(lambda: self._store.add("reporter", 1)) == 1:
+            beside = f"; what the ranks did: {self.folder}" if written else ""
             for line in lost(self._mesh, said):
-                print(f"train.py: {line}", file=sys.stderr, flush=True)
+                print(f"train.py: {line}{beside}", file=sys.stderr, flush=True)
             self._call(lambda: self._store.set("reported", ""))
         while not self._call(lambda: self._store.check(["reported"])) and time.monotonic() < deadline + 1:
             time.sleep(0.05)

@@ -268,3 +268,51 @@ def test_an_opaque_rule_may_give_no_gradient_and_integers():
     a, b = normal(2, 3), normal(3)
     close(vmap(grad(lambda a: rule(a, b)[0].sum()))(a), b.expand(2, 3).clone())
     close(grad(lambda b: rule(a[0], b)[0].sum())(b), torch.zeros(3, dtype=F64))
+
+
+def noting(seen: list[Any]) -> Callable[..., Any]:
+    """``w["a"] x + w["b"] + n`` by a rule that notes what it was asked for and gives nothing else."""
+
+    def bwd(needs: Any, res: Any, ct: Tensor) -> Any:
+        w, x = res
+        seen.append(needs)
+        d_w = {"a": ct * x if needs[0]["a"] else None, "b": ct * 1 if needs[0]["b"] else None}
+        return d_w, ct * w["a"] if needs[1] else None, None
+
+    rule = custom_vjp(lambda w, x, n: w["a"] * x + w["b"] + n, needs=True, name="noting")
+    return rule.defvjp(lambda w, x, n: (w["a"] * x + w["b"] + n, (w, x)), bwd)
+
+
+BY_SUBSET = {
+    "grad": lambda f, x: grad(f)(x),
+    "vjp": lambda f, x: vjp(f, x)[1](torch.tensor(1.0, dtype=F64))[0],
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "value_and_grad": lambda f, x: value_and_grad(f)(x)[1],
+    "vmap of grad": lambda f, x: vmap(grad(f))(torch.stack([x, x]))[1],
+    "plain autograd": lambda f, x: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf)[0],
+    "second order": lambda f, x: grad(lambda x: (grad(f)(x) * x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("by", BY_SUBSET)
+@pytest.mark.parametrize("wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"])
+def test_a_rule_learns_whose_gradients_are_used(by: str, wrap: Callable[..., Any]):
+    seen: list[Any] = []
+    f = wrap(noting(seen))
+    a, b, x, n = normal(3), normal(3), normal(3), torch.tensor([1, 2, 3])
+    close(BY_SUBSET[by](lambda x: f({"a": a, "b": b}, x, n).sum(), x), a)
+    first = seen.copy()
+    seen.clear()
+    close(BY_SUBSET[by](lambda b: f({"a": a, "b": b}, x, n).sum(), b), torch.ones(3, dtype=F64))
+    assert first
+    assert all(needs == ({"a": False, "b": False}, True, False) for needs in first)
+    assert seen
+    assert all(needs == ({"a": False, "b": True}, False, False) for needs in seen)
+
+
+def test_what_a_rule_gives_unasked_is_dropped():
+    rule = custom_vjp(torch.mul).defvjp(lambda a, b: (a * b, (a, b)), lambda r, ct: (ct * r[1], ct[:1]))
+    a, b = normal(3), normal(3)
+    close(grad(lambda a: rule(a, b).sum())(a), b)
+    with pytest.raises(ValueError, match=r"bwd returned a gradient of shape \(1,\) for an input of shape \(3,\)"):
+        grad(lambda b: rule(a, b).sum())(b)

@@ -40,7 +40,7 @@ def _block(cfg: block.Config) -> Callable[[Tensor, torch.dtype], Made]:
 
         def f(p: tuple[Any, Any], x: Tensor, segments: Segments | None = None) -> Tensor:
             bias = torch.linspace(-0.2, 0.2, 4)
-            carry, _ = block.apply(p[0], scheme.start(x), cfg, segments=segments, bias=bias)
+            carry, _ = block.apply(p[0], scheme.start(x, cfg.residual), cfg, segments=segments, bias=bias)
             return scheme.finish(p[1], carry, cfg.residual)
 
         specs = (block.specs(cfg), scheme.specs_out(cfg.residual, D))

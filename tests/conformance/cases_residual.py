@@ -55,7 +55,7 @@ def _scheme(module: ModuleType, cfg: Any) -> Callable[[Tensor, torch.dtype], Mad
 
         def f(trees: tuple[tuple[Any, ...], tuple[Tensor, ...]], x: Tensor) -> Tensor:
             params, weights = trees  # in one argument: torch.func.jacrev refuses one without leaves
-            carry = module.start(x)
+            carry = module.start(x, cfg)
             for i, weight in enumerate(weights):
                 mix = params[max(i - 1, 0)]
                 carry, _ = module.connect(

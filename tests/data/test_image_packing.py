@@ -175,7 +175,7 @@ def test_a_row_that_cannot_hold_an_image():
 def test_a_store_that_disagrees_with_itself():
     row = PackedDataset(STORE, SHAPE).row(0)
     with pytest.raises(ValueError, match="placeholders for images of"):
-        collate([row._replace(pieces=[np.array([PAD] * 40)])], SHAPE, STORE)
+        collate([row._replace(pieces=[np.array([PAD] * 40)], learnt=[np.ones(40, np.bool_)])], SHAPE, STORE)
 
 
 # ------------------------------------------------------------------------------------------------------------- mixtures

@@ -65,7 +65,7 @@ def test_lines_are_read_once_wherever_the_file_is_cut(lines: Path, unit: int, mo
 
 def test_a_line_that_is_no_json_is_named_by_its_byte(tmp_path: Path):
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": \n')
-    with pytest.raises(ValueError, match=r"x\.jsonl@15: the line at this byte is not UTF-8 JSON"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:3: the line is not UTF-8 JSON"):
         prepare(Config(str(tmp_path / "x.jsonl")), tmp_path / "out")
 
 
@@ -269,7 +269,7 @@ def test_the_command(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["prepare", str(lines), str(tmp_path / "out"), "--workers", "1"]) == 0
     out, progress = capsys.readouterr()
     assert "60 documents" in out
-    assert "left out for their images: none" in out
+    assert "documents left out: none" in out
     assert "1 of 1 shards" in progress
     assert main(["prepare", str(tmp_path / "absent"), str(tmp_path / "out2")]) == 1
     assert "does not exist" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def run(checkpoint: Path, recipe: str, tmp_path: Path, capsys: pytest.CaptureFix
     return runs.only_run(tmp_path / "runs", "given")
 
 
-def test_there_and_back(checkpoint: Path, run: Path, tmp_path: Path):
+def test_there_and_back(checkpoint: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Bit for bit: the run has the weights in float32."""
     made, weights, state = sample.load(run, where=torch.device("cpu"))
     assert made.model == CFG
@@ -61,8 +61,13 @@ def test_there_and_back(checkpoint: Path, run: Path, tmp_path: Path):
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), (weights, state), (given, biases))
     assert main(["export", str(run.parent), str(tmp_path / "back")]) == 0
     same_files(checkpoint, tmp_path / "back")
+    assert main(["export", str(run / "checkpoints" / "0"), str(tmp_path / "that")]) == 0
+    same_files(checkpoint, tmp_path / "that")
+    assert main(["export", str(run / "checkpoints" / "7"), str(tmp_path / "none")]) == 1
+    assert "step=7 is not complete in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_quantised(run: Path, tmp_path: Path):
     """A run from an MXFP4 checkpoint is written as the same one."""
     assert main(["export", str(run), str(tmp_path / "one"), "--quantise"]) == 0
@@ -73,6 +78,7 @@ def test_quantised(run: Path, tmp_path: Path):
     same_files(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_from_it(checkpoint: Path, run: Path, capsys: pytest.CaptureFixture[str]):
     """Its first step starts from these weights, not from the recipe's: the loss is theirs."""
     jaxtyping.config.update("jaxtyping_disable", True)  # two steps of a model that is not small

@@ -195,3 +195,35 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_launch_backward", off)
     with pytest.raises(AssertionError, match="gradient"):
         assert_op_matches(attn_res, "triton", inputs(2), **FLOAT32)
+
+
+def test_without_what_was_rounded_off_bfloat16_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward has ``<ct, out>`` from the result, and from what was rounded off it."""
+    launch = kernels._launch_backward
+
+    def without(*operands: Tensor) -> tuple[Tensor, ...]:
+        *rest, low, ct = operands
+        return launch(*rest, low.new_empty((low.shape[0], 0)), ct)
+
+    monkeypatch.setattr(kernels, "_launch_backward", without)
+    with pytest.raises(AssertionError, match="gradient"):
+        assert_op_matches(
+            attn_res, "triton", inputs(3, dtype=torch.bfloat16), **BFLOAT16, reference_dtype=torch.float64
+        )
+
+
+def test_what_is_rounded_off_is_stored_only_for_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, stored = kernels._launch_forward, []
+
+    def told(*args: object) -> tuple[Tensor, ...]:
+        *rest, low = launch(*args)
+        stored.append(low.numel() > 0)
+        return *rest, low
+
+    monkeypatch.setattr(kernels, "_launch_forward", told)
+    sources, query, norm, _ = inputs(2, dtype=torch.bfloat16)
+    with use_impl(attn_res="triton"):
+        attn_res(sources, query, norm, EPS)
+        torch.func.grad(lambda q: attn_res(sources, q, norm, EPS).sum())(query)
+        torch.func.grad(lambda q: remat(lambda q: attn_res(sources, q, norm, EPS))(q).sum())(query)
+    assert stored == [False, True, False, True]  # of remat: its first run, and its replay

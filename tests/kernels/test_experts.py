@@ -137,6 +137,25 @@ def test_buckets_keep_only_their_inputs():
     assert {t.data_ptr() for t in kept if t.is_floating_point()} == {rows.data_ptr(), w.data_ptr()}
 
 
+@pytest.mark.parametrize("impl", ["ragged", "buckets", "reference"])
+@pytest.mark.parametrize("wrap", [lambda f: f, autodiff.remat], ids=["plain", "remat"])
+def test_a_frozen_weight_costs_no_product(impl, wrap):
+    rows, w, sizes = torch.randn(12, 4), torch.randn(3, 4, 5), torch.tensor([4, 4, 4])
+    with use_impl(grouped_matmul=impl):
+
+        def run(*wanted: int) -> int:
+            with FlopCounterMode(display=False) as flops:
+                autodiff.value_and_grad(wrap(lambda r, m: grouped_matmul(r, m, sizes).sum()), wanted)(rows, w)
+            return flops.get_total_flops()
+
+        with FlopCounterMode(display=False) as forward:
+            grouped_matmul(rows, w, sizes)
+        product, replays = forward.get_total_flops(), wrap is autodiff.remat
+        assert product > 0
+        assert run(0, 1) == (3 + replays) * product
+        assert run(0) == run(1) == (2 + replays) * product
+
+
 def test_permute_and_its_gradient():
     index = torch.tensor([2, 0, 3, 1])
     inverse = index.argsort()

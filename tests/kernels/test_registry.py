@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from k31fn import autodiff, kernels
+from k31fn import autodiff, device, kernels
+from k31fn.kernels.__main__ import load_all, table
+from k31fn.kernels.launch import missing_triton
 from k31fn.kernels.registry import OPS, Implementation, Op, record_impls, use_impl
 
 
@@ -127,6 +129,26 @@ def test_the_table_says_what_runs_here_and_why_the_rest_does_not():
     assert "runs on cuda" in rows["grouped_matmul", "grouped_mm"]
     packages = {p.parent.name for p in Path(kernels.__file__).parent.glob("*/reference.py")}
     assert len(rows) >= len(packages) >= 15
+
+
+def test_the_table_has_the_adapters_and_why_they_do_not_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)  # makes the import fail
+    load_all()
+    here, there = ({row[:2]: row[3] for row in table(kind)} for kind in ("cpu", "npu"))
+    for op in ("rms_norm", "gated_norm", "attention", "interval_attention", "grouped_matmul", "combine", "mhc_pre"):
+        assert there[op, "npu"].startswith("no: torch_npu is not installed")
+        assert here[op, "npu"].startswith("no: it runs on npu; torch_npu is not installed")
+    assert there["topk", "npu_moe_gating_top_k"] == "no: which of equal scores it takes is not documented"
+    assert there["attention", "reference"] == "default for other dtypes"  # of these a call raises
+    assert there["topk", "reference"] == "default"
+    assert there["grouped_matmul", "ragged"] == "default"
+    assert there["grouped_matmul", "reference"] == "on request"
+    monkeypatch.setattr(device, "missing_operators", lambda *_: "")
+    found = {row[:2]: row[3] for row in table("npu")}
+    assert found["rms_norm", "npu"] == "default for bfloat16, float32"
+    if not missing_triton():
+        assert found["mhc_pre", "npu"] == "also for bfloat16"
+    assert found["combine", "npu"] == "on request"
 
 
 def test_the_device_is_that_of_the_first_tensor_wherever_it_is(op: Op):

@@ -62,7 +62,7 @@ def straight_line(x: Tensor, queries: Tensor, norms: Tensor, weights: Tensor, *,
 
 
 def by_scheme(x: Tensor, queries: Tensor, norms: Tensor, weights: Tensor) -> Tensor:
-    carry = attn_res.start(x)
+    carry = attn_res.start(x, CFG)
     for i in range(2 * LAYERS):
         opens = i % (2 * BLOCK) == 0
         carry, aux = attn_res.connect(
@@ -100,7 +100,7 @@ def test_zero_queries_mix_uniformly() -> None:
     specs = attn_res.specs(CFG, D)
     initial = P.init(specs, random.key(0), dtype=torch.float64)
     x = torch.randn(2, 4, D, dtype=torch.float64)
-    carry, _ = attn_res.connect(initial, attn_res.start(x), CFG, lambda h: (torch.sin(h), ()), opens_block=True)
+    carry, _ = attn_res.connect(initial, attn_res.start(x, CFG), CFG, lambda h: (torch.sin(h), ()), opens_block=True)
     torch.testing.assert_close(attn_res.finish(initial, carry, CFG), (x + torch.sin(x)) / 2, atol=1e-15, rtol=0)
     grads = torch.func.grad(lambda p: attn_res.finish(p, carry, CFG).square().sum())(initial)
     assert grads.query.any()
@@ -119,7 +119,7 @@ def test_state_stays_in_the_dtype_of_the_model(module: Any, opens_block: bool) -
     """A sublayer that returns float32 does not widen the stream."""
     cfg = module.Config()
     params = P.init(module.specs(cfg, D), random.key(0))
-    carry = module.start(torch.randn(1, 3, D).bfloat16())
+    carry = module.start(torch.randn(1, 3, D).bfloat16(), cfg)
     for _ in range(2):
         carry, _ = module.connect(params, carry, cfg, lambda h: (h.float() / 3, ()), opens_block=opens_block)
     assert {t.dtype for t in tree.leaves(carry)} == {torch.bfloat16}
@@ -129,7 +129,7 @@ def test_state_stays_in_the_dtype_of_the_model(module: Any, opens_block: bool) -
 def test_plain_residual_adds() -> None:
     cfg, x = plain_residual.Config(), torch.randn(2, 3, D)
     assert tree.leaves(plain_residual.specs(cfg, D)) == tree.leaves(plain_residual.specs_out(cfg, D)) == []
-    carry = plain_residual.start(x)
+    carry = plain_residual.start(x, cfg)
     for i in range(3):
         carry, aux = plain_residual.connect((), carry, cfg, lambda h, i=i: (h.sin(), i), opens_block=i == 0)
         assert aux == i

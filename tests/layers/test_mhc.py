@@ -27,7 +27,7 @@ def test_two_sublayers_are_the_ops_in_a_row() -> None:
     x = torch.randn(2, 3, D, dtype=torch.float64)
     a, b = (drawn(mhc.specs(CFG, D), i) for i in range(2))
     out = drawn(mhc.specs_out(CFG, D), 2)
-    carry, seen = mhc.start(x), []
+    carry, seen = mhc.start(x, CFG), []
 
     def f(h: Tensor) -> tuple[Tensor, int]:
         seen.append(h)
@@ -50,7 +50,7 @@ def test_plain_residual_where_the_coefficients_are_uniform() -> None:
     x = torch.randn(2, 3, D, dtype=torch.float64)
     cfg = dataclasses.replace(CFG, init_scale=0.0)
     params = P.init(mhc.specs(cfg, D), random.key(0), dtype=torch.float64)
-    carry, plain = mhc.start(x), plain_residual.start(x)
+    carry, plain = mhc.start(x, cfg), plain_residual.start(x, plain_residual.Config())
     for _ in range(3):
         carry, _ = mhc.connect(params, carry, cfg, lambda h: (torch.sin(h / 2), ()), opens_block=False)
         plain = plain_residual.Carry(plain.prefix + torch.sin(plain.prefix))
@@ -69,6 +69,7 @@ def test_initial_values_and_islands() -> None:
     assert {p.dtype for p in tree.leaves(params)} == {torch.float32}
     assert params.phi.std() == pytest.approx(0.02, rel=0.2)  # sd of the estimate: 3%, and the cut takes another 1%
     assert (params.scale == 0.01).all()
+    assert [s.tags for s in tree.leaves(specs)] == [frozenset(), frozenset({"no_decay"}), frozenset({"no_decay"})]
     assert not params.base.any()
     pre = mhc_pre(torch.randn(1, 3, 4, D), params.phi, params.scale, params.base, 1e-6, 20)
     assert (pre.h_res - 0.25).abs().max() < 1e-3
@@ -78,7 +79,7 @@ def test_initial_values_and_islands() -> None:
 @pytest.mark.parametrize("opens_block", [True, False])
 def test_state_stays_in_the_dtype_of_the_model(opens_block: bool) -> None:
     params = P.init(mhc.specs(CFG, D), random.key(0))
-    carry = mhc.start(torch.randn(1, 3, D).bfloat16())
+    carry = mhc.start(torch.randn(1, 3, D).bfloat16(), CFG)
     for _ in range(2):
         carry, _ = mhc.connect(params, carry, CFG, lambda h: (h.float() / 3, ()), opens_block=opens_block)
         assert carry.streams.shape == (1, 3, 4, D)

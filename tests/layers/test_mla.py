@@ -232,7 +232,7 @@ def test_declared_shapes_at_the_published_size():
     assert cfg.latent_norm_eps == 1e-6
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(mla.Config)])
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(mla.Config) if f.name != "report_logits"])
 def test_a_config_that_cannot_be_is_refused(field: str):
     zero = type(getattr(MLA, field))(0)
     with pytest.raises(ValueError, match=rf"mla\.Config\.{field}={zero}"):

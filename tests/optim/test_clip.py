@@ -20,6 +20,15 @@ def test_equals_torch(max_norm):
     assert identical(grads, before)
 
 
+def test_by_the_largest_magnitude():
+    grads = {"a": torch.tensor([3.0, -8.0]), "b": torch.tensor([[2.0]])}
+    got, norm = optim.clip_by_global_norm(grads, 4.0, p=float("inf"))
+    assert norm == 8
+    torch.testing.assert_close(got["a"], torch.tensor([1.5, -4.0]), rtol=1e-6, atol=0)
+    assert optim.clip_by_global_norm(grads, 8.5, p=float("inf"))[0]["b"] == 2
+    assert optim.clip_by_global_norm(grads, 8.5)[0]["b"] < 2
+
+
 def test_norm_is_computed_in_float32():
     grads = {"a": torch.full((3000,), 1.0, dtype=torch.bfloat16), "b": torch.full((1000,), 1.0, dtype=torch.float64)}
     norm = optim.global_norm(grads)

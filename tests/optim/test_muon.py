@@ -43,6 +43,34 @@ def test_orthogonalize_ignores_scale_and_keeps_zero():
     assert torch.equal(orthogonalize(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float32, 1e-5), (torch.float64, 0.0)])
+def test_precision_of_newton_schulz(dtype, tolerance):
+    """Relative to float64, and the singular values, of random blocks."""
+    x = torch.randn(4, 128, 512)
+    got, exact = orthogonalize(x, dtype=dtype), orthogonalize(x.to(torch.float64))
+    assert got.dtype == torch.float32
+    assert (got - exact).norm() <= max(tolerance, 1e-6) * exact.norm()
+    S = torch.linalg.svdvals(got)
+    assert 0.6 < S.min() < S.max() < 1.3
+    assert tolerance != 5e-2 or (got - exact).norm() > 1e-4 * exact.norm()  # it is bfloat16
+
+
+def test_a_head_without_gradient_leaves_the_others_alone():
+    """Bit for bit; its own columns only decay."""
+    s = {"w": spec(16, 24, tags=["matrix", "per_head"], head_dim=6)}
+    w, g = {"w": torch.randn(16, 24)}, torch.randn(16, 24)
+    without = g.clone()
+    without[:, 6:12] = 0
+    transform = optim.muon(s)
+    new = [transform.update({"w": x}, transform.init(w), w, lr=0.1, donate=False)[0]["w"] for x in (g, without)]
+    others = [i for i in range(24) if not 6 <= i < 12]
+    assert torch.equal(new[0][:, others], new[1][:, others])
+    torch.testing.assert_close(new[1][:, 6:12], (1 - 0.1 * 0.1) * w["w"][:, 6:12])
+    whole = optim.muon({"w": spec(16, 24, tags=["matrix"])})
+    joint = [whole.update({"w": x}, whole.init(w), w, lr=0.1, donate=False)[0]["w"] for x in (g, without)]
+    assert not torch.equal(joint[0][:, others], joint[1][:, others])
+
+
 def reference(start, steps: int, lr: float, momentum=0.95, decay=0.1):
     """Loops over matrices in float64."""
     kinds = dict(tree.flatten_with_paths(specs()))

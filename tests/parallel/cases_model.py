@@ -20,6 +20,7 @@ from k31fn.layers import (
     kda,
     latent_moe,
     losses,
+    mhc,
     mla,
     mlp,
     mtp,
@@ -47,6 +48,7 @@ from k31fn.parallel import (
     pvary,
 )
 from k31fn.parallel.tiling import cut
+from k31fn.params import LowRank
 
 D, T, ROWS, VOCAB = 16, 16, 4, 20
 TOKENS = P(("dp", "fsdp"), ("cp", "tp"))  # of a layer's input and output
@@ -85,6 +87,9 @@ TOWER = vision.Config(
     num_layers=2,
     patch_size=2,
     table_size=(3, 5),
+)
+CONFIGS["mhc"] = dataclasses.replace(
+    CFG, residual=mhc.Config(num_streams=2, iterations=3, init_std=0.5, init_scale=0.5)
 )
 CONFIGS["k31 vision"] = dataclasses.replace(CFG, vision=TOWER, projector=projector.Config(TOWER.output_size, D))
 PACKED = [[3, 7, 4], [1, 12], [16], [5, 6]]  # documents cross slices of 4 and of 8 tokens; rows end in padding
@@ -199,8 +204,10 @@ def look_up(axes: MeshAxes, table: embedding.Params[Tensor], tokens: Tensor) -> 
 
 
 def cross_entropy(axes: MeshAxes, hidden: Tensor, head: Any, labels: Tensor, *, logits_bytes: int = 2**20) -> Tensor:
-    sh = Sharding.on(axes)
-    out = losses.linear_cross_entropy(hidden, vary(axes, head), labels, sh=sh, logits_bytes=logits_bytes)
+    sh, head = Sharding.on(axes), vary(axes, head)
+    if isinstance(head, LowRank):  # its first factor is whole on every rank, as k31fn.parallel.fsdp knows of specs
+        head = dataclasses.replace(head, a=pvary(head.a, axes.tp))
+    out = losses.linear_cross_entropy(hidden, head, labels, sh=sh, logits_bytes=logits_bytes)
     return psum(torch.stack([out.total, out.num_tokens.to(out.total.dtype)]), axes.data)
 
 
@@ -232,7 +239,7 @@ def routed(
 def residuals(axes: MeshAxes, weights: Any, x: Tensor) -> Tensor:
     """Two layers of two sublayers each in one block, a third that opens another, and the final mix."""
     weights, sh = vary(axes, weights), Sharding.on(axes)
-    carry = attn_res.start(x)
+    carry = attn_res.start(x, RESIDUAL)
     for i, mix in enumerate(weights[:-1]):
         carry, _ = attn_res.connect(mix, carry, RESIDUAL, lambda h: (h.tanh(), ()), opens_block=i % 4 == 0, sh=sh)
     return attn_res.finish(weights[-1], carry, RESIDUAL, sh=sh)

@@ -66,8 +66,12 @@ def three_steps(axes: MeshAxes, mesh: Mesh, kind: str, w: Any, *grads: Any) -> S
 
 def local(mesh: Mesh, values: dict[str, Tensor], coordinate: Any) -> dict[str, Tensor]:
     """Copies of what one rank holds."""
-    part = tree.leaves(partition(SPECS, AxisRules(), mesh))
-    tiles = [x.clone() for x in cut(part, tree.leaves(values), mesh, coordinate)]
+    return cut_tree(partition(SPECS, AxisRules(), mesh), values, mesh, coordinate)
+
+
+def cut_tree(part: Any, values: Any, mesh: Mesh, coordinate: Any) -> Any:
+    """Copies of what one rank holds of a tree that is partitioned so."""
+    tiles = [x.clone() for x in cut(tree.leaves(part), tree.leaves(values), mesh, coordinate)]
     return tree.unflatten(tree.flatten(values)[1], tiles)
 
 

@@ -227,6 +227,7 @@ def cut_tree(part: Any, values: Any, mesh: Mesh, coordinate: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
+@pytest.mark.slow
 def test_memory_of_a_rank_shrinks(two_ranks: Ranks, four_ranks: Ranks):
     wide = sum(s.numel for s in tree.leaves(cases.WIDE)) * 4
     whole, small = wide // len(cases.WIDE), 4 * 3 * len(cases.WIDE)

@@ -27,7 +27,7 @@ def arguments() -> tuple[Any, Tensor]:
 def two_sublayers(axes: MeshAxes, weights: Any, x: Tensor) -> Tensor:
     sh = Sharding.on(axes)
     *mixes, last = tree.map(lambda w: pvary(w, axes.data), weights)
-    carry = mhc.start(x)
+    carry = mhc.start(x, CFG)
     for mix in mixes:
         carry, _ = mhc.connect(mix, carry, CFG, lambda h: (h.tanh(), ()), opens_block=False, sh=sh)
     return mhc.finish(last, carry, CFG, sh=sh)

@@ -111,6 +111,16 @@ def test_recomputed_layers(name: str, backend: str):
     check(MESHES[name], backend, remat="layer")
 
 
+@every("name remat", itertools.product(MESHES, ["intra_layer", "cross_layer"]), [("fsdp2 tp2", "cross_layer")])
+def test_kept_branches(name: str, remat: model.Remat):
+    check(MESHES[name], "threads", remat=remat)
+
+
+@mesh_and_backend(("tp2", "simulated"), ("cp2 fsdp2", "threads"))
+def test_hyper_connections(name: str, backend: str):
+    check(MESHES[name], backend, "mhc", remat="cross_layer" if "fsdp" in name else "none")
+
+
 @mesh_and_backend(("cp2", "simulated"), ("cp2 tp2", "threads"))
 def test_a_multi_token_prediction_layer(name: str, backend: str):
     """What the last token of a slice predicts, and its embedding, are on the next rank."""

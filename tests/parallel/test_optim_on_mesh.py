@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import math
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from k31fn import optim
-from k31fn.parallel import AxisRules, Mesh, each_rank, fsdp, partition, record_collectives, shard_map
+from k31fn import optim, params, random, tree
+from k31fn.optim import dealing
+from k31fn.parallel import AxisRules, Mesh, each_rank, fsdp, local_shape, partition, record_collectives, shard_map
 from k31fn.testing import Ranks, assert_close_trees
 from tests.parallel import cases_optim as cases
 
@@ -84,40 +87,77 @@ def test_a_step_in_the_simulated_mesh():
     assert_close_trees(shard_map(step, mesh, (part, part), part)(w, g), want, rtol=1e-10, atol=1e-12)
 
 
-def test_matrices_are_dealt_out(monkeypatch):
-    """Ranks share the work on many matrices; a single one each of them does; whole heads and experts do not move."""
-    seen: list[tuple[int, ...]] = []
+LAYERS = {f"{i}.{name}": spec for i in range(3) for name, spec in cases.SPECS.items()}
+
+
+def flops(shape: Any) -> int:
+    """Of Newton-Schulz on a batch of matrices, up to a factor."""
+    count, (short, long) = shape[0], sorted(shape[1:])
+    return count * short * short * (2 * long + short)
+
+
+def worked_on(mesh: Mesh, monkeypatch: Any) -> tuple[list[list[tuple[int, ...]]], list[Any]]:
+    """The shapes that each rank orthogonalises in a step, and its record of collectives."""
+    seen: dict[str, list[tuple[int, ...]]] = {}
     muon = importlib.import_module("k31fn.optim.muon")
     plain = muon.orthogonalize
-    monkeypatch.setattr(muon, "orthogonalize", lambda x, **kw: seen.append(tuple(x.shape)) or plain(x, **kw))
 
-    def issued(mesh: Mesh) -> tuple[dict[str, int], list[tuple[int, ...]]]:
-        seen.clear()
-        places = partition(cases.SPECS, AxisRules(), mesh)
+    def noting(x: Tensor, **kw: Any) -> Tensor:
+        seen.setdefault(threading.current_thread().name, []).append(tuple(x.shape))
+        return plain(x, **kw)
 
-        def step(axes: Any, w: Any, g: Any) -> Any:
-            transform = optim.muon(cases.SPECS, placements=fsdp.placements(cases.SPECS, places, axes))
-            return transform.update(g, transform.init(w), w, lr=0.1)
+    part = partition(LAYERS, AxisRules(), mesh)
+    weights = params.init(LAYERS, random.key(0), dtype=torch.float64)
 
-        with record_collectives() as record:
-            on_threads(mesh, step, cases.weights(), cases.gradients()[0])
-        return dict(record.counts), sorted(seen)
+    def step(axes: Any, w: Any) -> Any:
+        transform = optim.muon(LAYERS, placements=fsdp.placements(LAYERS, part, axes))
+        return transform.update(w, transform.init(w), w, lr=0.1)
 
-    single, odd, three = [(1, 8, 16), (1, 16, 8)], (1, 3, 8), (2, 3, 5)
-    # up and down are put together on both ranks; the heads of query are dealt out; experts lie whole, odd query's heads
-    got = issued(Mesh(fsdp=2))
-    assert got == (
-        {"all_gather_invariant": 2, "all_to_all": 2},
-        sorted(2 * [*single, (2, 8, 4), odd, (2, 8, 16), three]),
-    )
-    # columns of the experts are split: two experts are dealt to each; of three each rank has all
-    got = issued(Mesh(tp=2))
-    assert got == (
-        {"all_gather_invariant": 2, "all_to_all": 2},
-        sorted(2 * [*single, (2, 8, 4), odd, (2, 8, 16), (4, 3, 5)]),
-    )
-    got = issued(Mesh(tp=2, ep=2))
-    assert got == ({"all_gather_invariant": 2}, sorted(2 * [*single, (2, 8, 4), odd, (2, 8, 16), three]))
+    monkeypatch.setattr(muon, "orthogonalize", noting)
+    with record_collectives() as record:
+        each_rank(step, mesh, lambda c: (cases.cut_tree(part, weights, mesh, c),))
+    monkeypatch.setattr(muon, "orthogonalize", plain)
+    return [seen.get(f"rank {r}", []) for r in range(mesh.world_size)], record.ranks
+
+
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(tp=2), Mesh(fsdp=2, ep=2), Mesh(dp=2), *MESHES[4:]], ids=str)
+def test_each_rank_does_its_share(mesh, monkeypatch):
+    """Together the work of one device; none has more than the mean and one block, or two matrices at once."""
+    monkeypatch.setattr(dealing, "_LEAST", 0)
+    (alone,), _ = worked_on(Mesh(), monkeypatch)
+    ranks, records = worked_on(mesh, monkeypatch)
+    total = sum(map(flops, alone))
+    assert sum(flops(shape) for shapes in ranks for shape in shapes) == total
+    largest = max(flops((1, *shape[1:])) for shape in alone)
+    assert max(sum(map(flops, shapes)) for shapes in ranks) <= total / mesh.world_size + largest
+    elements = max(math.prod(shape[1:]) for shape in alone)
+    assert max(math.prod(shape) for shapes in ranks for shape in shapes) <= elements
+    for record in records:
+        sent = [e.nbytes for e in record.events if e.what == "issue"]
+        assert set(record.counts) <= {"ragged_all_to_all"}
+        assert max(sent) <= 8 * elements * mesh.world_size
+
+
+def test_at_most_two_rounds_are_under_way(monkeypatch):
+    """The parts of a round are asked for while the one before is worked on, never earlier."""
+    monkeypatch.setattr(dealing, "_LEAST", 0)
+    mesh = Mesh(fsdp=2)
+    part = partition(LAYERS, AxisRules(), mesh)
+
+    def step(axes: Any) -> Any:
+        places = fsdp.placements(LAYERS, part, axes)
+        w = tree.map(lambda s, p: torch.randn(local_shape(p, s.shape, mesh)), LAYERS, part)
+        transform = optim.muon(LAYERS, placements=places)
+        return transform.update(w, transform.init(w), w, lr=0.1)
+
+    with record_collectives() as record:
+        each_rank(step, mesh, lambda _: ())
+    under_way = most = 0
+    for event in record.events:
+        under_way += {"issue": 1, "wait": -1}[event.what]
+        most = max(most, under_way)
+    assert most == 2
+    assert record.counts["ragged_all_to_all"] > 8
 
 
 # -------------------------------------------------------------------------------------------------------- global norm

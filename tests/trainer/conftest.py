@@ -6,6 +6,8 @@ from pathlib import Path
 import jaxtyping
 import pytest
 
+from k31fn.checkpoint import checkpointer
+from tests.checkpoint.direct import Direct
 from tests.trainer import runs
 
 
@@ -21,3 +23,10 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are written in the process of the test, for tests of something else than writers."""
+    pytest.importorskip("orbax.checkpoint")
+    monkeypatch.setattr(checkpointer, "Session", Direct)

@@ -15,14 +15,18 @@ from k31fn import config
 from tests.trainer import runs
 
 _HARM = """
-import os, signal, time
+import ctypes, os, signal, time
 from pathlib import Path
 from k31fn import config, data
+from k31fn.checkpoint import Checkpointer
 
 
 def train():
-    what, rank, step = os.environ.get("HARM", "none:0:0").split(":")
-    if what != "none" and os.environ.get("RANK") == rank:
+    harms = [h.split(":") for h in os.environ.get("HARM", "none:0:0").split(",")]
+    for what, step in [(what, step) for what, rank, step in harms if what != "none" and os.environ.get("RANK") == rank]:
+        if what.startswith("save-"):
+            in_save(what, int(step))
+            continue
         read = data.Dataset.batch_at
 
         def batch_at(self, number, **share):
@@ -34,9 +38,26 @@ def train():
     return config.load_recipe(Path(__file__).with_suffix(".json"))
 
 
+def in_save(what, step):
+    copy = Checkpointer._copy
+
+    def killed(self, number, *args):
+        if number == step and what == "save-before":
+            harm("SIGKILL")
+        place = copy(self, number, *args)
+        if number == step:
+            self._session.begin("write", step=step, header=place)
+            harm("SIGKILL")
+        return place
+
+    Checkpointer._copy = killed
+
+
 def harm(what):
     if what == "hang":
         time.sleep(1000)
+    while what == "block":  # in C, as in a device's collective
+        ctypes.CDLL(None).sleep(1000)
     if what == "fail":
         raise MemoryError("no memory left")
     os.kill(os.getpid(), getattr(signal, what))
@@ -44,7 +65,10 @@ def harm(what):
 
 
 def write_config(path: Path, made: config.Recipe) -> str:
-    """A config of the recipe in which ``HARM=SIGKILL:1:4`` kills rank 1 as it reads the rows of step 4."""
+    """A config of the recipe in which ``HARM=SIGKILL:1:4`` kills rank 1 as it reads the rows of step 4.
+
+    ``save-before:1:6`` kills it in the save after 6 steps, before its copy is made, ``save-after`` afterwards.
+    """
     runs.write_config(path, made)
     path.write_text(_HARM)
     return str(path)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from k31fn import config, trainer, tree
-from k31fn.checkpoint import collect
-from k31fn.parallel import Mesh, MeshAxes, axes_of_process, each_rank
+from k31fn.checkpoint import Held
+from k31fn.parallel import Mesh, MeshAxes, all_gather, axes_of_process, each_rank, tile
 from tests.trainer import runs
 
 CPU = torch.device("cpu")
@@ -34,13 +34,28 @@ def steps(
     for i in range(count):
         batches = trainer.make_batches(made, trainer.rows_at(dataset, i, axes), device, axes)
         state, numbers = step(state, batches, 0.02)
-        metrics.append(torch.stack(numbers))
+        metrics.append(numbers.flat())
     return torch.stack(metrics), state
 
 
 def whole_state(axes: MeshAxes, made: config.Recipe, state: trainer.TrainState) -> Any:
-    """On rank 0; ``()`` on others."""
-    return collect(state, trainer.abstract_state(made), trainer.held_by(made), made.mesh, axes)
+    """On every rank, from the parts of those that come first."""
+    held, mine = trainer.held_by(made), dict(tree.flatten_with_paths(state))
+
+    def put_together(path: str, like: Tensor) -> Tensor:
+        h = held.get(path, Held())
+        parts = [tile(h.spec, like.shape, made.mesh, c) for c in made.mesh.coordinates()]
+        own = mine.get(path)
+        if own is None:
+            own = torch.zeros([s.stop - s.start for s in parts[0]], dtype=like.dtype)
+        pieces = all_gather(own[None].to("cpu"), axes.atoms) if axes.atoms else own[None]
+        whole = torch.empty(like.shape, dtype=like.dtype)
+        for part, piece, c in reversed(list(zip(parts, pieces, made.mesh.coordinates(), strict=True))):
+            if not h.stages or c["pp"] in h.stages:
+                whole[part] = piece
+        return whole
+
+    return tree.map_with_path(put_together, trainer.abstract_state(made))
 
 
 def on_one_device(made: config.Recipe, count: int, device: torch.device = CPU) -> tuple[Tensor, trainer.TrainState]:
@@ -59,11 +74,11 @@ def on_threads(made: config.Recipe, count: int) -> tuple[list[Tensor], list[trai
 
 
 def on_process(made: config.Recipe, count: int, device: str = "cpu") -> tuple[list[Tensor], dict[str, Any]]:
-    """Of a spawned rank: its metrics, and on rank 0 the leaves of the whole parameters."""
+    """Of a spawned rank: its metrics, and the leaves of the whole parameters."""
     axes, _ = axes_of_process(made.mesh)
     metrics, state = steps(axes, made, count, torch.device(device))
     whole = whole_state(axes, made, state)
-    return [metrics, *(tree.leaves(whole.params) if whole != () else [])], {}
+    return [metrics, *tree.leaves(whole.params)], {}
 
 
 def with_loads(axes: MeshAxes, made: config.Recipe, count: int) -> tuple[Tensor, Tensor, trainer.TrainState]:
@@ -87,7 +102,7 @@ def on_process_with_loads(made: config.Recipe, count: int) -> tuple[list[Tensor]
     axes, _ = axes_of_process(made.mesh)
     metrics, loads, state = with_loads(axes, made, count)
     whole = whole_state(axes, made, state)
-    return [metrics, loads, *(tree.leaves(whole.params) if whole != () else [])], {}
+    return [metrics, loads, *tree.leaves(whole.params)], {}
 
 
 def replicas(made: config.Recipe, states: list[trainer.TrainState]) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -60,9 +60,16 @@ def only_run(runs: Path, name: str = "small") -> Path:
 
 
 def saved(run: Path, step: int, part: str = "") -> dict[str, str]:
-    """SHA-256 of each tensor of a checkpoint whose path starts with ``part``: equal if and only if the bits are."""
+    """SHA-256 of each tensor of a checkpoint whose path starts with ``part``: equal on one mesh if and only if the bits
+    are; of a split tensor those of its parts, in their order.
+    """
     tensors = json.loads((run / "checkpoints" / str(step) / "manifest.json").read_text())["tensors"]
-    return {name: t["sha256"] for name, t in tensors.items() if name.startswith(part)}
+    found = {name: sorted((s["start"], s["sha256"]) for s in t["shards"]) for name, t in tensors.items()}
+    return {
+        name: " ".join(digest for _, digests in shards for digest in digests)
+        for name, shards in found.items()
+        if name.startswith(part)
+    }
 
 
 def records(run: Path) -> list[dict[str, Any]]:

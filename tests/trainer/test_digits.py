@@ -66,7 +66,7 @@ def test_grids_of_many_shapes_and_documents_of_two_mosaics():
 
 
 def test_accuracy():
-    row = Row([], [], [])
+    row = Row([], [], [], [])
     found = [digits.Caption(a, b, row) for a, b in (("123", "123"), ("45", "4"), ("6", "67"), ("89", "98"))]
     assert digits.accuracy(found) == (5 / 8, 1 / 4)
 
@@ -74,7 +74,7 @@ def test_accuracy():
 def test_the_picture_of_a_row():
     image = np.arange(28 * 56, dtype=np.uint32).reshape(28, 56).astype(np.uint8)
     patches = patchify(np.repeat(image[:, :, None], 3, axis=2), 14)
-    assert np.array_equal(digits.picture(Row([], [(1, 2, 2), (1, 2, 4)], [patches[:4], patches])), image)
+    assert np.array_equal(digits.picture(Row([], [], [(1, 2, 2), (1, 2, 4)], [patches[:4], patches])), image)
 
 
 @pytest.fixture
@@ -94,6 +94,7 @@ def arguments(folder: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("unchecked")
+@pytest.mark.slow
 def test_prepare_train_score(small: Path, capsys: pytest.CaptureFixture[str]):
     """The three commands; a second call of the first keeps what is there."""
     assert digits.main(["prepare", str(small / "digits")]) == 0

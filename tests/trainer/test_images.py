@@ -103,6 +103,7 @@ def test_the_heldout_loss_on_a_mesh(recipe, mesh):
     assert each_rank(on_rank, mesh, lambda _: ()) == pytest.approx([one] * 2, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_run_from_the_command_line(recipe, tmp_path, capsys):
     made = dataclasses.replace(recipe, compute="float32")
     path = runs.write_config(tmp_path / "vision.py", made)

@@ -1,8 +1,10 @@
 """``train.py`` in several processes: one run, whatever mesh it goes on on, and one report of what goes wrong."""
 
 import dataclasses
+import json
 import re
 import signal
+import time
 
 import pytest
 
@@ -41,6 +43,7 @@ def final(folder, recipe):
 
 
 @pytest.mark.usefixtures("no_plot")
+@pytest.mark.slow
 def test_stopped_by_a_signal_to_one_rank_it_goes_on_on_another_mesh(config, recipe, tmp_path, capsys):
     """Two processes under torchrun stop after the same step, saved; then one process; it ends as if on one device."""
     done = launched.torchrun(2, config, "--runs", str(tmp_path / "two"), harm="SIGTERM:1:3")
@@ -67,9 +70,63 @@ def test_a_rank_that_is_killed_is_named_and_the_others_end(config, tmp_path):
     assert (first, second) == (1, -signal.SIGKILL)
     (line,) = [line for line in said.splitlines() if line.startswith("train.py:")]
     assert line.startswith("train.py: rank 1 at {'fsdp': 1} died: it says nothing any more; the others wait in ")
-    whole_or_absent(runs.only_run(tmp_path), saved=3)
+    folder = runs.only_run(tmp_path)
+    assert line.endswith(f"; what the ranks did: {folder / 'failure'}")
+    whole_or_absent(folder, saved=3)
+    check_record(folder / "failure", rank=0)
 
 
+def check_record(folder, rank):
+    """Stacks, memory, step times and the collectives, the last of which is not over."""
+    record = json.loads((folder / f"rank-{rank}.json").read_text())
+    assert record["rank"] == rank
+    assert any("train" in line for line in record["stacks"]["MainThread"])
+    assert record["memory_bytes"]["host"] > 1e7
+    assert sum(record["step_seconds"]["counts"].values()) == 4
+    collectives = record["collectives"]
+    assert 100 < len(collectives) <= 256
+    assert collectives[-1]["waited"] is None
+    assert all(c["waited"] is not None for c in collectives[:-3])
+    numbers = [c["number"] for c in collectives if c["axes"] == ["fsdp"]]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_killed_while_another_is_stuck_is_named_before_torchrun_kills(config, tmp_path):
+    """As with a device's collectives, which do not break: SIGTERM comes to a rank that acts on no signal."""
+    began = time.monotonic()
+    done = launched.torchrun(2, config, "--runs", str(tmp_path), harm="SIGKILL:1:4,block:0:4")
+    assert time.monotonic() - began < 60  # a start takes some 20 s on a busy machine, torchrun would wait for 30
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    assert line.startswith("train.py: rank 1 at {'fsdp': 1} died: it says nothing any more")
+    assert (runs.only_run(tmp_path) / "failure" / "rank-0.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_signal_to_ranks_that_are_stuck_says_where_they_stand(config, tmp_path):
+    with launched.processes(2, config, "--runs", str(tmp_path), harm="block:0:4") as ranks:
+        folder = tmp_path / "small"
+        deadline = time.monotonic() + 60
+        while not folder.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(15)
+        for rank in ranks:
+            rank.terminate()
+        time.sleep(22)
+        for rank in ranks:
+            rank.kill()
+        said = [rank.communicate()[1] for rank in ranks]
+    for number, text in enumerate(said):
+        (line,) = [line for line in text.splitlines() if line.startswith("train.py: ")]
+        assert line.startswith(f"train.py: rank {number} at {{'fsdp': {number}}}: SIGTERM came 1")
+    assert ", waits in psum over ('fsdp',) on rank 1" in said[1]
+    assert "waits in" not in said[0]
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_all_end(config, tmp_path):
     with launched.processes(2, config, "--runs", str(tmp_path), "--timeout", "15", harm="hang:1:4") as ranks:
         found = launched.ends(ranks, 90)
@@ -83,7 +140,7 @@ def test_a_rank_that_hangs_is_named_and_all_end(config, tmp_path):
 
 
 def whole_or_absent(folder, saved):
-    with Checkpointer(folder / "checkpoints", read_only=True) as checkpoints:
+    with Checkpointer(folder / "checkpoints") as checkpoints:  # which waits for the writers of the run
         assert checkpoints.latest(on_damage=pytest.fail) == saved
     records = runs.records(folder)
     assert [r["step"] for r in records if "train/loss" in r] == list(range(len(losses(folder))))

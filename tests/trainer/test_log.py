@@ -13,8 +13,8 @@ from k31fn.trainer.log import Log, NonFiniteError
 from tests.trainer import runs
 
 
-def numbers(loss, non_finite=0.0, skipped=0.0, device="cpu"):
-    values = (loss, 0.5, 2.0, 1.25, non_finite, skipped)
+def numbers(loss, non_finite=0.0, skipped=0.0, spike=0.0, device="cpu"):
+    values = (loss, 0.5, 2.0, 1.25, non_finite, skipped, spike, 0.0)
     return trainer.Metrics(*(torch.tensor(v, device=device) for v in values))
 
 
@@ -63,7 +63,7 @@ def test_three_in_a_row(log, tmp_path, shown):
     log.flush()
     assert [r["step"] for r in written(tmp_path)] == list(range(10))
     assert [r["skipped"] for r in written(tmp_path)] == [1, 1, 0, 1, 1, 1, 1, 1, 1, 0]
-    assert "step 5 skipped: it had no label to learn from; nothing was changed" in shown.getvalue()
+    assert "step 5 skipped (5 so far): it had no label to learn from; nothing was changed" in shown.getvalue()
 
 
 def test_what_could_not_be_written_does_not_hide_the_next(log, tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def test_what_a_run_leaves(straight):
     steps = [r for r in records if "train/loss" in r]
     assert [r["step"] for r in steps] == list(range(10))
     names = {"step", "train/loss", "train/indexer_kl", "grad_norm", "lr", "moe/load_max_over_mean", "skipped"}
-    assert all(set(r) == names for r in steps)
+    assert all(names <= set(r) and "moe/load/1" in r and "grad_norm/indexer" in r for r in steps)
     assert [r["step"] for r in records if "heldout/loss" in r] == [3, 7, 9]
     assert records[-1].keys() == {"step", "heldout/ngram4_loss"}
     assert steps[-1]["train/loss"] < steps[0]["train/loss"] - 1
@@ -92,6 +92,7 @@ def test_the_balance_is_saved(straight):
 
 
 @pytest.mark.usefixtures("no_plot")
+@pytest.mark.slow
 def test_ended_by_signals_it_goes_on_by_the_printed_command(config, straight, tmp_path, monkeypatch, capsys):
     """In a step, in one after which a checkpoint is due, and in evaluations, which are then made again."""
     arguments = [config, "--runs", str(tmp_path)]
@@ -239,7 +240,7 @@ def test_steps_that_are_not_finite(config, tmp_path, monkeypatch, capsys):
         assert trainer.main([config, "--runs", str(tmp_path), "--checkpoint-every", "1"]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("train.py: 3 steps in a row up to step 6 were not finite")
-    assert "step 2 skipped: a gradient or the loss was not finite; nothing was changed" in captured.out
+    assert "step 2 skipped (2 so far): a gradient or the loss was not finite; nothing was changed" in captured.out
     folder = runs.only_run(tmp_path)
     assert [r["skipped"] for r in runs.records(folder) if "skipped" in r] == [0, 1, 1, 0, 1, 1, 1]
     for part in ("params", "balance", "opt_state"):

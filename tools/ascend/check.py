@@ -2,16 +2,21 @@
 """``make ascend-check``: every Triton kernel compiled for Ascend up to machine code, and its IR run on the CPU.
 
 Proves every step before machine code and the numbers of the front half. It does not prove a run on an NPU, nor its
-speed. Fails when a kernel fails, when one is skipped, when none ran, and when a kernel that cannot fit UB compiles.
+speed. Fails when a kernel fails, when one is skipped, when none ran, when a kernel that cannot fit UB compiles, and
+when an adapter calls an operator that torch_npu does not have.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,31 +30,40 @@ from k31fn.kernels.launch import Build
 from k31fn.kernels.registry import OPS
 from tools.ascend.cases import CASES, Case
 from tools.ascend.compile import TARGETS, CompileError, Hivm, to_hivm, to_linalg
+from tools.ascend.operators import WHEELS, unconfirmed, wanted
 from tools.ascend.run import OnCpu, load_shim
 from tools.kernel_builds import builds, modules
 
-__all__ = ["compile_all", "main", "run_all", "too_large"]
+__all__ = ["compile_all", "main", "operators", "run_all", "too_large"]
+
+_FRONTEND = threading.Lock()
 
 
-def compile_all(wanted: list[Build], targets: tuple[str, ...]) -> int:
-    """Compiles each for each target, prints a line each, and returns how many failed."""
+def compile_all(kernels: list[Build], targets: tuple[str, ...]) -> int:
+    """Compiles each for each target, a process per core, prints a line each, and returns how many failed."""
+
+    def compiled(build: Build, target: str) -> tuple[bool, str]:
+        started = time.perf_counter()
+        try:
+            made = _compile(build, target)
+            told = f"{made.mode}, {made.scalar} scalar accesses{', planned twice' if made.retried else ''}"
+        except CompileError as e:
+            return False, f"FAILED: {e}, {time.perf_counter() - started:.1f} s"
+        return True, f"{told}, {time.perf_counter() - started:.1f} s"
+
+    pairs = [(build, target) for build in kernels for target in targets]
     failed = 0
-    for build in wanted:
-        for target in targets:
-            started = time.perf_counter()
-            try:
-                made = _compile(build, target)
-                told = f"{made.mode}, {made.scalar} scalar accesses{', planned twice' if made.retried else ''}"
-            except CompileError as e:
-                failed += 1
-                told = f"FAILED: {e}"
-            print(f"compile  {build.name:44}  {target:15}  {told}, {time.perf_counter() - started:.1f} s", flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(lambda pair: compiled(*pair), pairs)
+        for (build, target), (good, told) in zip(pairs, results, strict=True):
+            failed += not good
+            print(f"compile  {build.name:44}  {target:15}  {told}", flush=True)
     return failed
 
 
-def too_large(wanted: list[Build], target: str) -> int:
+def too_large(kernels: list[Build], target: str) -> int:
     """The first kernel of pieces with pieces far too wide must overflow UB; returns 1 if it compiles."""
-    build = next(b for b in wanted if b.constants.get("BLOCK", 0) >= 1024)
+    build = next(b for b in kernels if b.constants.get("BLOCK", 0) >= 1024)
     try:
         _compile(build._replace(constants={**build.constants, "BLOCK": 65536}), target)
     except CompileError as e:
@@ -61,7 +75,21 @@ def too_large(wanted: list[Build], target: str) -> int:
 
 
 def _compile(build: Build, target: str) -> Hivm:
-    return to_hivm(to_linalg(build.kernel, build.signature, build.constants, target), target)
+    with _FRONTEND:  # in this process; the rest is one of its own
+        linalg = to_linalg(build.kernel, build.signature, build.constants, target)
+    return to_hivm(linalg, target)
+
+
+def operators(wheels: list[Path]) -> int:
+    """Whether torch_npu has the operators of the adapters; returns how many it does not."""
+    if not wheels:
+        print(f"operators  FAILED: no wheel of torch_npu in {WHEELS}; remove the environment and start again")
+        return 1
+    missing = unconfirmed(wheels[-1], wanted())
+    for schema in missing:
+        print(f"operators  FAILED: {wheels[-1].name} has no {schema}")
+    print(f"operators  {len(wanted()) - len(missing)} of {len(wanted())} schemas stand in {wheels[-1].name}")
+    return len(missing) + (not wanted())
 
 
 def run_all(found: dict[str, Any]) -> int:
@@ -101,7 +129,7 @@ def _worst(op: str, module: Any, case: Case) -> tuple[float, int]:
         return [*tree.leaves(out), *pull(cts)]
 
     tiles = mock.patch.dict(module._TILES, cpu=module._TILES["npu"])
-    with tiles, mock.patch.dict(vars(module), stand_ins):
+    with tiles, mock.patch.dict(vars(module), {**stand_ins, **_as_on_npu(module)}):
         ours = of(getattr(module, op), None)
     exact = of(OPS[op].reference, torch.float64)
     if idle := [name for name, k in stand_ins.items() if not k.built]:
@@ -110,25 +138,32 @@ def _worst(op: str, module: Any, case: Case) -> tuple[float, int]:
     return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs), len(stand_ins)
 
 
+def _as_on_npu(module: Any) -> dict[str, Any]:
+    """The module's functions of a kind of device, ``f(kind, ...)``, as for an NPU whatever kind they are given."""
+    functions = {name: f for name, f in vars(module).items() if inspect.isfunction(f)}
+    of_kind = {name: f for name, f in functions.items() if next(iter(inspect.signature(f).parameters), "") == "kind"}
+    return {name: lambda _, *args, f=f, **kwargs: f("npu", *args, **kwargs) for name, f in of_kind.items()}
+
+
 def main() -> int:
     """Returns 0 if all is well."""
     parser = argparse.ArgumentParser(prog="python -m tools.ascend.check", description=__doc__)
     parser.add_argument("--target", action="append", help=f"default: {', '.join(TARGETS)}")
     parser.add_argument("--only", default="", help="kernels and ops whose name contains this")
     args = parser.parse_args()
-    wanted = [b for b in builds("npu") if args.only in b.name]
+    kernels = [b for b in builds("npu") if args.only in b.name]
     found = {op: module for op, module in modules().items() if args.only in op}
     if missing := set(found) - set(CASES):
         print(f"no case in tools/ascend/cases.py for {sorted(missing)}")
         return 1
-    failed = compile_all(wanted, tuple(args.target or TARGETS))
+    failed = compile_all(kernels, tuple(args.target or TARGETS))
     if not args.only:
-        failed += too_large(wanted, TARGETS[-1])
+        failed += too_large(kernels, TARGETS[-1]) + operators(sorted(WHEELS.glob("torch_npu-*.whl")))
     with tempfile.TemporaryDirectory() as folder:
         load_shim(Path(folder))
         failed += run_all(found)
-    print(f"{len(wanted)} kernels compiled, {len(found)} ops run, {failed} failures")
-    return 1 if failed or not wanted or not found else 0
+    print(f"{len(kernels)} kernels compiled, {len(found)} ops run, {failed} failures")
+    return 1 if failed or not kernels or not found else 0
 
 
 if __name__ == "__main__":

@@ -18,9 +18,14 @@ slice of them, under context parallelism; the next tokens, in decoding) the boun
 Gradients: to ``q, k, k_shared, v``, to any order. A padding query sends none; a key that no query sees receives zero.
 """
 
+import torch
+
 from k31fn.kernels.attention.reference import attention as _reference
 from k31fn.kernels.registry import Op
+from k31fn.kernels.vendor import adapter
 
 __all__ = ["attention"]
 
+_OPERATORS = ("npu_fusion_attention", "npu_fusion_attention_grad")
 attention = Op("attention", _reference)
+attention.register(adapter("attention", "attention", *_OPERATORS, dtypes=(torch.bfloat16, torch.float32)))

@@ -17,7 +17,8 @@ Two-phase form, for the many sublayers that share the same frozen blocks: ``summ
 their queries, ``merge`` adds the running sum by online softmax. Together they equal
 ``attn_res((*blocks, prefix), ...)``.
 
-``triton`` is one pass over up to 12 sources each way, in float32, with first derivatives only.
+``triton`` is one pass over up to 12 sources each way, in float32, with first derivatives only. Its backward keeps the
+result too, and in bfloat16 what was rounded off it.
 """
 
 import torch

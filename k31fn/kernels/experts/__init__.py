@@ -18,9 +18,9 @@ scatter, no atomics, the same bits in every run. All are differentiable to any o
 
 Implementations of ``grouped_matmul``: the reference has no shape that depends on ``sizes``, so it runs under
 ``vmap``, on meta tensors and in the simulated mesh, at about twice the arithmetic; ``ragged`` reads ``sizes`` on the
-host and does one product per expert; ``grouped_mm`` is the CUDA library's for bfloat16, without a wait for the
-device; ``buckets`` reads ``sizes`` on the host too and does one batched product for all experts with similar numbers of
-rows. It runs where :func:`~k31fn.kernels.registry.use_impl` asks for it.
+host and does one product per expert; ``grouped_mm`` is the CUDA library's for bfloat16 and ``npu`` CANN's, without a
+wait for the device; ``buckets`` reads ``sizes`` on the host too and does one batched product for all experts with
+similar numbers of rows. It runs where :func:`~k31fn.kernels.registry.use_impl` asks for it.
 """
 
 import torch
@@ -33,6 +33,7 @@ from k31fn.kernels.experts.reference import dispatch as _dispatch
 from k31fn.kernels.experts.reference import grouped_matmul as _grouped_matmul
 from k31fn.kernels.experts.reference import permute as _permute
 from k31fn.kernels.registry import Implementation, Op
+from k31fn.kernels.vendor import adapter
 
 __all__ = ["Plan", "combine", "dispatch", "grouped_matmul", "permute", "plan"]
 
@@ -51,5 +52,10 @@ grouped_matmul.register(
         no_vmap="torch.nn.functional.grouped_mm has no batching rule",
     )
 )
+_DTYPES = (torch.bfloat16,)
+grouped_matmul.register(adapter("experts", "grouped_matmul", "npu_grouped_matmul", dtypes=_DTYPES))
+dispatch.register(adapter("experts", "dispatch", "npu_moe_token_permute_grad_v2", dtypes=_DTYPES, on_request=True))
+_UNPERMUTE = ("npu_moe_token_unpermute", "npu_moe_token_unpermute_grad")
+combine.register(adapter("experts", "combine", *_UNPERMUTE, dtypes=_DTYPES, on_request=True))
 grouped_matmul.register(Implementation("ragged", ("cpu", "cuda", "npu"), ragged, no_vmap=_ON_HOST))
 grouped_matmul.register(Implementation("buckets", (), buckets, on_request=("cpu", "cuda", "npu"), no_vmap=_ON_HOST))

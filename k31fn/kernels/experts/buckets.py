@@ -133,9 +133,10 @@ def _product_fwd(found: list[Bucket], rows: Tensor, w: Tensor, layout: _Layout) 
     return torch.cat(products).index_select(0, layout.slot), (rows, w, layout)
 
 
-def _product_bwd(found: list[Bucket], residuals: Any, ct: Tensor) -> tuple[Any, ...]:
+def _product_bwd(found: list[Bucket], needs: Any, residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     rows, w, layout = residuals
-    return _product(found, ct, w.mT, layout), _outer(found, rows, ct, layout), None
+    d_rows = _product(found, ct, w.mT, layout) if needs[0] else None
+    return d_rows, _outer(found, rows, ct, layout) if needs[1] else None, None
 
 
 def _outer_fwd(found: list[Bucket], rows: Tensor, ct: Tensor, layout: _Layout) -> tuple[Tensor, Any]:
@@ -150,5 +151,5 @@ def _outer_bwd(found: list[Bucket], residuals: Any, of_w: Tensor) -> tuple[Any, 
     return _product(found, ct, of_w.mT, layout), _product(found, rows, of_w, layout), None
 
 
-_product = custom_vjp(buckets, nondiff_argnums=(0,)).defvjp(_product_fwd, _product_bwd)
+_product = custom_vjp(buckets, nondiff_argnums=(0,), needs=True).defvjp(_product_fwd, _product_bwd)
 _outer = custom_vjp(_outer_fwd, nondiff_argnums=(0,), name="gradient of buckets").defvjp(_outer_fwd, _outer_bwd)

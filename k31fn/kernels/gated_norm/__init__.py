@@ -13,9 +13,14 @@ Rows are independent, so no mask is taken: a row of zeros (padding) gives zeros.
 Gradients flow to ``o gate weight``, to any order in the reference.
 """
 
+import torch
+
 from k31fn.kernels.gated_norm.reference import gated_norm as _reference
 from k31fn.kernels.registry import Op
+from k31fn.kernels.vendor import adapter
 
 __all__ = ["gated_norm"]
 
+_DTYPES = (torch.bfloat16, torch.float32)
 gated_norm = Op("gated_norm", _reference)
+gated_norm.register(adapter("gated_norm", "gated_norm", "npu_rms_norm", "npu_rms_norm_backward", dtypes=_DTYPES))

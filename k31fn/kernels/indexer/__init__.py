@@ -20,7 +20,9 @@ Gradients: none. The layer wraps the call in :func:`k31fn.autodiff.decision`; th
 from k31fn.kernels.indexer.reference import index_scores
 from k31fn.kernels.indexer.reference import index_topk as _reference
 from k31fn.kernels.registry import Op
+from k31fn.kernels.vendor import declined
 
 __all__ = ["index_scores", "index_topk"]
 
 index_topk = Op("index_topk", _reference)
+index_topk.register(declined("npu_lightning_indexer", "which of equal scores it takes is not documented"))

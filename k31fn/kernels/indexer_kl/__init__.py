@@ -20,7 +20,13 @@ Gradients: ``dL/dI = softmax(I) - p`` to ``q, k, w``, to any order; none to ``te
 
 from k31fn.kernels.indexer_kl.reference import indexer_kl as _reference
 from k31fn.kernels.registry import Op
+from k31fn.kernels.vendor import declined
 
 __all__ = ["indexer_kl"]
 
 indexer_kl = Op("indexer_kl", _reference)
+indexer_kl.register(
+    declined(
+        "npu_sparse_lightning_indexer_grad_kl_loss", "it makes the teacher from the attention's queries and keys itself"
+    )
+)

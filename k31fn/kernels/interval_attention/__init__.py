@@ -15,9 +15,15 @@ S]`` is allowed, also keys after the query. ``start == stop`` is a padding query
 Gradients: to ``q, k, v``, to any order. A padding query sends none; a key that no query sees receives zero.
 """
 
+import torch
+
 from k31fn.kernels.interval_attention.reference import interval_attention as _reference
 from k31fn.kernels.registry import Op
+from k31fn.kernels.vendor import adapter
 
 __all__ = ["interval_attention"]
 
+_OPERATORS = ("npu_fusion_attention", "npu_fusion_attention_grad")
+_DTYPES = (torch.bfloat16, torch.float32)
 interval_attention = Op("interval_attention", _reference)
+interval_attention.register(adapter("interval_attention", "interval_attention", *_OPERATORS, dtypes=_DTYPES))

@@ -14,6 +14,7 @@ import torch
 from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
 from k31fn.kernels.mhc_post.reference import mhc_post as _mhc_post
 from k31fn.kernels.registry import Implementation, Op
+from k31fn.kernels.vendor import adapter
 
 __all__ = ["mhc_post"]
 
@@ -31,3 +32,5 @@ mhc_post.register(
         kernels=_TRITON,
     )
 )
+_OPERATORS = ("npu_mhc_post", "npu_mhc_post_backward")
+mhc_post.register(adapter("mhc_post", "mhc_post", *_OPERATORS, dtypes=(torch.bfloat16,)))

@@ -15,8 +15,8 @@ __all__ = ["builds", "mhc_post", "mhc_post_accepts"]
 
 # per device kind: (forward, backward)
 _TILES = {
-    "cuda": (Tile(warps=4, per_core=8, columns=1024), Tile(warps=4, per_core=6, columns=1024)),
-    "npu": (Tile(per_core=2, columns=1024), Tile(per_core=2, columns=1024)),
+    "cuda": (Tile(warps=4, per_core=16, columns=1024), Tile(warps=4, per_core=3, columns=1024)),
+    "npu": (Tile(per_core=2, columns=1024), Tile(per_core=2, columns=1024, stages=1)),
     "cpu": (Tile(columns=16), Tile(columns=16)),
 }
 
@@ -50,7 +50,7 @@ def mhc_post_forward(
 def mhc_post_backward(
     x_ptr, f_ptr, post_ptr, res_ptr, ct_ptr, d_x_ptr, d_f_ptr, d_post_ptr, d_res_ptr,
     tokens, width, per_group, x_group, f_group, post_group, res_group, ct_group,
-    N: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     group = (tl.program_id(0) // per_group).to(tl.int64)
     streams = tl.arange(0, N)
@@ -59,9 +59,9 @@ def mhc_post_backward(
         written = group * tokens + token
         res = res_ptr + (group * res_group + token * N * N)
         post = post_ptr + (group * post_group + token * N)
-        d_post = tl.zeros((N,), dtype=tl.float32)
-        d_res = tl.zeros((N, N), dtype=tl.float32)
-        for start in range(0, width, BLOCK):
+        d_post = tl.zeros((N, BLOCK // FOLD), dtype=tl.float32)
+        d_res = tl.zeros((N, N, BLOCK // FOLD), dtype=tl.float32)
+        for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
             tile = streams[:, None] * width + columns[None, :]
@@ -76,14 +76,19 @@ def mhc_post_backward(
                 weights = tl.load(res + streams * N + j)
                 d_x += weights[:, None] * ct[None, :]
                 d_f += tl.load(post + j) * ct
-                d_post = tl.where(streams == j, d_post + tl.sum(ct * f, axis=0), d_post)
-                along = tl.sum(x * ct[None, :], axis=1)
-                d_res = tl.where(streams[None, :] == j, d_res + along[:, None], d_res)
-            d_x = d_x.to(d_x_ptr.dtype.element_ty)
-            tl.store(d_x_ptr + written * N * width + tile, d_x, mask=inside[None, :])
+                if FOLD == BLOCK:
+                    of_f = tl.sum(ct * f, axis=0)
+                    of_x = tl.sum(x * ct[None, :], axis=1)[:, None]
+                    d_post = tl.where(streams[:, None] == j, d_post + of_f, d_post)
+                else:
+                    of_f = tl.sum(tl.reshape(ct * f, [BLOCK // FOLD, FOLD]), axis=1)
+                    of_x = tl.sum(tl.reshape(x * ct[None, :], [N, BLOCK // FOLD, FOLD]), axis=2)
+                    d_post = tl.where(streams[:, None] == j, d_post + of_f[None, :], d_post)
+                d_res = tl.where(streams[None, :, None] == j, d_res + of_x[:, None, :], d_res)
+            tl.store(d_x_ptr + written * N * width + tile, d_x.to(d_x_ptr.dtype.element_ty), mask=inside[None, :])
             tl.store(d_f_ptr + written * width + columns, d_f.to(d_f_ptr.dtype.element_ty), mask=inside)
-        tl.store(d_post_ptr + written * N + streams, d_post)
-        tl.store(d_res_ptr + written * N * N + streams[:, None] * N + streams[None, :], d_res)
+        tl.store(d_post_ptr + written * N + streams, tl.sum(d_post, axis=1))
+        tl.store(d_res_ptr + written * N * N + streams[:, None] * N + streams[None, :], tl.sum(d_res, axis=2))
 
 
 def mhc_post_accepts(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> str:
@@ -136,16 +141,21 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     per_group = programs(x.device, groups, tokens, tile.per_core)
     mhc_post_backward[(groups * per_group,)](
         x, f, post, res, ct, *grads, tokens, width, per_group, *map(step, (x, f, post, res, ct)),
-        N=n, BLOCK=tile.columns, num_warps=tile.warps,
+        N=n, **_cut(x.device.type, tile, x.itemsize), num_warps=tile.warps,
     )  # fmt: skip
     return tuple(grads)
+
+
+def _cut(kind: str, tile: Tile, itemsize: int) -> dict[str, int]:
+    """On Ascend each piece is summed at once; elsewhere a thread keeps sums of the 16 bytes that it loads."""
+    return {"BLOCK": tile.columns, "FOLD": tile.columns if kind == "npu" else 16 // itemsize, "STAGES": tile.stages}
 
 
 def builds(kind: str) -> list[Build]:
     """What is compiled for 4 streams of width 5120 on a kind of device."""
     one, other = _TILES[kind]
     found = []
-    for dtype in ("bf16", "fp32"):
+    for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
         given = {"x_ptr": f"*{dtype}", "f_ptr": f"*{dtype}", "post_ptr": "*fp32", "res_ptr": "*fp32"}
         groups = ("x_group", "f_group", "post_group", "res_group")
         aligned = ("width", *groups)
@@ -158,6 +168,6 @@ def builds(kind: str) -> list[Build]:
             ("mhc_post_forward", mhc_post_forward, forward, "forward", one),
             ("mhc_post_backward", mhc_post_backward, backward, "backward", other),
         ):
-            cut = {"N": 4, "BLOCK": tile.columns}
+            cut = {"N": 4} | {k: v for k, v in _cut(kind, tile, itemsize).items() if k in kernel.arg_names}
             found.append(Build(f"{name} {dtype} N4 D5120", kernel, signature, cut, direction, tile, aligned))
     return found

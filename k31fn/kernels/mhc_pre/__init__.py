@@ -33,7 +33,9 @@ from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
 from k31fn.kernels.mhc_pre.reference import SINKHORN_EPS, Pre, sinkhorn
 from k31fn.kernels.mhc_pre.reference import mhc_head as _mhc_head
 from k31fn.kernels.mhc_pre.reference import mhc_pre as _mhc_pre
+from k31fn.kernels.mhc_pre.tiles import accepts
 from k31fn.kernels.registry import Implementation, Op
+from k31fn.kernels.vendor import adapter
 
 __all__ = ["SINKHORN_EPS", "Pre", "mhc_head", "mhc_pre", "sinkhorn"]
 
@@ -44,11 +46,13 @@ mhc_pre.register(
         "triton",
         ("cuda", "npu"),
         lazily(_TRITON, "mhc_pre"),
-        lazily(_TRITON, "mhc_pre_accepts"),
+        accepts,
         dtypes=(torch.bfloat16, torch.float32),
         on_request=ON_REQUEST,
         missing=missing_triton,
         kernels=_TRITON,
     )
 )
+_OPERATORS = ("npu_mhc_pre", "npu_mhc_pre_backward", "npu_mhc_sinkhorn", "npu_mhc_sinkhorn_backward")
+mhc_pre.register(adapter("mhc_pre", "mhc_pre", *_OPERATORS, dtypes=(torch.bfloat16,)))
 mhc_head = Op("mhc_head", _mhc_head)

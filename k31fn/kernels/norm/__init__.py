@@ -11,11 +11,16 @@ Shapes: ``x [..., D]``, ``weight`` and ``bias`` ``[D]``; the result has the shap
 independent, so no mask is taken: a padded row stays finite because of ``eps``. Differentiable to any order.
 """
 
+import torch
+
 from k31fn.kernels.norm.reference import layer_norm as _layer_norm
 from k31fn.kernels.norm.reference import rms_norm as _rms_norm
 from k31fn.kernels.registry import Op
+from k31fn.kernels.vendor import adapter
 
 __all__ = ["layer_norm", "rms_norm"]
 
+_DTYPES = (torch.bfloat16, torch.float32)
 rms_norm = Op("rms_norm", _rms_norm)
+rms_norm.register(adapter("norm", "rms_norm", "npu_rms_norm", "npu_rms_norm_backward", dtypes=_DTYPES))
 layer_norm = Op("layer_norm", _layer_norm)

@@ -22,7 +22,9 @@ Gradients: of ``out`` to ``q, k, k_shared, v``, to any order; none through ``pro
 from k31fn.kernels.registry import Op
 from k31fn.kernels.sparse_attention.reference import SparseAttentionOut
 from k31fn.kernels.sparse_attention.reference import sparse_attention as _reference
+from k31fn.kernels.vendor import declined
 
 __all__ = ["SparseAttentionOut", "sparse_attention"]
 
 sparse_attention = Op("sparse_attention", _reference)
+sparse_attention.register(declined("npu_sparse_flash_attention", "it does not give the probabilities"))

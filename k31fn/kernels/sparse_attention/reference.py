@@ -11,7 +11,7 @@ from k31fn.kernels.attention.reference import by_head, heads_first, probabilitie
 from k31fn.kernels.tiling import map_query_tiles
 from k31fn.typing import Bool, Float, Int, Tensor
 
-__all__ = ["SparseAttentionOut", "sparse_attention"]
+__all__ = ["SparseAttentionOut", "as_mask", "sparse_attention"]
 
 
 class SparseAttentionOut(NamedTuple):
@@ -41,13 +41,13 @@ def sparse_attention(
 
 
 def _tile(q: Tensor, topk_idx: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    p = probabilities(q, k, _as_mask(topk_idx, k.shape[-2]))
+    p = probabilities(q, k, as_mask(topk_idx, k.shape[-2]))
     index = topk_idx.to(torch.int64)
     summed = stop_gradient(p).sum(dim=1).gather(-1, index.clamp(min=0))
     return by_head(p, v), torch.where(index < 0, 0.0, summed)
 
 
-def _as_mask(topk_idx: Int[Tensor, "B t M"], num_keys: int) -> Bool[Tensor, "B t S"]:
+def as_mask(topk_idx: Int[Tensor, "B t M"], num_keys: int) -> Bool[Tensor, "B t S"]:
     """True at the chosen keys. Slots of -1 go to an extra column, which is cut off."""
     slot = torch.where(topk_idx < 0, num_keys, topk_idx).to(torch.int64)
     none = torch.zeros((*topk_idx.shape[:-1], num_keys + 1), dtype=torch.bool, device=topk_idx.device)

@@ -13,7 +13,9 @@ Scores must not be NaN; -inf is never selected. Exact in every dtype. Integers: 
 
 from k31fn.kernels.registry import Op
 from k31fn.kernels.topk.reference import topk as _reference
+from k31fn.kernels.vendor import declined
 
 __all__ = ["topk"]
 
 topk = Op("topk", _reference)
+topk.register(declined("npu_moe_gating_top_k", "which of equal scores it takes is not documented"))

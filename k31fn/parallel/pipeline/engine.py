@@ -2,7 +2,9 @@
 
 Before every action the rank issues what it may, in the order of :func:`~k31fn.parallel.pipeline.messages.messages`:
 sends of what it has made, and receives ahead of their use up to the next send. The residuals of a stage are its
-pullback: they live from its forward until its backward (of both parts) ends.
+pullback: they live from its forward until its backward (of both parts) ends. What a stage makes again for its backward
+without a cotangent (:func:`k31fn.parallel.scan.rebuilds`) is made after the cotangent was asked for and before it is
+waited for.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from k31fn.parallel.pipeline.mail import Mail
 from k31fn.parallel.pipeline.messages import sent_by, taken_by
 from k31fn.parallel.pipeline.timeline import check
 from k31fn.parallel.record import note_event
+from k31fn.parallel.scan import rebuilds
 
 __all__ = ["Result", "Stage", "StageOutput", "run"]
 
@@ -34,11 +37,13 @@ class StageOutput(NamedTuple):
         carry: for the next stage.
         loss: the scalar that this stage adds to the training loss; ``()`` for nothing.
         sums: a tree of tensors to be summed over micro-batches, without gradient.
+        largest: a tree of tensors of which the largest over micro-batches is kept, without gradient.
     """
 
     carry: Carry
     loss: Any = ()
     sums: Any = ()
+    largest: Any = ()
 
 
 Stage = Callable[[Any, Carry, Any], StageOutput]
@@ -51,12 +56,14 @@ class Result(NamedTuple):
     Attributes:
         loss: summed over its stages and the micro-batches; ``()`` if none of its stages has a loss.
         sums: of each of its stages, summed over micro-batches.
+        largest: of each of its stages, the largest over micro-batches.
         grads: of each of its stages' parameters, summed over micro-batches.
         num_live: most residual sets alive at once.
     """
 
     loss: Any
     sums: tuple[Any, ...]
+    largest: tuple[Any, ...]
     grads: tuple[Any, ...]
     num_live: int
 
@@ -123,11 +130,13 @@ class _Rank:
         self.schedule, self.stages, self.params, self.batches, self.wire = schedule, stages, params, batches, wire
         self.mail = Mail(schedule, wire, axis, tree.leaves(batches[0])[0].device)
         self.pulls: dict[Action, tuple[Callable[..., Any], Any]] = {}  # by forward: the pullback, and the loss's seed
+        self.rebuilds: dict[Action, list[Callable[[], None]]] = {}  # by forward
         self.put_off: dict[Action, Callable[[], Any]] = {}  # by forward: the rest of a split pullback
         self.blocks: dict[int, list[Tensor]] = {}  # by micro-batch: those that this rank has
         self.deposits: dict[int, dict[int, Tensor]] = {}  # by micro-batch and block: its cotangent so far
         self.loss: Any = ()
         self.sums: list[Any] = [()] * len(stages)
+        self.largest: list[Any] = [()] * len(stages)
         self.grads: list[list[Tensor]] = [[] for _ in stages]
         self.num_live = 0
 
@@ -140,18 +149,20 @@ class _Rank:
 
         def compute(params: Any, stream: Any, blocks: tuple[Tensor, ...]) -> Any:
             out = stage(params, Carry(stream, blocks), batch)
-            return (out.carry.stream, out.carry.blocks[num_taken:], out.loss), out.sums
+            return (out.carry.stream, out.carry.blocks[num_taken:], out.loss), (out.sums, out.largest)
 
         note_event(str(action))
         differentiate = split_vjp if self.schedule.split else vjp
-        (stream, made, loss), pull, sums = differentiate(
-            compute, self.params[chunk], stream, tuple(blocks), has_aux=True
-        )
+        with rebuilds() as self.rebuilds[action]:
+            (stream, made, loss), pull, (sums, largest) = differentiate(
+                compute, self.params[chunk], stream, tuple(blocks), has_aux=True
+            )
         self.wire.check(s, stream, made)
         blocks += made
         self.pulls[action] = pull, tree.map(torch.ones_like, loss)
         self.num_live = max(self.num_live, len(self.pulls) + len(self.put_off))
-        self.loss, self.sums[chunk] = _add(self.loss, loss), _add(self.sums[chunk], sums)
+        self.loss, self.sums[chunk] = _joined(torch.add, self.loss, loss), _joined(torch.add, self.sums[chunk], sums)
+        self.largest[chunk] = _joined(torch.maximum, self.largest[chunk], largest)
         if to := sent_by(action, self.schedule):
             self.mail.give(to, [*tree.leaves(stream), *(blocks[j] for j in self.wire.fresh(s + 1))])
 
@@ -177,11 +188,14 @@ class _Rank:
         assert not any(self.deposits.values())
         structures = [tree.flatten(p)[1] for p in self.params]
         grads = tuple(tree.unflatten(s, g) for s, g in zip(structures, self.grads, strict=True))
-        return Result(self.loss, tuple(self.sums), grads, self.num_live)
+        return Result(self.loss, tuple(self.sums), tuple(self.largest), grads, self.num_live)
 
     def _cotangent(self, action: Action) -> tuple[Callable[..., Any], Any]:
         """A stage's pullback, and what it takes: the cotangents of its stream, its new blocks and its loss."""
         message, deposits = taken_by(action, self.schedule), self.deposits.setdefault(action.micro_batch, {})
+        if found := self.rebuilds.pop(_forward(action)):
+            note_event(f"rebuild for {action}")
+            found[-1]()
         stream: Any = ()
         if message:
             stream, of_blocks = self.wire.parts(message.source, self.mail.take(message))
@@ -218,5 +232,5 @@ def _deposit(deposits: dict[int, Tensor], blocks: Sequence[int], cotangents: Seq
         deposits[j] = deposits[j] + ct if j in deposits else ct
 
 
-def _add(total: Any, new: Any) -> Any:
-    return tree.map(torch.add, total, new) if tree.leaves(total) else new
+def _joined(f: Callable[[Tensor, Tensor], Tensor], total: Any, new: Any) -> Any:
+    return tree.map(f, total, new) if tree.leaves(total) else new

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from k31fn import balance, model, segments, tree
 from k31fn.autodiff import SplitWork, value_and_grad
-from k31fn.layers import attn_res, plain_residual
+from k31fn.layers import attn_res, mhc, plain_residual
 from k31fn.model import stages
 from k31fn.parallel import (
     AxisRules,
@@ -46,6 +46,7 @@ CFG = dataclasses.replace(
 CONFIGS = {
     "k31": CFG,
     "plain": dataclasses.replace(CFG, residual=plain_residual.Config()),
+    "mhc": dataclasses.replace(CFG, residual=mhc.Config(num_streams=2, iterations=3, init_std=0.5, init_scale=0.5)),
     "dense half": dataclasses.replace(CFG, num_dense_layers=2),  # of two stages the first has no MoE layer
 }
 

@@ -69,6 +69,7 @@ def test_accumulation_does_not_change_the_gradient(kind):
 
 
 @pytest.mark.parametrize(("ranks", "kind", "chunks"), [(2, "1f1b", 1), (2, "interleaved", 2), (2, "zero_bubble", 1)])
+@pytest.mark.slow
 def test_processes(two_ranks: Ranks, ranks, kind, chunks):
     answers = two_ranks.run(toy.on_process, ranks, kind, chunks)
     threads, record = toy.on_threads(ranks, kind, toy.micro_batches(4), chunks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 
 from k31fn import balance, model, params, random, tree
+from k31fn.layers import mhc
 from k31fn.model import stages
 from k31fn.parallel.pipeline import engine, stage_ranges
 from k31fn.testing import Ranks, assert_close_trees
@@ -23,6 +25,10 @@ SETUPS = {
     "fsdp2": Setup(fsdp=2, remat="layer"),
     "tp2 ep2": Setup(tp=2, ep=2),
     "zero bubble fsdp2": Setup(fsdp=2, kind="zero_bubble", remat="layer"),
+    "mhc": Setup(name="mhc"),
+    "mhc, interleaved fsdp2, carries rebuilt": Setup(
+        name="mhc", fsdp=2, kind="interleaved", chunks=2, remat="cross_layer"
+    ),
 }
 SLOW_SETUPS = {
     "pp2 remat": Setup(remat="layer"),
@@ -40,6 +46,17 @@ SLOW_SETUPS = {
     "tp2": Setup(tp=2),
     "cp2": Setup(cp=2, remat="layer"),
     "fsdp2 ep2": Setup(fsdp=2, ep=2),
+    "mhc, a stage without layers": Setup(name="mhc", cuts=(0,), remat="cross_layer"),
+    "mhc, interleaved": Setup(name="mhc", kind="interleaved", chunks=2),
+    "mhc, zero bubble": Setup(name="mhc", kind="zero_bubble"),
+    "mhc, zero bubble, carries rebuilt": Setup(name="mhc", kind="zero_bubble", remat="cross_layer"),
+    "mhc, zero bubble fsdp2, carries rebuilt": Setup(name="mhc", fsdp=2, kind="zero_bubble", remat="cross_layer"),
+    "mhc, tp2 ep2": Setup(name="mhc", tp=2, ep=2, remat="cross_layer"),
+    "mhc, cp2": Setup(name="mhc", cp=2, remat="intra_layer"),
+    "carries rebuilt": Setup(remat="cross_layer"),
+    "branches kept": Setup(remat="intra_layer"),
+    "zero bubble fsdp2, branches kept": Setup(fsdp=2, kind="zero_bubble", remat="intra_layer"),
+    "zero bubble fsdp2, carries rebuilt": Setup(fsdp=2, kind="zero_bubble", remat="cross_layer"),
 }
 
 
@@ -90,6 +107,13 @@ def test_other_schedules_on_two_processes(kind: str, two_ranks: Ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zero_bubble"])
+def test_hyper_connections_on_two_processes(kind: str, two_ranks: Ranks):
+    chunks = 2 if kind == "interleaved" else 1
+    check_processes(Setup(name="mhc", kind=kind, chunks=chunks, remat="cross_layer", double=False), two_ranks)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"pp": 4}, {"fsdp": 2}, {"tp": 2, "ep": 2}, {"cp": 2}], ids=str)
 def test_fp32_on_four_processes(axes: dict[str, int], four_ranks: Ranks):
     check_processes(Setup(double=False, **axes), four_ranks)
@@ -102,11 +126,12 @@ def test_fp32_on_four_processes(axes: dict[str, int], four_ranks: Ranks):
         # sent by each rank per micro-batch, in hidden states: the stream and the block that the receiver lacks; back
         pytest.param(Setup(), [2, 2], marks=pytest.mark.slow),
         pytest.param(Setup(name="plain"), [1, 1], marks=pytest.mark.slow),
+        (Setup(name="mhc"), [2, 2]),  # both streams
         # into stage 1: stream and the embedding's block; 2: stream (rank 0 has made it), 3: stream and its second block
         (Setup(kind="interleaved", chunks=2), [2 + 1 + 2, 2 + 1 + 2]),
         pytest.param(Setup(tp=2), [2, 2], marks=pytest.mark.slow),
     ],
-    ids=["pp2", "plain", "interleaved", "tp2"],
+    ids=["pp2", "plain", "mhc", "interleaved", "tp2"],
 )
 def test_bytes_on_the_wire(setup: Setup, streams: list[int]):
     _, record = cases.on_threads(setup)
@@ -115,6 +140,33 @@ def test_bytes_on_the_wire(setup: Setup, streams: list[int]):
     for rank, own in enumerate(record.ranks):
         assert own.nbytes["send"] == streams[rank // size] * state
         assert own.nbytes["recv"] == streams[1 - rank // size] * state
+
+
+def check_rebuilt_early(setup: Setup) -> None:
+    """A stage makes its carries again after it asked for the cotangent, and before it waits for it."""
+    results, record = cases.on_threads(setup)
+    check(cases.together(results, setup), setup)
+    for own in record.ranks[: setup.fsdp]:  # the first stage
+        events = [f"{e.what} {e.kind}" for e in own.events]
+        for i in range(setup.micro_batches):
+            backward = f"backward of micro-batch {i} on stage 0"
+            start, end = events.index(f"note rebuild for {backward}"), events.index(f"note {backward}")
+            assert events[:start].count("issue recv") > i
+            assert events[:start].count("wait recv") == i
+            between = [e for e in events[start:end] if "psum" not in e]
+            # the small weights of the first of its two layers, then the cotangent, then the rest
+            assert between[1:] == ["issue all_gather", "wait all_gather", "wait recv"]
+
+
+def test_carries_are_made_again_while_the_cotangent_travels():
+    check_rebuilt_early(Setup(name="mhc", fsdp=2, remat="cross_layer"))
+
+
+@pytest.mark.slow
+def test_a_rebuild_that_waits_for_the_cotangent_is_found(monkeypatch):
+    monkeypatch.setattr(engine, "rebuilds", lambda: contextlib.nullcontext([]))
+    with pytest.raises(ValueError, match="rebuild for backward"):
+        check_rebuilt_early(Setup(name="mhc", fsdp=2, remat="cross_layer"))
 
 
 def test_residual_sets_and_work():
@@ -155,6 +207,18 @@ def test_a_dropped_gradient_of_a_block_is_found(mutant, monkeypatch):
     monkeypatch.setattr(engine, "_deposit", mutant)
     with pytest.raises(AssertionError, match="leaves differ"):
         check_on_threads(Setup(kind="interleaved", chunks=2))
+
+
+def test_a_carry_of_one_stream_is_found(monkeypatch):
+    """D27: what is sent and what the last stage reads are all streams."""
+    leave = stages._leave
+    monkeypatch.setattr(stages, "_leave", lambda state: leave(mhc.Carry(state.streams[:, :, :1])))
+    with pytest.raises(ValueError, match="1 streams of width 16 need phi"):
+        check_on_threads(Setup(name="mhc"))
+    announced = lambda x: x if x.is_meta else x[:, :, :1]  # noqa: E731
+    monkeypatch.setattr(stages, "_leave", lambda state: leave(mhc.Carry(announced(state.streams))))
+    with pytest.raises(ValueError, match=r"stage 0 gives .*1, 16\].*the next stage takes .*2, 16\]"):
+        check_on_threads(Setup(name="mhc"))
 
 
 def test_a_rescaled_running_sum_is_found(monkeypatch):
@@ -214,6 +278,8 @@ def test_what_a_stage_takes():
     assert carries[0] == stages.Carry()
     shapes = {(tuple(x.shape), x.dtype) for c in carries[1:] for x in tree.leaves(c)}
     assert shapes == {((cases.ROWS, cases.TOKENS, cases_model.D), torch.bfloat16)}
+    wide = stages.stage_carries(cases.CONFIGS["mhc"], parts_of(2), batch, torch.bfloat16)[1]
+    assert [x.shape for x in tree.leaves(wide)] == [(cases.ROWS, cases.TOKENS, 2, cases_model.D)]
 
 
 def test_what_is_no_pipeline_is_refused():

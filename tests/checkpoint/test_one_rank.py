@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, checkpointer
+from k31fn.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, lock
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("orbax"), reason="no orbax-checkpoint")
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @tree.dataclass
@@ -94,8 +94,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
 
 
 def writer_pid(ckpt: Checkpointer) -> int:
-    assert ckpt._writer is not None
-    return ckpt._writer.pid
+    assert ckpt._session.writer is not None
+    return ckpt._session.writer.pid
 
 
 @contextlib.contextmanager
@@ -245,9 +245,10 @@ def test_a_complete_step_is_not_overwritten(shared: Shared) -> None:
     assert shared.ckpt.restore(step, {"x": torch.zeros(2)})["x"].eq(1).all()
 
 
+@pytest.mark.slow
 def test_only_one_process_writes_but_others_may_read(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     step = shared.saved({"x": torch.ones(2)})
-    monkeypatch.setattr(checkpointer, "_LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(lock, "_WAIT_S", 0.05)
     with pytest.raises(CheckpointError, match="another process is writing"):
         Checkpointer(shared.ckpt.directory)
     with Checkpointer(shared.ckpt.directory, read_only=True) as reader:
@@ -268,7 +269,9 @@ def test_a_flipped_bit_is_named_and_an_older_step_is_only_taken_when_asked(share
     older, damaged = shared.saved(state), shared.saved(state)
     pattern = raw(state["layers.0.w"])
     flip_bit(file_with(shared.ckpt.directory / str(damaged), pattern), pattern)
-    with pytest.raises(DamagedCheckpointError, match=f"{damaged}: damaged: 'layers.0.w' of 2 tensors differ"):
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"{damaged}: damaged: 'layers.0.w' \[0:500\], block 'layers.0.w.0' of 0/state$"
+    ):
         shared.ckpt.restore(damaged, state)
     assert shared.ckpt.latest() == damaged  # never another step in silence
     lines: list[str] = []
@@ -355,6 +358,7 @@ def test_a_failed_write_is_reported_once_and_the_step_can_be_saved_again(shared:
     assert_same_bits(shared.ckpt.restore(failing, state), state)
 
 
+@pytest.mark.slow
 def test_leaving_the_block_reports_a_failed_write_and_a_killed_writer(tmp_path: Path) -> None:
     state = {"x": torch.randn(1000)}
     with Checkpointer(tmp_path) as ckpt:
@@ -388,7 +392,7 @@ def test_leaving_the_block_reports_a_failed_write_and_a_killed_writer(tmp_path: 
 
 
 def test_retention_signals_and_what_a_killed_writer_left(tmp_path: Path) -> None:
-    for leftover in ("7.unfinished", "1.removed"):
+    for leftover in ("7.a1b2c3d4.unfinished", "1.removed"):
         (tmp_path / leftover / "state").mkdir(parents=True)
     for other in ("7.damaged", "notes", "010"):
         (tmp_path / other).mkdir()
@@ -425,9 +429,9 @@ ckpt.wait()
 assert ckpt.restore(1, state)["x"].equal(state["x"])
 jax = sorted(m for m in sys.modules if m.partition(".")[0] in ("jax", "jaxlib", "orbax", "tensorstore", "pickle5"))
 if sys.argv[3:] == ["stop"]:
-    os.kill(ckpt._writer.pid, signal.SIGSTOP)
+    os.kill(ckpt._session.writer.pid, signal.SIGSTOP)
 ckpt.save(2, state)
-print(json.dumps({"writer": ckpt._writer.pid, "jax": jax}), flush=True)
+print(json.dumps({"writer": ckpt._session.writer.pid, "jax": jax}), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -439,13 +443,14 @@ def run_trainer(directory: Path, size: int, *options: str) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_a_killed_training_process_leaves_its_last_save_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(os.listdir("/dev/shm"))
     said = run_trainer(tmp_path, 1_000_000, "stop")
     assert said["jax"] == []  # the training process had imported none of it
-    monkeypatch.setattr(checkpointer, "_LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(lock, "_WAIT_S", 0.05)
     try:
         with pytest.raises(CheckpointError, match="another process is writing"):
             Checkpointer(tmp_path)  # its writer, stopped at step 2, holds the lock
@@ -466,10 +471,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import numpy as np
 import orbax.checkpoint as ocp
 
-manager = ocp.CheckpointManager(sys.argv[1], options=ocp.CheckpointManagerOptions(read_only=True))
-args = ocp.args.Composite(state=ocp.args.PyTreeRestore())
-step = manager.latest_step()
-print(step, np.asarray(manager.restore(step, args=args)["state"]["a.b"]).tobytes().hex())
+with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    print(np.asarray(reader.restore(sys.argv[1] + "/12/0/state")["a.b.0"]).tobytes().hex())
 """
 
 
@@ -483,9 +486,9 @@ def test_orbax_alone_reads_it_and_does_not_notice_a_flipped_bit(tmp_path: Path) 
         command = [sys.executable, "-W", "ignore", "-c", READ_WITH_ORBAX, str(tmp_path)]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.strip()
 
-    assert orbax() == f"12 {raw(x).hex()}"
+    assert orbax() == raw(x).hex()
     flip_bit(file_with(tmp_path, raw(x)), raw(x))
-    assert orbax() != f"12 {raw(x).hex()}"  # wrong values and no error: the checksum is ours to make
+    assert orbax() != raw(x).hex()  # wrong values and no error: the checksum is ours to make
     with Checkpointer(tmp_path) as ckpt, pytest.raises(DamagedCheckpointError, match=r"'a\.b'"):
         ckpt.restore(12, {"a": {"b": x}})
 
@@ -542,7 +545,7 @@ def test_killed_at_any_moment_the_newest_complete_step_is_there(tmp_path: Path, 
                 ckpt.save(2, state)
                 time.sleep(10 ** draw.uniform(-2.5, 0.2))  # a save takes 0.05 to 1 s, by machine
                 os.kill(writer_pid(ckpt), signal.SIGKILL)
-        cut_short += (folder / "2.unfinished").exists()
+        cut_short += bool(list(folder.glob("2.*.unfinished")))
         with Checkpointer(folder) as ckpt:
             newest = ckpt.latest(on_damage=pytest.fail)
             assert newest in (1, 2)

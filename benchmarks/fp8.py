@@ -1,0 +1,149 @@
+"""FP8 beside bfloat16: ``python -m benchmarks.fp8 [--steps 60] [--json FILE]`` on a CUDA device, about a minute.
+
+First products of the sizes of K3.1, with 8192 tokens: time of the forward and of all three products, and how far the
+result is from float32's. Then the loss of a small K3.1, trained alike with exact products and with FP8 ones.
+``--device cpu --small`` runs all of it on references, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import error, take_turns
+from configs import tiny
+from k31fn import config, data, trainer
+from k31fn import device as devices
+from k31fn.autodiff import value_and_grad
+from k31fn.kernels.scaled_matmul import scaled_matmul
+from k31fn.layers import dsa, indexer, kda, latent_moe, mla, mlp
+from k31fn.precision import Products
+
+__all__ = ["curve", "main", "products"]
+
+TOKENS = 8192
+SIZES = ((7168, 12288), (12288, 7168), (7168, 3584), (7168, 33792))  # of KDA, its output, the latent, a dense MLP
+KINDS: tuple[Products, ...] = ("exact", "fp8_rows", "fp8_blocks")
+
+
+def _product(kind: Products) -> Callable[[Tensor, Tensor], Tensor]:
+    if kind == "exact":
+        return torch.matmul
+    return lambda x, w: scaled_matmul(x, w, kind.removeprefix("fp8_"), True)
+
+
+def products(tokens: int, sizes: Any, where: torch.device) -> list[dict[str, Any]]:
+    """A row per size and kind; kinds that cannot run say why."""
+    rows: list[dict[str, Any]] = []
+    for features, columns in sizes:
+        x, ct = (torch.randn(tokens, n, device=where).bfloat16() for n in (features, columns))
+        w = (torch.randn(features, columns, device=where) / features**0.5).bfloat16()
+        want = x.float() @ w.float()
+        forward, both, errors = {}, {}, {}
+        for kind in KINDS:
+            f = _product(kind)
+            grad = value_and_grad(lambda x, w, f=f, ct=ct: (f(x, w) * ct).sum(dtype=torch.float32), (0, 1))
+            try:
+                errors[kind] = error(f(x, w), want)
+            except ValueError as refused:
+                print(f"{features} x {columns} {kind}: {refused}")
+                continue
+            forward[kind], both[kind] = [lambda f=f, x=x, w=w: f(x, w)], [lambda g=grad, x=x, w=w: g(x, w)]
+        times = take_turns(forward, where, 10), take_turns(both, where, 10)
+        for kind in forward:
+            rows.append(
+                {
+                    "size": [tokens, features, columns],
+                    "kind": kind,
+                    "forward_ms": times[0][kind],
+                    "both_ms": times[1][kind],
+                    "error": errors[kind],
+                }
+            )
+            shown = f"{times[0][kind]:9.3f} ms {times[1][kind]:9.3f} ms   error {errors[kind]:.4f}"
+            print(f"{tokens} x {features} x {columns:<6} {kind:<12}{shown}")
+    return rows
+
+
+def recipe(kind: Products, steps: int, small: bool) -> config.Recipe:
+    """A K3.1 whose products are all of sizes that 128 divides, or configs/tiny.py's."""
+    base = tiny.train()
+    if not small:
+        width = 1024
+        attention = mla.Config(width, 8, q_lora_rank=256, kv_lora_rank=128, qk_rope_head_dim=64, qk_nope_head_dim=64,
+                               v_head_dim=128)  # fmt: skip
+        moe = latent_moe.Config(width, latent_size=512, expert_size=256, shared_size=512, num_experts=16, top_k=4)
+        cfg = dataclasses.replace(
+            base.model,
+            hidden_size=width,
+            kda=kda.Config(width, num_heads=8, head_dim=128),
+            full_attention=dsa.Config(attention, indexer.Config(width, 256, num_heads=8, head_dim=64), topk=128),
+            dense=mlp.Config(width, 2048),
+            moe=moe,
+        )
+        base = dataclasses.replace(base, model=cfg, batch_size=8, length=512)
+    o = dataclasses.replace(base.optimizer, kind="adamw", peak_lr=1e-3)
+    return dataclasses.replace(
+        base,
+        compute="bfloat16",
+        products=kind,
+        remat="layer",
+        steps=steps,
+        optimizer=o,
+        data=data.Config(path="stdlib"),
+    )
+
+
+def curve(made: config.Recipe, where: torch.device) -> tuple[list[float], float]:
+    """Losses of all steps, and seconds of a step (without the first)."""
+    state, step = trainer.init_state(made, where), trainer.make_step(made)
+    dataset, losses = trainer.load_corpus(made).dataset, []
+    started = time.perf_counter()
+    for i in range(made.steps):
+        batches = trainer.make_batches(made, trainer.rows_at(dataset, i), where)
+        state, numbers = step(state, batches, made.optimizer.peak_lr * min(1.0, (i + 1) / 10))
+        losses.append(float(numbers.loss))
+        if i == 0:
+            devices.synchronize(where)
+            started = time.perf_counter()
+    devices.synchronize(where)
+    return losses, (time.perf_counter() - started) / max(1, made.steps - 1)
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--device", default="", help="by default the best of this machine")
+    parser.add_argument("--small", action="store_true", help="small products and configs/tiny.py")
+    parser.add_argument("--json", default="", help="write the numbers here")
+    given = parser.parse_args()
+    where = devices.parse(given.device) if given.device else devices.default()
+    made = products(256, ((256, 384),), where) if given.small else products(TOKENS, SIZES, where)
+    curves: dict[str, Any] = {}
+    for kind in KINDS:
+        try:
+            losses, seconds = curve(recipe(kind, given.steps, given.small), where)
+        except ValueError as refused:
+            print(f"{kind}: {refused}")
+            continue
+        curves[kind] = {"losses": losses, "seconds_per_step": seconds}
+        shown = " ".join(f"{x:.4f}" for x in losses[:: max(1, given.steps // 8)])
+        last = losses[-max(1, given.steps // 6) :]
+        print(
+            f"{kind:<12}{seconds:7.3f} s a step   mean of the last {len(last)}: {sum(last) / len(last):.4f}   {shown}"
+        )
+    if given.json:
+        Path(given.json).write_text(json.dumps({"products": made, "curves": curves}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

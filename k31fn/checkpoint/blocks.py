@@ -1,0 +1,69 @@
+"""Boxes in arrays: the part of a tensor that a rank holds, the blocks it is written in, and what two boxes share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+__all__ = ["Box", "cut"]
+
+
+class Box(NamedTuple):
+    """A rectangular part of an array.
+
+    Attributes:
+        start: its first index in each dimension.
+        shape: its size in each dimension.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def overlap(self, other: Box) -> Box:
+        """What both have of the same array; of no elements if they are apart."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        stop = [min(a + n, b + m) for a, n, b, m in ends]
+        return Box(start, tuple(max(0, b - a) for a, b in zip(start, stop, strict=True)))
+
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """Where it lies in an array that holds ``outer``."""
+        pairs = zip(self.start, self.shape, outer.start, strict=True)
+        return tuple(slice(a - b, a - b + n) for a, n, b in pairs)
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{a}:{a + n}' for a, n in zip(self.start, self.shape, strict=True))}]"
+
+
+def cut(box: Box, itemsize: int, most: int) -> Iterator[Box]:
+    """Blocks of at most ``most`` bytes that make up ``box``, in order.
+
+    The longest dimension is halved until they fit: blocks of a matrix become squares, so a rank that wants some of its
+    columns reads little else, as does one that wants some of its rows.
+
+    Args:
+        box: of a tensor.
+        itemsize: bytes of an element.
+        most: a block of one element may have more.
+    """
+    sizes = list(box.shape)
+    while math.prod(sizes) * itemsize > most and max(sizes, default=1) > 1:
+        longest = sizes.index(max(sizes))
+        sizes[longest] = -(-sizes[longest] // 2)
+    for offset in itertools.product(*(range(0, n, size) for n, size in zip(box.shape, sizes, strict=True))):
+        yield Box(_plus(box.start, offset), tuple(map(min, sizes, _minus(box.shape, offset))))
+
+
+def _plus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x - y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,192 @@
+"""The folder of a run's checkpoints: names, manifests, and which steps stay. Imports neither torch nor orbax.
+
+Each rank writes what it owns in a folder of its own; when all are through, the first adds the manifest and renames::
+
+    30/manifest.json          dtype and shape of each tensor, who wrote which part of it, a SHA-256 of each block, the
+                              caller's metadata, and a SHA-256 of all that
+    30/0/state/               what rank 0 wrote: an ordinary orbax checkpoint of {"TENSOR.BLOCK": array}
+    30/1/state/               what rank 1 wrote
+    40.a1b2c3d4.unfinished/   being written by one run of training, or left by a killed one; the next removes it
+    10.removed/               being deleted by retention; the next writer removes what is left
+    20.damaged/               set aside by ``Checkpointer.latest(on_damage=...)``; never touched again
+
+A step's name exists only when it is complete. The number in an unfinished name is drawn by each run of training: a rank
+that outlives its run writes where no other does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = [
+    "BLOCK_BYTES",
+    "DamagedError",
+    "Keep",
+    "all_parts",
+    "commit",
+    "complete_steps",
+    "finish_part",
+    "kept_steps",
+    "read_manifest",
+    "remove_leftovers",
+    "retire",
+    "unfinished",
+]
+
+MANIFEST, SHARDS = "manifest.json", "shards.json"
+BLOCK_BYTES = 16 << 20  # larger parts are written, checked and read in pieces of at most this size
+
+Json = dict[str, Any]
+
+
+class DamagedError(Exception):
+    """What was read is not what was written."""
+
+
+class Keep(NamedTuple):
+    """Which complete steps stay.
+
+    Attributes:
+        last: so many of the newest.
+        every: each multiple of this number; 0: none.
+        best: so many of those whose score is lowest; a step without a score is not among them.
+    """
+
+    last: int
+    every: int = 0
+    best: int = 0
+
+
+def unfinished(directory: Path, step: int, token: str) -> Path:
+    """Where a step is written."""
+    return directory / f"{step}.{token}.unfinished"
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Steps of the complete checkpoints, ascending. Reads no file."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n)
+
+
+def read_manifest(directory: Path, step: int) -> Json:
+    """The manifest of a complete step.
+
+    Raises:
+        DamagedError: it is missing, unreadable, or not what was written.
+    """
+    path = directory / str(step) / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        recorded = manifest.pop("sha256")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+    if recorded != _digest(manifest) or manifest["step"] != step:
+        raise DamagedError(f"{MANIFEST} is not what was written at this step: its checksum differs")
+    return manifest
+
+
+def finish_part(folder: Path, shards: Json) -> None:
+    """Makes what a rank has written in its ``folder`` complete: flushed to disk, and then with the list of it."""
+    new = folder / f"{SHARDS}.new"
+    new.write_text(json.dumps(shards))
+    _flush_tree(folder)
+    os.rename(new, folder / SHARDS)
+    _flush(folder)
+
+
+def all_parts(folder: Path, ranks: int) -> bool:
+    """Whether each rank's part of an unfinished step is complete."""
+    return all((folder / str(rank) / SHARDS).exists() for rank in range(ranks))
+
+
+def commit(directory: Path, step: int, token: str, ranks: int, tensors: Json, metadata: Any) -> None:
+    """Makes what ``ranks`` ranks have written the complete step.
+
+    Args:
+        directory: of the checkpoints.
+        step: whose folder lies there unfinished.
+        token: in its name.
+        ranks: how many have written.
+        tensors: dtype and shape of each.
+        metadata: the caller's.
+
+    Raises:
+        OSError: something is missing or cannot be written.
+        DamagedError: the parts do not make up the tensors.
+    """
+    folder = unfinished(directory, step, token)
+    entries = {name: {**t, "shards": []} for name, t in tensors.items()}
+    for rank in range(ranks):
+        file = folder / str(rank) / SHARDS
+        for name, shard in json.loads(file.read_bytes()).items():
+            entries[name]["shards"].append({"rank": rank, **shard})
+        file.unlink()
+    for name, t in entries.items():
+        there = {tuple(s["start"]): math.prod(s["shape"]) for s in t["shards"]}
+        if sum(there.values()) != math.prod(t["shape"]) or len(there) != len(t["shards"]):
+            raise DamagedError(f"the parts that the ranks have written do not make up {name!r}")
+    manifest = {"step": step, "metadata": metadata, "block_bytes": BLOCK_BYTES, "tensors": entries}
+    (folder / MANIFEST).write_bytes(_dump({**manifest, "sha256": _digest(manifest)}))
+    _flush(folder / MANIFEST)
+    _flush(folder)
+    os.rename(folder, directory / str(step))
+    _flush(directory)
+
+
+def kept_steps(steps: Sequence[int], scores: Mapping[int, float], keep: Keep) -> set[int]:
+    """Which of ``steps``, ascending, stay."""
+    stay = set(steps[-keep.last :])
+    if keep.every:
+        stay.update(s for s in steps if s % keep.every == 0)
+    known = [s for s in steps if s in scores and not math.isnan(scores[s])]
+    stay.update(sorted(known, key=lambda s: (scores[s], -s))[: keep.best])
+    return stay
+
+
+def retire(directory: Path, saved: int, scores: Mapping[int, float], keep: Keep) -> None:
+    """Deletes what does not stay; never ``saved``. Renamed first: half a step must not look complete."""
+    steps = complete_steps(directory)
+    for old in sorted(set(steps) - kept_steps(steps, scores, keep) - {saved}):
+        removed = directory / f"{old}.removed"
+        os.rename(directory / str(old), removed)
+        shutil.rmtree(removed)
+
+
+def remove_leftovers(directory: Path, token: str) -> None:
+    """What killed writers left. The lock on the folder says that no other run of training is at work there."""
+    for name in os.listdir(directory):
+        if re.fullmatch(r"\d+\.(removed|(\w+\.)?unfinished)", name) and f".{token}." not in name:
+            shutil.rmtree(directory / name, ignore_errors=True)  # a rank of a killed run may still add to it
+
+
+def _flush_tree(folder: Path) -> None:
+    """Files to disk, then the folders that name them: orbax flushes its data files only."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _flush(Path(parent, name))
+        _flush(Path(parent))
+
+
+def _flush(path: Path) -> None:
+    """One file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        os.fsync(descriptor)
+
+
+def _dump(value: Json) -> bytes:
+    return json.dumps(value, sort_keys=True, indent=1).encode()
+
+
+def _digest(value: Json) -> str:
+    return hashlib.sha256(_dump(value)).hexdigest()

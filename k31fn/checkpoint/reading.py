@@ -1,0 +1,110 @@
+"""What a writer reads: the blocks that a rank wants of a step, each of them checked."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from k31fn.checkpoint import arrays, files
+from k31fn.checkpoint.blocks import Box, cut
+
+__all__ = ["Block", "blocks_of", "load"]
+
+_AT_ONCE = 256 << 20  # bytes read before they are put in their places
+_NAMED = 3  # damaged blocks that a message names
+
+
+class Block(NamedTuple):
+    """A piece of a tensor as it lies on disk.
+
+    Attributes:
+        name: of the tensor.
+        key: of the block in the checkpoint of the rank that wrote it.
+        rank: that rank.
+        box: what it is of the tensor.
+        dtype: of its elements.
+        sha256: of its bytes.
+    """
+
+    name: str
+    key: str
+    rank: int
+    box: Box
+    dtype: np.dtype
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.box}, block {self.key!r} of {self.rank}/state"
+
+
+def blocks_of(manifest: Mapping[str, Any], wanted: Mapping[str, Box]) -> Iterator[Block]:
+    """The blocks of a step that have something of what is wanted, by tensor."""
+    for name, box in wanted.items():
+        tensor = manifest["tensors"][name]
+        dtype = np.dtype(tensor["dtype"])
+        for shard in tensor["shards"]:
+            whole = Box(tuple(shard["start"]), tuple(shard["shape"]))
+            pieces = cut(whole, dtype.itemsize, manifest["block_bytes"])
+            for number, (piece, digest) in enumerate(zip(pieces, shard["sha256"], strict=True)):
+                if piece.overlap(box).numel:
+                    yield Block(name, f"{name}.{number}", shard["rank"], piece, dtype, digest)
+
+
+def load(folder: Path, blocks: Iterable[Block]) -> Iterator[tuple[Block, np.ndarray]]:
+    """Each block that is what was written, a few at a time.
+
+    Raises:
+        DamagedError: at the end, if some were not; names them.
+    """
+    damaged, cause = [], ""
+    by_rank = itertools.groupby(sorted(blocks, key=lambda b: b.rank), key=lambda b: b.rank)
+    for rank, group in by_rank:
+        for batch in _batches(group):
+            found, said = _read(folder / str(rank) / "state", batch)
+            cause = cause or said
+            seen = dict(zip(found, arrays.digests(found.values()), strict=True))
+            for block in batch:
+                array = found.get(block.key)
+                if array is None or _differs(array, seen[block.key], block):
+                    damaged.append(block)
+                else:
+                    yield block, array
+    if damaged:
+        others = f" and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else ""
+        raise files.DamagedError(f"damaged: {'; '.join(map(str, damaged[:_NAMED]))}{others}{cause}")
+
+
+def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    batch, size = [], 0
+    for block in blocks:
+        batch.append(block)
+        size += block.box.numel * block.dtype.itemsize
+        if size >= _AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read(path: Path, blocks: list[Block]) -> tuple[dict[str, np.ndarray], str]:
+    """Those that can be read, by key, and why others cannot."""
+    keys = [b.key for b in blocks]
+    try:
+        return arrays.restore(path, keys), ""
+    except Exception as error:  # orbax and tensorstore raise many kinds; read one by one to tell which are hit
+        if not path.parents[1].exists():
+            raise FileNotFoundError(f"step {path.parents[1].name} was removed while it was read") from error
+        found = {}
+        for key in keys:
+            with contextlib.suppress(Exception):
+                found |= arrays.restore(path, [key])
+        return found, f" ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+
+
+def _differs(array: np.ndarray, digest: str, block: Block) -> bool:
+    return (array.dtype, array.shape, digest) != (block.dtype, block.box.shape, block.sha256)

@@ -1,0 +1,252 @@
+"""Conversations as tokens, in the chat format of Kimi K3, with the tokens that are to be learnt.
+
+Four special tokens give the structure; names, attributes and contents are text, each encoded by itself. What a user
+writes can never become a special token. A message is::
+
+    <|open|>message role="user"<|sep|> CONTENT <|close|>message<|sep|><|end_of_msg|>
+
+An answer (role ``assistant``) holds ``think`` if it has a ``reasoning_content``, ``response``, and ``tools`` if it has
+``tool_calls``::
+
+    <|open|>message role="assistant"<|sep|>
+      <|open|>think<|sep|> REASONING <|close|>think<|sep|>
+      <|open|>response<|sep|> CONTENT <|close|>response<|sep|>
+      <|open|>tools<|sep|>
+        <|open|>call tool="NAME" index="1"<|sep|>
+          <|open|>argument key="KEY" type="string"<|sep|> VALUE <|close|>argument<|sep|>
+        <|close|>call<|sep|>
+      <|close|>tools<|sep|>
+    <|close|>message<|sep|><|end_of_msg|>
+
+without the spaces and line ends above. The result of a call (role ``tool``) has the attributes ``tool`` and ``index``,
+that of the call it answers. Learnt is what a model writes: of an answer all behind its first ``<|open|>think<|sep|>``
+or ``<|open|>response<|sep|>``, which a prompt ends with (:func:`prompt`), its ``<|end_of_msg|>`` included.
+
+This is how public programs that serve K3 write it; the template that K3 is released with was not seen. The declaration
+of tools is not part of it: put it into a system message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from k31fn.data import media
+from k31fn.data.images import Image
+from k31fn.data.tokenizer import CHAT_NAMES, Tokenizer
+
+__all__ = ["END_OF_ANSWER", "Conversation", "Piece", "check_tokenizer", "encode", "prompt", "render"]
+
+_OPEN, _CLOSE, _SEP, _END = CHAT_NAMES
+END_OF_ANSWER = _CLOSE
+"""The special token behind the text of an answer, from which a program that prints it reads no further."""
+
+_ROLES = ("system", "user", "assistant", "tool")
+_KEYS = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id", "tool"}
+_KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+
+
+class Piece(NamedTuple):
+    """A part of a message: a special token by name, text, or an image, and whether it is learnt."""
+
+    kind: str
+    text: str
+    learnt: bool
+
+
+class Conversation(NamedTuple):
+    """Tokens of a conversation.
+
+    Attributes:
+        tokens: of all messages.
+        learnt: whether each is part of an answer.
+        ends: number of tokens up to the end of each message.
+        answers: whether each message is an answer.
+    """
+
+    tokens: np.ndarray
+    learnt: np.ndarray
+    ends: list[int]
+    answers: list[bool]
+
+    def fitting(self, length: int) -> int:
+        """How many messages make the longest start of at most ``length`` tokens that ends in an answer; 0: none."""
+        found = [i + 1 for i, end in enumerate(self.ends) if self.answers[i] and end <= length]
+        return found[-1] if found else 0
+
+    def cut(self, count: int) -> Conversation:
+        """The first messages."""
+        stop = self.ends[count - 1] if count else 0
+        return Conversation(self.tokens[:stop], self.learnt[:stop], self.ends[:count], self.answers[:count])
+
+
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """Refuses a tokenizer that lacks one of the special tokens.
+
+    Raises:
+        ValueError: names those that are missing.
+    """
+    if missing := [name for name in CHAT_NAMES if name not in tokenizer.special_tokens]:
+        raise ValueError(
+            f"the tokenizer has no {', '.join(missing)}, which conversations need; use another, such as 'bytes+chat'"
+        )
+
+
+def encode(messages: Any, images: Sequence[Image], tokenizer: Tokenizer, name: str) -> Conversation:
+    """The tokens of a conversation; its images, in order, stand where its messages have parts of type ``image``.
+
+    Raises:
+        ValueError: the messages are not such a conversation, or have no answer, or another number of images; begins
+            with ``name``.
+    """
+    left = list(images)[::-1]
+    tokens: list[np.ndarray] = []
+    learnt: list[bool] = []
+    ends: list[int] = []
+    for pieces in render(messages, name):
+        for piece in pieces:
+            if piece.kind == "image" and not left:
+                raise ValueError(f"{name}: messages have more images than the {len(images)} of the record")
+            part = _encode(piece, left, tokenizer, name)
+            tokens.append(part)
+            learnt += [piece.learnt] * len(part)
+        ends.append(len(learnt))
+    if left:
+        raise ValueError(f"{name}: the record has {len(images)} images, its messages {len(images) - len(left)}")
+    answers = [message["role"] == "assistant" for message in messages]
+    if not any(answers):
+        raise ValueError(f"{name}: no message has the role 'assistant': there is nothing to learn from")
+    return Conversation(np.concatenate(tokens), np.array(learnt), ends, answers)
+
+
+def prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens after which a model answers a user's message."""
+    check_tokenizer(tokenizer)
+    (question,) = render([{"role": "user", "content": text}], "prompt")
+    pieces = [*question, *_open("message", {"role": "assistant"}), *_open("response")]
+    return np.concatenate([_encode(piece, [], tokenizer, "prompt") for piece in pieces])
+
+
+def render(messages: Any, name: str) -> list[list[Piece]]:
+    """The pieces of each message.
+
+    Raises:
+        ValueError: as :func:`encode`.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{name}: messages must be a list of at least one message, not {str(messages)[:60]!r}")
+    found, calls, answered = [], [], 0
+    for number, message in enumerate(messages):
+        where = f"{name}: messages[{number}]"
+        _check(message, where)
+        role = message["role"]
+        attributes = {"role": role} | ({"name": message["name"]} if message.get("name") and role != "tool" else {})
+        if role == "assistant":
+            body, calls, answered = _answer(message, where), _calls(message, where), 0
+        else:
+            body = _content(message.get("content"), False, where)
+        if role == "tool":
+            answered += 1
+            tool = (
+                message.get("tool") or message.get("name") or next((n for n, _ in calls[answered - 1 : answered]), "")
+            )
+            if not tool:
+                raise ValueError(f"{where} answers no call: give it a 'name', or put it behind the calls it answers")
+            attributes |= {"tool": tool, "index": str(answered)}
+        learnt = role == "assistant"
+        end = Piece("special", _END, learnt)
+        found.append([*_open("message", attributes), *body, *_close("message", learnt), end])
+    return found
+
+
+def _answer(message: Mapping[str, Any], where: str) -> list[Piece]:
+    content, calls = _content(message.get("content"), True, where), _calls(message, where)
+    if any(piece.kind == "image" for piece in content):
+        raise ValueError(f"{where}: an answer holds an image; a model writes text only")
+    if not content and not calls:
+        raise ValueError(f"{where}: an answer without content and tool_calls; leave it out")
+    body = [*_open("response"), *content, *_close("response", True)]
+    if isinstance(thought := message.get("reasoning_content"), str):
+        head = [*_open("think"), *_text(thought, True), *_close("think", True)]
+        body = head + [piece._replace(learnt=True) for piece in body]
+    if calls:
+        body += _open("tools", learnt=True)
+        for index, (tool, arguments) in enumerate(calls, 1):
+            body += _open("call", {"tool": tool, "index": str(index)}, learnt=True)
+            for key, value in arguments.items():
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                body += _open("argument", {"key": key, "type": _KINDS.get(type(value), "object")}, learnt=True)
+                body += [*_text(text, True), *_close("argument", True)]
+            body += _close("call", True)
+        body += _close("tools", True)
+    return body
+
+
+def _calls(message: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments of each call."""
+    found = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        name, arguments = function.get("name"), function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                raise ValueError(f"{where}: arguments of a call are not JSON: {arguments[:60]!r}") from error
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            raise ValueError(f"{where}: a call needs a name and arguments by name, not {str(call)[:60]!r}")
+        found.append((name, arguments))
+    return found
+
+
+def _check(message: Any, where: str) -> None:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        role = message.get("role") if isinstance(message, dict) else message
+        raise ValueError(f"{where}: role {str(role)[:60]!r} must be one of {list(_ROLES)}")
+    if unknown := sorted(name for name, value in message.items() if name not in _KEYS and value is not None):
+        raise ValueError(f"{where} has {unknown}, which this format cannot express; known: {sorted(_KEYS)}")
+    if message["role"] != "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
+        raise ValueError(f"{where}: only an answer (role 'assistant') has tool_calls and reasoning_content")
+
+
+def _content(content: Any, learnt: bool, where: str) -> list[Piece]:
+    """Of text, or of a list of parts with their type."""
+    if content is None or isinstance(content, str):
+        return _text(content or "", learnt)
+    found: list[Piece] = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image", "image_url"):
+            found.append(Piece("image", "", learnt))
+        elif kind == "text" and isinstance(part.get("text"), str):
+            found += _text(part["text"], learnt)
+        else:
+            raise ValueError(f"{where}: content is text, or a list of parts of type 'text' and 'image', not {part!r}")
+    return found
+
+
+def _text(text: str, learnt: bool) -> list[Piece]:
+    return [Piece("text", text, learnt)] if text else []
+
+
+def _open(tag: str, attributes: Mapping[str, str] | None = None, *, learnt: bool = False) -> list[Piece]:
+    texts = [tag]
+    for key, value in (attributes or {}).items():
+        texts += [f" {key}", '="', str(value).replace("&", "&amp;").replace('"', "&quot;"), '"']
+    texts = [Piece("text", text, learnt) for text in texts if text]
+    return [Piece("special", _OPEN, learnt), *texts, Piece("special", _SEP, learnt)]
+
+
+def _close(tag: str, learnt: bool) -> list[Piece]:
+    return [Piece("special", _CLOSE, learnt), Piece("text", tag, learnt), Piece("special", _SEP, learnt)]
+
+
+def _encode(piece: Piece, left: list[Image], tokenizer: Tokenizer, name: str) -> np.ndarray:
+    if piece.kind == "special":
+        return np.array([tokenizer.special_tokens[piece.text]], np.int64)
+    if piece.kind == "image":
+        return media.encode(media.PLACEHOLDER, [left.pop()], tokenizer, name)
+    return tokenizer.encode(piece.text).astype(np.int64)

@@ -1,0 +1,71 @@
+"""Weights of a checkpoint one at a time, any part of each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from k31fn import balance, model
+from k31fn.hf.files import Source, open_source
+from k31fn.hf.problems import find_problems
+from k31fn.hf.table import Entry, entries
+from k31fn.hf.transforms import Tile
+from k31fn.hf.weights import read_leaf
+from k31fn.typing import Tensor
+
+__all__ = ["Reader", "open_checkpoint"]
+
+_PARAMS = "params."
+
+
+class Reader:
+    """What :func:`open_checkpoint` hands out, for as long as it is open."""
+
+    def __init__(self, source: Source, table: list[Entry], cfg: model.Config) -> None:
+        self._source, self._cfg = source, cfg
+        self._entries = {entry.path: entry for entry in table}
+
+    def read(self, path: str, tile: Tile, dtype: torch.dtype | None = None) -> Tensor:
+        """A tile of the parameter at ``path``, on the CPU; only its bytes are read.
+
+        Args:
+            path: in the tree of parameters.
+            tile: a slice per dimension, with start and stop.
+            dtype: None: as it is stored, MXFP4 as bfloat16; float32 islands are at least float32.
+
+        Raises:
+            ValueError: it is not finite.
+        """
+        return self._read(_PARAMS + path, tile, dtype)
+
+    def balance(self) -> balance.State:
+        """The routers' biases."""
+        layers = model.moe_layers(self._cfg)
+        empty = balance.init(layers, self._cfg.moe.num_experts)
+        if not layers:
+            return empty
+        return balance.State(self._read("balance", tuple(slice(0, n) for n in empty.bias.shape), None), layers)
+
+    def _read(self, path: str, tile: Tile, dtype: torch.dtype | None) -> Tensor:
+        broken: list[str] = []
+        value = read_leaf(self._entries[path], self._source, dtype, tile, broken)
+        if broken:
+            raise ValueError(f"{broken[0]} has values that are not finite ({len(broken)} tensors of {path})")
+        return value
+
+
+@contextlib.contextmanager
+def open_checkpoint(directory: str | Path, cfg: model.Config) -> Iterator[Reader]:
+    """Opens a checkpoint in K3's names for reading.
+
+    Raises:
+        ValueError: it does not fit ``cfg``; says all that is wrong.
+    """
+    table = entries(cfg)
+    with open_source(Path(directory)) as source:
+        if problems := find_problems(table, source.tensors):
+            raise ValueError(f"checkpoint {directory} does not fit the config:\n{problems}")
+        yield Reader(source, table, cfg)

@@ -1,0 +1,57 @@
+"""How a person names implementations: ``reference``, ``triton``, ``attn_res:triton,mhc_pre:reference``.
+
+Python chooses with :func:`k31fn.kernels.registry.use_impl`; command lines read the same choice with :func:`parse`.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from k31fn.kernels.__main__ import load_all
+from k31fn.kernels.registry import OPS
+
+__all__ = ["parse"]
+
+
+def parse(text: str, field: str = "kernels") -> dict[str, str]:
+    """Implementation by op, as :func:`~k31fn.kernels.registry.use_impl` takes it.
+
+    Args:
+        text: names separated by commas, later ones over earlier ones. ``OP:IMPLEMENTATION`` chooses for one op, an
+            implementation's name alone for every op that has one of this name (all have ``reference``). Empty: nothing
+            is chosen, every call takes the device's own.
+        field: how messages call it.
+
+    Raises:
+        ValueError: an unknown op or implementation; names what there is.
+    """
+    load_all()
+    chosen: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        op, colon, name = word.partition(":")
+        if colon:
+            chosen[op] = _of_op(op, name, f"{field}={text!r}")
+        else:
+            chosen |= dict.fromkeys(_with(word, f"{field}={text!r}"), word)
+    return chosen
+
+
+def _of_op(op: str, name: str, at: str) -> str:
+    if op not in OPS:
+        near = difflib.get_close_matches(op, OPS, n=1)
+        raise ValueError(
+            f"{at}: no op {op!r}{f'; nearest: {near[0]!r}' if near else ''}; ops: {', '.join(sorted(OPS))}"
+        )
+    known = ["reference", *OPS[op].implementations]
+    if name not in known:
+        raise ValueError(f"{at}: op {op!r} has no implementation {name!r}; it has {', '.join(known)}")
+    return name
+
+
+def _with(name: str, at: str) -> list[str]:
+    """The ops that have an implementation of this name."""
+    found = [op for op in OPS if name == "reference" or name in OPS[op].implementations]
+    if not found:
+        known = sorted({"reference", *(n for op in OPS.values() for n in op.implementations)})
+        raise ValueError(f"{at}: no op has an implementation {name!r}; there are {', '.join(known)} (or OP:NAME)")
+    return found

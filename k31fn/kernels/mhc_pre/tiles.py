@@ -1,0 +1,150 @@
+"""How the kernels of the read of hyper-connected streams are cut, and the constants that they are compiled with."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from k31fn.kernels.launch import INTERPRETED, Build, Tile
+from k31fn.kernels.mhc_pre.reference import SINKHORN_EPS
+
+__all__ = [
+    "MOST_ITERATIONS",
+    "MOST_SPLITS",
+    "TILES",
+    "Tiles",
+    "accepts",
+    "constants",
+    "given",
+    "listed",
+    "num_streams",
+    "of_streams",
+]
+
+MOST_SPLITS = 16
+MOST_ITERATIONS = 64
+_ALIGNED = ("width", "flat", "chunk", "x_group", "phi_group", "ct_group", "ct_x_group")
+
+
+class Tiles(NamedTuple):
+    """One per kernel, for bfloat16. ``rows`` of ``project`` and ``streams`` are at least 16: sides of a product."""
+
+    project: Tile
+    coefficients: Tile
+    mix: Tile
+    backward_mix: Tile
+    backward_coefficients: Tile
+    streams: Tile
+
+
+TILES = {
+    "cuda": Tiles(
+        project=Tile(warps=8, per_core=2, rows=128, columns=64, stages=3),
+        coefficients=Tile(warps=1, per_core=8, rows=16),
+        mix=Tile(warps=4, per_core=16, columns=1024),
+        backward_mix=Tile(warps=4, per_core=8, columns=512, stages=1),
+        backward_coefficients=Tile(warps=1, per_core=8, rows=8),
+        streams=Tile(warps=4, per_core=4, rows=64, columns=128, stages=1),
+    ),
+    "npu": Tiles(
+        project=Tile(rows=64, columns=128),
+        coefficients=Tile(per_core=2, rows=8),
+        mix=Tile(per_core=2, columns=2048),
+        backward_mix=Tile(per_core=2, columns=1024, stages=1),
+        backward_coefficients=Tile(per_core=2, rows=4),
+        streams=Tile(rows=32, columns=128, stages=1),
+    ),
+    "cpu": Tiles(
+        project=Tile(rows=16, columns=16),
+        coefficients=Tile(rows=4),
+        mix=Tile(columns=16),
+        backward_mix=Tile(columns=16),
+        backward_coefficients=Tile(rows=4),
+        streams=Tile(rows=16, columns=32),
+    ),
+}
+
+
+def accepts(x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int) -> str:
+    """Why the kernels cannot run, or nothing."""
+    del scale, base, eps
+    if x.shape[-2] not in (2, 4, 8):
+        return f"it has 2, 4 or 8 streams, got {x.shape[-2]}"
+    if not 1 <= iterations <= MOST_ITERATIONS:
+        return f"it keeps the sums of 1 to {MOST_ITERATIONS} iterations, got {iterations}"
+    if phi.shape[0] != x.shape[-2] * x.shape[-1]:
+        return f"phi {list(phi.shape)} is not that of streams {list(x.shape)}"
+    return ""
+
+
+def of_streams(kind: str, itemsize: int) -> Tile:
+    """Of ``streams``; products of float32 need more registers."""
+    tile = TILES[kind].streams
+    if itemsize == 2:
+        return tile
+    return tile._replace(rows=min(32, tile.rows), columns=tile.columns // 2, warps=2 * tile.warps)
+
+
+def num_streams(columns: int) -> int:
+    """N of 2 N + N N coefficients."""
+    return next(n for n in (2, 4, 8) if 2 * n + n * n == columns)
+
+
+def constants(kind: str, tile: Tile, itemsize: int, n: int, iterations: int = 1, splits: int = 1) -> dict[str, Any]:
+    """What kernels of N streams of that item size are compiled with; each takes those that it names.
+
+    ``SPLIT``: products are taken as bfloat16 numbers; ``WIDE``: the interpreter cannot multiply these. ``HALVES``: as
+    how many numbers the gradient of the products is stored. ``SUMS``, ``UNROLLED``: the sums of Sinkhorn's iterations
+    stay in the registers of an unrolled loop, but on Ascend. ``FOLD``: on Ascend the squares of a row are summed at
+    once; elsewhere a thread keeps sums of the 16 bytes that it loads.
+    """
+    c, on_npu = 2 * n + n * n, kind == "npu"
+    return {
+        "N": n,
+        "C": c,
+        "PADDED": max(16, _power(c)),
+        "SPLIT": itemsize == 2,
+        "HALVES": 2 if itemsize == 2 else 1,
+        "WIDE": INTERPRETED,
+        "SUMS": _power(iterations),
+        "UNROLLED": 0 if on_npu else iterations,
+        "SPLITS": splits,
+        "FOLD": tile.columns if on_npu else 16 // itemsize,
+        "EPS": SINKHORN_EPS,
+        "ROWS": tile.rows,
+        "BLOCK": tile.columns,
+        "STAGES": tile.stages,
+    }
+
+
+def given(kernel: Any, tile: Tile, x: Tensor, n: int, iterations: int = 1, splits: int = 1) -> dict[str, Any]:
+    """The constants that the kernel names, for streams like ``x``, and its warps."""
+    found = constants(x.device.type, tile, x.itemsize, n, iterations, splits)
+    names = getattr(kernel, "arg_names", found)
+    return {k: v for k, v in found.items() if k in names} | {"num_warps": tile.warps}
+
+
+def listed(kind: str, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> list[Build]:
+    """Builds of the kernels, in the order of the tiles, for 4 streams of width 5120 and 20 iterations."""
+    found = []
+    for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
+        tiles = TILES[kind]._replace(streams=of_streams(kind, itemsize))
+        for kernel, tile in zip(forward + backward, tiles, strict=True):
+            known = constants(kind, tile, itemsize, 4, iterations=20, splits=MOST_SPLITS)
+            known = {k: v for k, v in known.items() if k in kernel.arg_names}
+            signature = {k: _type(k, dtype) for k in kernel.arg_names if k not in known}
+            name, direction = f"{kernel.__name__} {dtype} N4 D5120", "forward" if kernel in forward else "backward"
+            found.append(Build(name, kernel, signature, known, direction, tile, _ALIGNED))
+    return found
+
+
+def _type(name: str, dtype: str) -> str:
+    """Streams and what goes with them are in the model's dtype; all else is float32, or an integer."""
+    if name in ("x_ptr", "y_ptr", "ct_ptr", "ct_x_ptr", "d_x_ptr", "d_product_ptr"):
+        return f"*{dtype}"
+    return "*fp32" if name.endswith("_ptr") else "fp32" if name == "norm_eps" else "i32"
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()

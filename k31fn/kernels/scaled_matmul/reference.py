@@ -1,0 +1,99 @@
+"""FP8 products of decoded operands, and the rule that every implementation shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from k31fn.autodiff import custom_vjp
+from k31fn.kernels.formats.fp8 import BLOCK, scale_of
+from k31fn.typing import Float, Tensor
+
+__all__ = ["Codes", "Scaling", "encode_blocks", "encode_rows", "fits", "product_rule", "scaled_matmul"]
+
+Scaling = Literal["rows", "blocks"]
+E4M3 = torch.float8_e4m3fn
+_LEAST = 16  # sizes that the library's products by rows take are multiples of it
+
+
+class Codes(NamedTuple):
+    """An operand ``[R, K]``: codes in E4M3, and scales ``[R, groups]`` along K, or ``[R / 128, K / 128]``."""
+
+    codes: Tensor
+    scales: Float[Tensor, "R G"]
+
+
+def fits(rows: int, features: int, columns: int, scaling: Scaling) -> bool:
+    """Whether the product ``[rows, features] x [features, columns]`` and both its gradients have sizes for FP8."""
+    multiple = _LEAST if scaling == "rows" else BLOCK
+    return all(n > 0 and n % multiple == 0 for n in (rows, features, columns))
+
+
+def encode_rows(x: Float[Tensor, "R K"], scaling: Scaling) -> Codes:
+    """One scale per row, or per row and 128 columns."""
+    groups = x.unflatten(-1, (1 if scaling == "rows" else -1, x.shape[-1] if scaling == "rows" else BLOCK))
+    scales = scale_of(torch.linalg.vector_norm(groups, float("inf"), -1), E4M3)
+    codes = (groups * scales.reciprocal().to(x.dtype)[..., None]).to(E4M3)  # exact but for the last rounding
+    return Codes(codes.flatten(-2), scales)
+
+
+def encode_blocks(x: Float[Tensor, "R K"]) -> Codes:
+    """One scale per 128 x 128."""
+    blocks = x.unflatten(-1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [R / 128, 128, K / 128, 128]
+    scales = scale_of(torch.linalg.vector_norm(blocks, float("inf"), (1, 3)), E4M3)
+    codes = (blocks * scales.reciprocal().to(x.dtype)[:, None, :, None]).to(E4M3)
+    return Codes(codes.flatten(0, 1).flatten(1, 2), scales)
+
+
+def _decode(x: Codes) -> Float[Tensor, "R K"]:
+    per_row, per_column = x.codes.shape[0] // x.scales.shape[0], x.codes.shape[1] // x.scales.shape[1]
+    each = x.scales.repeat_interleave(per_row, 0).repeat_interleave(per_column, 1)
+    return x.codes.to(each.dtype) * each
+
+
+def _multiply(a: Codes, b: Codes, scaling: Scaling, dtype: torch.dtype) -> Float[Tensor, "M N"]:
+    del scaling
+    return (_decode(a) @ _decode(b).mT).to(dtype)
+
+
+Multiply = Callable[[Codes, Codes, Scaling, torch.dtype], Tensor]
+"""``(a [M, K], b [N, K], scaling, dtype) -> [M, N]``: the second operand is transposed."""
+
+
+def product_rule(multiply: Multiply, name: str) -> Callable[..., Tensor]:
+    """The op whose three products are ``multiply`` of encoded operands."""
+
+    def product(scaling: Scaling, b_blocks: bool, a: Tensor, b: Tensor) -> Tensor:
+        of_b = encode_blocks(b.mT) if b_blocks and scaling == "blocks" else encode_rows(b.mT, scaling)
+        return multiply(encode_rows(a, scaling), of_b, scaling, a.dtype)
+
+    def fwd(scaling: Scaling, b_blocks: bool, a: Tensor, b: Tensor) -> tuple[Tensor, Any]:
+        return product(scaling, b_blocks, a, b), (a, b)
+
+    def bwd(scaling: Scaling, b_blocks: bool, needs: Any, residuals: Any, ct: Tensor) -> tuple[Any, Any]:
+        a, b = residuals
+        da = rule(scaling, b_blocks, ct, b.mT) if needs[0] else None
+        return da, rule(scaling, False, a.mT, ct) if needs[1] else None
+
+    rule = custom_vjp(product, nondiff_argnums=(0, 1), needs=True, name=name).defvjp(fwd, bwd)
+    return lambda a, b, scaling, b_blocks: rule(scaling, b_blocks, a, b)
+
+
+_reference = product_rule(_multiply, "scaled_matmul")
+
+
+def scaled_matmul(
+    a: Float[Tensor, "M K"], b: Float[Tensor, "K N"], scaling: Scaling = "rows", b_blocks: bool = False
+) -> Float[Tensor, "M N"]:
+    """The product of both operands in FP8, summed in float32.
+
+    Raises:
+        ValueError: sizes that the scaling does not take.
+    """
+    sizes = a.shape[0], a.shape[1], b.shape[1]
+    if not fits(*sizes, scaling):
+        multiple = _LEAST if scaling == "rows" else BLOCK
+        raise ValueError(f"scaled_matmul: M, K, N={sizes} with scaling={scaling!r} must be multiples of {multiple}")
+    return _reference(a, b, scaling, b_blocks)

@@ -1,0 +1,140 @@
+"""Processes that compile kernels, one kernel at a time each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Compilers", "WarmUpError"]
+
+_TRIES = 2
+
+
+class WarmUpError(RuntimeError):
+    """A kernel could not be compiled ahead of time."""
+
+
+class Compilers:
+    """Compiles kernels into a folder, in ``processes`` processes, which start at once and end with the block.
+
+    They do not see a device. One that dies is replaced, and its kernel given to another one.
+    """
+
+    def __init__(self, processes: int, folder: Path) -> None:
+        self._folder = folder
+        self._processes = [_Process(folder) for _ in range(processes)]
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.end()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes."""
+        return [process.pid for process in self._processes]
+
+    def compile(self, wanted: Sequence[Any], progress: Callable[[str], object] = lambda state: None) -> list[str]:
+        """How each was made, in order: ``"found"`` in the cache, ``"compiled"`` or ``"rebuilt"``.
+
+        Args:
+            wanted: the launches.
+            progress: called with the same, from several threads, as kernels are done.
+
+        Raises:
+            WarmUpError: a kernel does not compile, or two processes died over it.
+        """
+        states = [""] * len(wanted)
+        waiting, errors = deque((i, 0) for i in range(len(wanted))), list[str]()
+
+        def work(process: _Process) -> None:
+            while waiting and not errors:
+                try:
+                    number, tries = waiting.popleft()
+                except IndexError:  # another one took it
+                    return
+                answer = process.ask(wanted[number])
+                if answer is None:
+                    process.start()
+                    if tries + 1 < _TRIES:
+                        waiting.append((number, tries + 1))
+                    else:
+                        errors.append(f"{_name(wanted[number])}: the process that compiled it died, {_TRIES} times")
+                elif "error" in answer:
+                    errors.append(f"{_name(wanted[number])}: {answer['error']}")
+                else:
+                    states[number] = answer["state"]
+                    progress(states[number])
+
+        threads = [threading.Thread(target=work, args=(p,), daemon=True) for p in self._processes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors or waiting:
+            raise WarmUpError("; ".join(errors))
+        return states
+
+
+class _Process:
+    """``python -m k31fn.kernels.warmup``: a line of JSON in, a line out."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        without = {"TRITON_INTERPRET"}
+        env = {k: v for k, v in os.environ.items() if k not in without}
+        env |= {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        command = [sys.executable, "-m", "k31fn.kernels.warmup", str(self._folder)]
+        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, launch: Any) -> dict[str, Any] | None:
+        """Its answer, or None if the process has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(launch) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line.endswith("\n"):
+            self.end()
+            return None
+        return json.loads(line)
+
+    def end(self) -> None:
+        """Kills it: it writes nothing that another process would take for whole."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+def _name(launch: Any) -> str:
+    return f"kernel {launch[0]}.{launch[1]}"

@@ -1,0 +1,177 @@
+"""Trains two versions of one run on the same rows and says whether they compute the same: ``python -m k31fn.pair``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from k31fn import device as devices
+from k31fn import metrics
+from k31fn.checkpoint import CheckpointError
+from k31fn.config import Recipe, load_recipe, override
+from k31fn.pair.judge import LEAST_PROBES
+from k31fn.pair.report import Report, groups, record, save_plot
+from k31fn.pair.runs import Runs, Step, start
+from k31fn.pair.sides import check_alike, parse_side
+from k31fn.trainer import folder, load_corpus
+
+__all__ = ["main"]
+
+_USAGE = """usage: python -m k31fn.pair CONFIG --a WHAT... --b WHAT... [--FIELD VALUE ...]
+
+Trains two sides from one seed or checkpoint on the same rows, and side a a second time with its sums in another
+order. Exit status: 0 the sides agree up to rounding, 1 they differ, 2 a wrong call.
+
+WHAT is kernels=... or a field of the recipe:
+  kernels=reference                   every operator by its reference
+  kernels=triton                      Triton where an operator has it, else as the device does by default
+  kernels=attn_res:triton,mhc_pre:reference
+  remat=layer  compute=bfloat16  model.residual.block-size=4
+
+  python -m k31fn.pair configs/tiny.py --a kernels=reference --b kernels=triton --steps 300 --compute bfloat16
+  python -m k31fn.pair configs/tiny.py --b remat=layer --steps 40          --a alone: as the config says
+  python -m k31fn.pair runs/tiny/<time>/config.json --start runs/tiny/<time> --b kernels=triton --steps 100
+  python -m k31fn.pair configs/tiny.py --help                              lists all fields with their values
+
+Writes pairs/<name>/<time>/: pair.jsonl (a line per step), report.json, pair.png.
+"""
+_DESCRIPTION = "Compares two versions of a run. Fields of the recipe are those of both sides."
+_MOST_PROBES = 60
+
+
+@dataclass(frozen=True)
+class _Options:
+    """This comparison.
+
+    Attributes:
+        a: side a: kernels=WHAT and FIELD=VALUE; nothing: as the config says.
+        b: side b.
+        start: a run folder, whose newest checkpoint both begin with; "": the seed's initial values.
+        probe_every: steps from one comparison of gradients at equal parameters to the next; 0: about 60 in all.
+        out: where the folder of the results goes.
+        device: cpu, cuda, cuda:1, npu:0; if empty, the best of this machine.
+        threads: CPU threads; 0: one per core.
+    """
+
+    a: tuple[str, ...] = ()
+    b: tuple[str, ...] = ()
+    start: str = ""
+    probe_every: int = 0
+    out: Path = Path("pairs")
+    device: str = ""
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("probe_every", "threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """All that a call can set; both parts' fields stand side by side."""
+
+    options: _Options = field(metadata={"flat": True})
+    recipe: Recipe = field(metadata={"flat": True})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compares; returns 0 if the sides agree, 1 if not or if it failed, 2 for a wrong call, 130 when interrupted."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_USAGE, end="", file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    try:
+        return _main(args)
+    except KeyboardInterrupt:
+        print("k31fn.pair: interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(args: Sequence[str]) -> int:
+    try:
+        if args[0].startswith("-"):
+            raise ValueError(f"the config comes first, then {args[0]}: configs/tiny.py {shlex.join(args)}")
+        prog = f"python -m k31fn.pair {args[0]}"
+        call = override(_Call(_Options(), load_recipe(Path(args[0]))), args[1:], prog=prog, description=_DESCRIPTION)
+        options = call.options
+        a, b = parse_side("a", options.a, call.recipe), parse_side("b", options.b, call.recipe)
+        check_alike(a, b)
+        every = _every(options, call.recipe)
+        device = devices.parse(options.device) if options.device else devices.default()
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        devices.keep_heap(device)
+        corpus = load_corpus(call.recipe)
+        done, state = start(a.recipe, device, Path(options.start) if options.start else None)
+        recipe = dataclasses.replace(call.recipe, steps=done + call.recipe.steps)
+        where = folder.new(options.out, recipe)
+        runs = Runs(a, b, state, done, device, every)
+    except (ValueError, ImportError, OSError, CheckpointError) as error:
+        return _fail(error, 2)
+    print(f"pair {where}: {recipe.steps - done} steps of {recipe.batch_size} x {recipe.length} on {device}")
+    for side in (a, b):
+        print(f"  {side.name}: {side.text}, {side.recipe.compute}")
+    try:
+        steps = _steps(runs, corpus.dataset, recipe, where / "pair.jsonl")
+        return _report(runs, steps, recipe, where)
+    except (ValueError, OSError, ImportError) as error:
+        return _fail(error, 1)
+
+
+def _every(options: _Options, recipe: Recipe) -> int:
+    every = options.probe_every or max(1, recipe.steps // _MOST_PROBES)
+    if -(-recipe.steps // every) < LEAST_PROBES:
+        raise ValueError(
+            f"steps={recipe.steps} with probe_every={every}: gradients are compared {-(-recipe.steps // every)} times, "
+            f"which decides nothing; at least {LEAST_PROBES}"
+        )
+    return every
+
+
+def _steps(runs: Runs, dataset: object, recipe: Recipe, file: Path) -> list[Step]:
+    """Takes all steps; a line for each in ``file``, for some on the screen."""
+    steps, parts = [], {}
+    shown = max(1, recipe.steps // 20)
+    for step in runs.steps(dataset, recipe):  # pyright: ignore[reportArgumentType]
+        steps.append(step)
+        parts = parts or groups(list(runs.probes.rows), recipe.model)
+        line = record(step, runs, parts)
+        metrics.append(file, line)
+        if step.number % shown == 0 or step.number == recipe.steps - 1:
+            a, b = step.losses["a"], step.losses["b"]
+            noise = f"  noise {step.losses['noise'] - a:+.1e}" if "noise" in step.losses else ""
+            grads = (
+                f"  gradients {line['grad_apart']:.1e}, {line['worst']} {line['worst_apart']:.1e}" if step.probe else ""
+            )
+            print(f"step {step.number}: loss {a:.4f}  b - a {b - a:+.1e}{noise}{grads}", flush=True)
+    return steps
+
+
+def _report(runs: Runs, steps: Sequence[Step], recipe: Recipe, where: Path) -> int:
+    report = Report.of(runs, steps, recipe.model)
+    folder.write(where / "report.json", json.dumps(report.data, indent=2) + "\n")
+    print("\n".join(report.lines))
+    try:
+        save_plot(where / "pair.png", runs, steps)
+    except ImportError as error:
+        print(error)
+    print(f"\nrecords: {where / 'pair.jsonl'}\nplot:    {where / 'pair.png'}")
+    return 1 if report.differs else 0
+
+
+def _fail(error: BaseException, status: int) -> int:
+    for line in (str(error), *getattr(error, "__notes__", ())):
+        print(f"k31fn.pair: {line}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

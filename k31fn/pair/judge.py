@@ -1,0 +1,175 @@
+"""Whether two implementations compute the same gradient up to rounding: what a paired run decides, and on what.
+
+At some steps (probes) both sides differentiate the same loss at the same parameters, those of side a; with ``g_a`` and
+``g_b`` the gradients of one parameter and ``g`` the same gradient by the references in the next wider dtype,
+
+    scale = < g, g_b - g_a > / < g, g >        error_x = || g_x - g || / || g ||
+
+Rounding errors do not know ``g``: their product with it averages out over the elements of a parameter and over the
+probes, so ``scale`` finds a gradient that is 1% too large under noise many times that. (``g_a`` in the place of ``g``
+would not do: its own noise e makes the regression of ``g_b`` on it too small by ``e^2``, 1% for a noise of 10%.) The
+probes are cut into at most 12 blocks in time, since neighbours share most of their parameters; the medians of the
+blocks, which a flipped route in one probe does not move, give a mean and its standard error.
+
+A parameter differs if its scale is off by more than 0.004 and by more than chance makes it once in 40,000 (Student's t:
+7 standard errors for 12 blocks, 15 for 6), or if side b's error is more than 0.005 and more than 4 times side a's, and
+is no rounding of larger gradients that cancelled. If its noise is larger than its gradient, or 1% is less than 1.5
+times what chance allows, it is ``unresolved``: a gradient of 1.01 times its value might not be seen in it.
+
+A gradient of an operator may be a small part of those that a parameter adds up. So each operator that the sides compute
+differently is also compared alone (:mod:`k31fn.pair.operators`), by the same rule, with its arguments as parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k31fn import tree
+
+__all__ = ["LEAST_PROBES", "Leaf", "Probes", "loss_differs", "losses_apart"]
+
+LEAST_PROBES = 6
+
+_BLOCKS = 12
+_SCALE, _ERROR = 0.004, 0.005
+_DEVIATIONS = {6: 14.9, 7: 11.6, 8: 9.8, 9: 8.6, 10: 7.9, 11: 7.3, 12: 6.9}  # Student's t by number of blocks
+_POWER = 1.5
+_WORSE = 4.0
+_APART, _LOSS = 5.0, 0.05  # of the noise between two runs of one side; nats
+
+
+class Leaf(NamedTuple):
+    """What the probes say of one parameter (or of all together).
+
+    Attributes:
+        path: of the parameter.
+        scale: by how much side b's gradient is larger, relative.
+        deviation: standard error of ``scale``.
+        error_a: side a's relative error, of the median probe.
+        error_b: side b's.
+        differs: why it counts as different; "" if it does not.
+        unresolved: whether 1% would not be seen.
+    """
+
+    path: str
+    scale: float
+    deviation: float
+    error_a: float
+    error_b: float
+    differs: str
+    unresolved: bool
+
+
+@dataclass
+class Probes:
+    """Gradients of some probes, as their products.
+
+    Attributes:
+        rounding: of the sides' dtype, relative.
+        rows: by parameter, per probe that has it: ``|g|^2``, ``<g, g_b - g_a>``, ``|g_a - g|^2``, ``|g_b - g|^2``,
+            ``|g_b - g_a|^2``, and ``|g|^2`` of all parameters of that probe.
+    """
+
+    rounding: float
+    rows: dict[str, list[np.ndarray]] = field(default_factory=dict)
+
+    def add(self, a: Any, b: Any, exact: Any) -> dict[str, float]:
+        """A probe: the gradient trees of side a, side b and the wider dtype.
+
+        Returns:
+            By parameter, ``|g_b - g_a| / |g_a|``; and ``""``: of all together.
+        """
+        paths = tree.paths(a)
+        leaves = zip(*(tree.leaves(g) for g in (a, b, exact)), strict=True)
+        sums = torch.stack([_products(*leaf) for leaf in leaves]).cpu().numpy()
+        whole = sums[:, 0].sum()
+        for path, row in zip(paths, sums, strict=True):
+            self.rows.setdefault(path, []).append(np.append(row, whole))
+        apart = {path: _ratio(row[4], row[0]) for path, row in zip(paths, sums, strict=True)}
+        return {**apart, "": _ratio(sums[:, 4].sum(), whole)}
+
+    def judged(self) -> list[Leaf]:
+        """Every parameter that was probed often enough, the most suspicious first."""
+        found = [self._judge(path, np.stack(r)) for path, r in self.rows.items() if len(r) >= LEAST_PROBES]
+        return sorted(found, key=lambda leaf: (not leaf.differs, leaf.unresolved, -abs(leaf.scale)))
+
+    def group(self, paths: Sequence[str]) -> Leaf:
+        """Some parameters, which every probe has, as one."""
+        rows = np.stack([np.stack(self.rows[path]) for path in paths])  # [parameters probes 6]
+        return self._judge("", np.concatenate([rows[..., :5].sum(0), rows[0, :, 5:]], axis=1))
+
+    def _judge(self, path: str, rows: np.ndarray) -> Leaf:
+        if not rows[:, 0].any():
+            moved = math.sqrt(float(np.median(rows[:, 4])))
+            differs = (
+                "side b has a gradient, side a has none" if moved > self.rounding * _median_root(rows[:, 5]) else ""
+            )
+            return Leaf(path, 0.0, 0.0, 0.0, 0.0, differs, unresolved=False)
+        if (rows[:, 0] > 0).sum() < LEAST_PROBES:
+            return Leaf(path, 0.0, math.inf, 0.0, 0.0, "", unresolved=True)
+        rows = rows[rows[:, 0] > 0]
+        error_a, error_b = (_median_root(rows[:, i] / rows[:, 0]) for i in (2, 3))
+        medians = [float(np.median(part)) for part in np.array_split(rows[:, 1] / rows[:, 0], min(len(rows), _BLOCKS))]
+        scale, deviation = float(np.mean(medians)), float(np.std(medians, ddof=1)) / math.sqrt(len(medians))
+        chance = _DEVIATIONS[len(medians)] * deviation
+        cancelled = self.rounding * _median_root(rows[:, 5] / rows[:, 0])
+        lost = error_a > 1.0
+        differs = ""
+        if error_b > max(_ERROR, _WORSE * error_a, cancelled):
+            differs = f"error {error_b:.2g}, side a's is {error_a:.2g}"
+        if not lost and abs(scale) > max(_SCALE, chance):
+            differs = f"{1 + scale:.4f} times side a's (standard error {deviation:.1g})"
+        return Leaf(path, scale, deviation, error_a, error_b, differs, lost or _POWER * chance > 0.01)
+
+
+def loss_differs(losses: Sequence[tuple[float, float, float]], rounding: float) -> str:
+    """Why the losses of a, b and the wider dtype at the same parameters differ; "" if they do not."""
+    a, b, exact = np.array(losses).T
+    apart, error = np.median(np.abs(b - a)), np.median(np.abs(a - exact))
+    bound = _WORSE * max(error, rounding * float(np.median(np.abs(exact))))
+    return f"losses at the same parameters are {apart:.2g} apart, at most {bound:.2g}" if apart > bound else ""
+
+
+def losses_apart(a: Sequence[float], b: Sequence[float], again: Sequence[float]) -> tuple[float, float, str]:
+    """How far two runs are apart in their last half, and how far one is from itself with its sums in another order.
+
+    Args:
+        a: training losses of side a, by step.
+        b: of side b.
+        again: of side a with the rows of every batch reversed; empty if there is no such run.
+
+    Returns:
+        Root mean square of ``b - a``, of ``again - a`` (NaN without such a run), and why the first is too much, or "".
+    """
+    half = len(a) // 2
+    apart, noise = (_rms(np.array(x[half:]) - np.array(a[half:])) if len(x) else math.nan for x in (b, again))
+    bound = max(_APART * noise, _LOSS) if len(again) else math.inf
+    differs = f"training losses are {apart:.2g} nats apart, at most {bound:.2g}" if apart > bound else ""
+    return apart, noise, differs
+
+
+def _products(a: Tensor, b: Tensor, exact: Tensor) -> Tensor:
+    a, b, exact = (x.detach().to(torch.float64) for x in (a, b, exact))
+    moved = b - a
+    pairs = ((exact, exact), (exact, moved), (a - exact, a - exact), (b - exact, b - exact), (moved, moved))
+    return torch.stack([(x * y).sum() for x, y in pairs])
+
+
+def _median_root(squares: np.ndarray) -> float:
+    return math.sqrt(float(np.median(squares)))
+
+
+def _ratio(top: float, below: float) -> float:
+    """Of two squares, their root; 0 of nothing."""
+    return math.sqrt(float(top) / float(below)) if below > 0 else (math.inf if top > 0 else 0.0)
+
+
+def _rms(x: np.ndarray) -> float:
+    return math.sqrt(float(np.mean(x * x))) if len(x) else 0.0

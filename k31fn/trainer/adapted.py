@@ -1,0 +1,130 @@
+"""Parameters of a run that trains adapters (:mod:`k31fn.lora`): the model that is adapted, and what is saved.
+
+What is frozen is a function of the recipe: of ``lora.base``, a checkpoint in K3's names or a run, or of the seed. So a
+checkpoint of the run holds the adapters alone, with a fingerprint of the base that they are for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k31fn import balance, hf, lora, model, params, tree
+from k31fn.checkpoint import Checkpointer
+from k31fn.config import Recipe
+from k31fn.trainer import folder
+
+__all__ = ["check_base", "fingerprint", "init_adapted"]
+
+_HEAD = 2**20  # bytes of a file that the fingerprint reads
+
+
+def init_adapted(
+    recipe: Recipe, specs: Any, key: Tensor, tile: Callable[..., Any] | None
+) -> tuple[model.Params[Any], balance.State]:
+    """A rank's part of the adapted parameters, and the base's router biases, on the device of ``key``.
+
+    Of a base in K3's names a rank reads its own tiles; a run is read whole by every process, on its host.
+
+    Args:
+        recipe: the run.
+        specs: of this rank's parameters.
+        key: of initial values.
+        tile: see :func:`k31fn.params.init`.
+
+    Raises:
+        ValueError: the base is neither kind of folder, or of another model.
+    """
+    with _open_base(recipe, key) as (read, biases):
+        weights = lora.init(specs, key, read, dtype=recipe.precision.param, tile=tile)
+    return weights, tree.map(lambda x: x.to(key.device), biases)
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Of the base: of the sizes and beginnings of its files, or of the run's newest checkpoint."""
+    if isinstance(recipe.lora, tuple) or not recipe.lora.base:
+        return ""
+    base, digest = Path(recipe.lora.base), hashlib.blake2b(digest_size=16)
+    if _is_run(base):
+        run, step = _newest(base)
+        files = sorted(p for p in (run / "checkpoints" / str(step)).rglob("*") if p.is_file())
+    else:
+        files = sorted(base.glob("*.safetensors"))
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + opened.read(_HEAD))
+    return digest.hexdigest()
+
+
+def check_base(recipe: Recipe, found: str) -> None:
+    """Compares the fingerprint in a checkpoint with that of the base.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if found != fingerprint(recipe):
+        assert isinstance(recipe.lora, lora.Config)
+        raise ValueError(
+            f"lora.base={recipe.lora.base!r} has changed since the checkpoint, whose adapters are for another; put "
+            "the old one back"
+        )
+
+
+@contextlib.contextmanager
+def _open_base(recipe: Recipe, key: Tensor) -> Iterator[tuple[lora.Read, balance.State]]:
+    assert isinstance(recipe.lora, lora.Config)
+    base = recipe.lora.base
+    if not base:
+        by_path = dict(tree.flatten_with_paths(model.specs(recipe.model)))
+        yield lambda path, tile: params.draw(path, by_path[path], key, tile=tile), model.init_balance(recipe.model)
+    elif _is_run(Path(base)):
+        weights, biases = _read_run(Path(base), recipe)
+        yield lambda path, tile: weights[path][tile], biases
+    else:
+        with hf.open_checkpoint(base, recipe.model) as reader:
+            yield reader.read, reader.balance()
+
+
+def _is_run(base: Path) -> bool:
+    """Whether it is a run folder, or a folder of runs; a checkpoint has files of weights."""
+    if not base.is_dir():
+        raise ValueError(f"lora.base={str(base)!r} is no folder; give a checkpoint in K3's names, or a run")
+    return not any(base.glob("*.safetensors"))
+
+
+def _newest(base: Path) -> tuple[Path, int]:
+    run = folder.resolve(base)
+    with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
+        step = checkpoints.latest()
+    if step is None:
+        raise ValueError(f"lora.base={str(base)!r} has no complete checkpoint yet; train it first")
+    return run, step
+
+
+def _read_run(base: Path, recipe: Recipe) -> tuple[dict[str, Tensor], balance.State]:
+    run, step = _newest(base)
+    there = folder.recipe_of(run)
+    if there.lora:
+        raise ValueError(
+            f"lora.base={str(base)!r} is a run of adapters itself; merge it first: python -m k31fn.hf export {run} OUT"
+        )
+    if _shapes(there) != _shapes(recipe):
+        raise ValueError(f"lora.base={str(base)!r} is a run of another model; take its recipe's")
+    dtype = there.precision.param
+    wanted = {
+        "params": params.abstract(model.specs(there.model), dtype=dtype),
+        "balance": model.init_balance(there.model, device="meta"),
+    }
+    with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
+        read = checkpoints.restore(step, wanted, partial=True, device=torch.device("cpu"))
+    return dict(tree.flatten_with_paths(read["params"])), read["balance"]
+
+
+def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    return {path: spec.shape for path, spec in tree.flatten_with_paths(model.specs(recipe.model))}

@@ -1,0 +1,72 @@
+"""What a rank was doing when a run was lost: stacks, memory, step times, the last collectives."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from k31fn import device as devices
+from k31fn.parallel import Mesh, Progress
+
+__all__ = ["StepTimes", "describe", "write"]
+
+
+class StepTimes:
+    """How long steps took: counts by powers of two of a second, and the largest."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._longest = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Counts a step."""
+        self._counts[math.frexp(seconds)[1]] += 1
+        self._longest = max(self._longest, seconds)
+
+    def as_json(self) -> dict[str, Any]:
+        """``{"below 0.5 s": 120, ...}`` ascending, and the longest in seconds."""
+        counts = {f"below {2.0**exponent:g} s": n for exponent, n in sorted(self._counts.items())}
+        return {"counts": counts, "longest": round(self._longest, 3)}
+
+
+def describe(
+    why: str, rank: int, mesh: Mesh, progress: Progress, times: StepTimes, device: torch.device
+) -> dict[str, Any]:
+    """All of it, as JSON; nothing in it waits for the device or for another rank."""
+    frames, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
+    stacks = {names.get(i, str(i)): traceback.format_stack(frame) for i, frame in frames.items()}
+    cpu = torch.device("cpu")
+    memory = {"host": devices.memory_allocated(cpu), "host_peak": devices.peak_memory(cpu)}
+    if device.type != "cpu":
+        memory |= {"device": devices.memory_allocated(device), "device_peak": devices.peak_memory(device)}
+    return {
+        "rank": rank,
+        "at": mesh.coordinate(rank),
+        "why": why,
+        "time": time.time(),
+        "waiting": progress.waiting,
+        "issued": progress.issued,
+        "memory_bytes": memory,
+        "step_seconds": times.as_json(),
+        "stacks": stacks,
+        "collectives": progress.flight.as_json(),
+    }
+
+
+def write(folder: Path, record: dict[str, Any]) -> bool:
+    """Writes a rank's record to ``folder/rank-N.json``; whether it could."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank-{record['rank']}.json").write_text(json.dumps(record, indent=1))
+    except OSError:
+        return False
+    return True

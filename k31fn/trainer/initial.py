@@ -1,0 +1,111 @@
+"""Parameters to start from: those of another run.
+
+A source is a run folder (its newest complete checkpoint), one of its checkpoints, ``RUN/checkpoints/STEP``, or a folder
+of runs (the newest of them). It may be of another mesh, and of a model with Gated MLA where this one has Gated DSA: the
+indexers then keep their initial values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from k31fn import tree
+from k31fn.checkpoint import Checkpointer, Layout
+from k31fn.config import Recipe
+from k31fn.trainer import folder
+from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.state import TrainState, abstract_state, first_state, held_by
+
+__all__ = ["Source", "find_source", "load_parameters", "start_from"]
+
+
+class Source(NamedTuple):
+    """A complete checkpoint of a run."""
+
+    run: Path
+    step: int
+
+
+def find_source(path: str | Path) -> Source:
+    """The checkpoint that a path means (see the module).
+
+    Raises:
+        ValueError: there is none; says what is there.
+    """
+    run, step = folder.resolve_step(Path(path))
+    with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
+        steps = checkpoints.steps()
+    if not steps or (step is not None and step not in steps):
+        raise ValueError(f"init={str(path)!r}: complete checkpoints of {run}: {steps or 'none yet'}")
+    return Source(run, steps[-1] if step is None else step)
+
+
+def load_parameters(
+    path: str | Path, recipe: Recipe, wanted: Mapping[str, Tensor], ranks: Ranks, device: torch.device
+) -> dict[str, Tensor]:
+    """This rank's parts of those ``wanted`` tensors that the source has. Every rank must call it.
+
+    Args:
+        path: the source, which every rank's host must see.
+        recipe: of the run that starts; its mesh is that of ``ranks``.
+        wanted: whole meta tensors by path in the state, such as ``params.head``; all of ``recipe``'s state.
+        ranks: of the run.
+        device: where to put them.
+
+    Raises:
+        ValueError: there is no such source, or a tensor has another shape or dtype there.
+    """
+    run, step, names = ranks.on_first(lambda: _matching(path, wanted))
+    mine = dict(tree.flatten_with_paths(abstract_state(recipe, ranks.axes)))
+    held, theirs = held_by(recipe), dict(tree.flatten_with_paths(abstract_state(folder.recipe_of(Path(run)))))
+    whole = {there: theirs[there] for there in names.values()}
+    layout = Layout(whole, {there: held[name] for name, there in names.items() if name in held}, recipe.mesh)
+    like = {t: mine[name].to(theirs[t].dtype) for name, t in names.items() if name in mine}
+    with ranks.alike(lambda: Checkpointer(Path(run) / "checkpoints", read_only=True, axes=ranks.axes)) as checkpoints:
+        restore = functools.partial(checkpoints.restore, step, like, partial=True, device=device, layout=layout)
+        found = ranks.alike(restore)
+    return {name: found[t].to(wanted[name].dtype) for name, t in names.items() if name in mine}
+
+
+def _matching(path: str | Path, wanted: Mapping[str, Tensor]) -> tuple[str, int, dict[str, str]]:
+    """The run and step that a path means, and the names there of those ``wanted`` tensors that it has."""
+    source = find_source(path)
+    held = dict(tree.flatten_with_paths(abstract_state(folder.recipe_of(source.run))))
+    names = {name: there for name in wanted if (there := _name(name, held))}
+    if wrong := [n for n, there in names.items() if held[there].shape != wanted[n].shape]:
+        shapes = f"{list(held[names[wrong[0]]].shape)}, here {list(wanted[wrong[0]].shape)}"
+        raise ValueError(f"init={str(path)!r} is of another model: {wrong[0]} has shape {shapes}")
+    return str(source.run), source.step, names
+
+
+def _name(name: str, held: Mapping[str, Tensor]) -> str:
+    """The name there: of Gated MLA in a model whose attention is not inside a Gated DSA; "": it has none."""
+    return next((n for n in (name, name.replace(".attn.attn.", ".attn.")) if n in held), "")
+
+
+def start_from(path: str | Path, recipe: Recipe, state: TrainState, ranks: Ranks, device: torch.device) -> TrainState:
+    """``state``, the one before the first step, with the parameters and the routers' biases of the source.
+
+    Raises:
+        ValueError: as :func:`load_parameters`, or the source lacks a parameter that is not an indexer's.
+    """
+    parts = {f"{part}.{n}": x for part in ("params", "balance") for n, x in _whole(recipe, part)}
+    found = load_parameters(path, recipe, parts, ranks, device)
+    held = {f"params.{n}" for n in tree.paths(state.params)}
+    if missing := sorted(name for name in held - found.keys() if ".indexer." not in name):
+        raise ValueError(
+            f"init={str(path)!r} has no {missing[0]} ({len(missing)} missing): it is a run of another model"
+        )
+    weights = tree.map_with_path(lambda name, x: found.get(f"params.{name}", x), state.params)
+    biases = tree.map_with_path(lambda name, x: found.get(f"balance.{name}", x), state.balance)
+    return first_state(recipe, weights, biases, ranks.axes)
+
+
+def _whole(recipe: Recipe, part: str) -> list[tuple[str, Tensor]]:
+    return tree.flatten_with_paths(getattr(abstract_state(recipe), part))

@@ -1,0 +1,127 @@
+"""Bytes that a rank needs in a step, found by running its step on meta tensors.
+
+What is held between steps is added up from the specs. What a step makes besides is measured: the gradient of the loss
+runs on tensors that have shapes and no memory, and their bytes are counted as they come and go
+(:func:`k31fn.testing.live_bytes`). That is done for a model with one layer of each kind, then with another layer of
+each: what a layer adds is added as often as there are layers. Snapshots of the residual state that only a deep model
+has are added by hand.
+
+Ops run their references, but for products of routed experts, of which the results are counted. A fused implementation
+needs less. An allocator's rounding and cache, what a kernel takes for itself, and the buffers of collectives' libraries
+are not in it; nor are the stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from k31fn import model, tree
+from k31fn.config import Recipe
+from k31fn.kernels.shapes import shapes_only
+from k31fn.layers import attn_res
+from k31fn.parallel.collectives import axis_size
+from k31fn.testing import live_bytes
+from k31fn.trainer import traffic
+from k31fn.trainer.layout import lay_out
+from k31fn.trainer.state import abstract_state
+
+__all__ = ["Memory", "predict"]
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank.
+
+    Attributes:
+        frozen: its parts of weights that are not trained, as they are held.
+        trained: of those that are.
+        optimizer: its state of the optimiser.
+        gradients: of its trained parts.
+        gathered: of the weights of two layers, those that take most, gathered as they travel; the next one's are there
+            while one runs.
+        activations: the most that a step holds besides: what is kept for the backward, and a layer at work.
+    """
+
+    frozen: int
+    trained: int
+    optimizer: int
+    gradients: int
+    gathered: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def predict(recipe: Recipe) -> Memory:
+    """What a rank needs.
+
+    Raises:
+        ValueError: ``recipe`` has a pipeline.
+    """
+    if recipe.mesh.pp > 1:
+        raise ValueError(f"memory: mesh.pp={recipe.mesh.pp}: stages of a pipeline are not predicted; set mesh.pp=1")
+    held = traffic.held(recipe)
+    gradients = sum(x.gradient for x in held)
+    gathered = _gathered(recipe)
+    step = _peak(recipe)
+    return Memory(
+        frozen=sum(x.weight for x in held if not x.gradient),
+        trained=sum(x.weight for x in held if x.gradient),
+        optimizer=sum(x.optimizer for x in held),
+        gradients=gradients,
+        gathered=gathered,
+        activations=max(0, step - gradients - gathered),
+    )
+
+
+def _peak(recipe: Recipe) -> int:
+    """The most bytes of tensors that a gradient makes."""
+    kinds = traffic.layer_kinds(recipe.model)
+    each = list(dict.fromkeys(kinds))
+
+    def of(layers: list[Any]) -> int:
+        return _peak_of(traffic.with_layers(recipe, layers))
+
+    total = base = of(each)
+    for kind in each:
+        if (more := kinds.count(kind) - 1) > 0:
+            total += more * (of([*each, kind]) - base)
+    return total + _snapshots(recipe, len(kinds)) - _snapshots(recipe, len(each))
+
+
+def _peak_of(recipe: Recipe) -> int:
+    state = abstract_state(recipe, traffic.axes_of(recipe))
+    with shapes_only("grouped_matmul"), live_bytes() as live:
+        traffic.gradient_abstractly(recipe, state=state)
+    return live.peak
+
+
+def _snapshots(recipe: Recipe, num_layers: int) -> int:
+    """Blocks of the residual state after the first, and their gradients."""
+    residual, mesh = recipe.model.residual, recipe.mesh
+    if not isinstance(residual, attn_res.Config):
+        return 0
+    blocks = -(-num_layers // residual.block_size)
+    rows = recipe.batch_size // (mesh.dp * mesh.fsdp * recipe.micro_batches)
+    tokens = recipe.length // (mesh.cp * mesh.tp)
+    return 2 * (blocks - 1) * rows * tokens * recipe.model.hidden_size * recipe.precision.compute.itemsize
+
+
+def _gathered(recipe: Recipe) -> int:
+    axes = traffic.axes_of(recipe)
+    layout, weights = lay_out(recipe, axes), abstract_state(recipe, axes).params
+    sizes = sorted(
+        sum(
+            x.numel() * axis_size(place.gather) * (place.dtype or x.dtype).itemsize
+            for x, place in zip(tree.leaves(layer), tree.leaves(places), strict=True)
+            if place.gather
+        )
+        for layer, places in zip(_layers(weights), _layers(layout.placements), strict=True)
+    )
+    return sum(sizes[-2:])
+
+
+def _layers(params: model.Params[Any]) -> tuple[Any, ...]:
+    return params.layers

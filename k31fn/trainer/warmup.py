@@ -1,0 +1,126 @@
+"""Compiles the kernels of a run before its first step: ``train.py --warmup``.
+
+Which ones follows from the recipe: each rank runs its step on meta tensors and notes the calls of operators. The first
+process of each host compiles the kernels of all ranks, in processes of its own, into a cache that the others load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from k31fn import device as devices
+from k31fn.config import Recipe, spans
+from k31fn.kernels.launch import INTERPRETED, missing_triton
+from k31fn.kernels.registry import watch_calls
+from k31fn.kernels.shapes import shapes_only
+from k31fn.kernels.warmup import Calls, Compilers, Launch, WarmUpError, launches
+from k31fn.parallel import exchange_json
+from k31fn.parallel.point_to_point import own_index
+from k31fn.trainer import traffic
+from k31fn.trainer.console import View
+from k31fn.trainer.ranks import Ranks
+
+__all__ = ["Warmed", "calls_of", "of_all", "warm_up"]
+
+
+class Warmed(NamedTuple):
+    """What a warm-up did.
+
+    Attributes:
+        states: of the kernels that this process had compiled: "found", "compiled", "rebuilt"; how many of each.
+        found_s: seconds in which it was found out what to compile.
+        compiled_s: in which it was compiled.
+        loaded_s: in which it was loaded.
+    """
+
+    states: Counter[str]
+    found_s: float
+    compiled_s: float
+    loaded_s: float
+
+    def __str__(self) -> str:
+        parts = [f"{self.states[name]} {name}" for name in ("compiled", "rebuilt", "found") if self.states[name]]
+        seconds = (
+            f"{self.found_s:.1f} s to find them, {self.compiled_s:.1f} s to compile, {self.loaded_s:.1f} s to load"
+        )
+        return f"warm-up: {self.states.total()} kernels ({', '.join(parts)}); {seconds}"
+
+
+def calls_of(recipe: Recipe, stage_rank: int = 0) -> Calls:
+    """The calls of operators in a step of a rank of that stage of the pipeline, in every phase of the run."""
+    calls = Calls()
+    starts = [span.start for span in spans(recipe.phases, recipe.steps)] or [0]
+    with shapes_only(), watch_calls(calls):
+        for step in starts:  # a replay of remat calls what the forward did
+            now = recipe.at(step)
+            # all micro-batches are alike; an interleaved pipeline takes as many at a time as it has ranks
+            count = now.mesh.pp if now.pipeline.num_chunks > 1 and now.mesh.pp > 1 else 1
+            size = now.batch_size // now.micro_batches * count
+            one = dataclasses.replace(now, micro_batches=count, batch_size=size, remat="none")
+            traffic.gradient_abstractly(one, stage_rank)
+    return calls
+
+
+def warm_up(
+    recipe: Recipe, device: torch.device, view: View, *, ranks: Ranks, compiles: bool, processes: int = 0
+) -> Warmed | None:
+    """Compiles and loads what a step of ``recipe`` launches on ``device``, by the implementations in force.
+
+    Args:
+        recipe: the run.
+        device: of this rank.
+        view: where it says what it does.
+        ranks: of the run; all call this.
+        compiles: whether this is the process of its host that compiles.
+        processes: that compile at the same time; 0: one per core.
+
+    Returns:
+        What was done; None where there are no kernels to compile.
+
+    Raises:
+        WarmUpError: a kernel does not compile.
+        ValueError: an operator refuses its arguments.
+        OtherRankError: one of these on another rank.
+    """
+    if device.type == "cpu" or missing_triton() or INTERPRETED:
+        view.note(f"warm-up: no kernels to compile on {device.type}")
+        return None
+    cache = importlib.import_module("k31fn.kernels.warmup.triton")
+    folder: Path = cache.folder(devices.name(device))
+    cache.use_folder(folder)
+    count = (processes or devices.num_cores(torch.device("cpu"))) if compiles else 0
+    clock = [time.perf_counter()]
+    with Compilers(count, folder) as compilers:  # they start while it is found out what to compile
+        own = ranks.on_each(lambda: launches(calls_of(recipe, own_index(ranks.axes.pp)), device))
+        clock.append(time.perf_counter())
+        wanted = of_all(own, ranks)
+        states, error = Counter[str](), None
+        if compiles:
+            try:
+                with view.working("compiling kernels", len(wanted)) as advance:
+                    states.update(compilers.compile(wanted, lambda state: advance(1)))
+            except WarmUpError as e:
+                error = e
+        clock.append(time.perf_counter())
+        ranks.agree(error=error)
+    cache.load(own, on_device=True)
+    clock.append(time.perf_counter())
+    done = Warmed(states, *(b - a for a, b in itertools.pairwise(clock)))
+    view.note(str(done))
+    return done
+
+
+def of_all(own: list[Launch], ranks: Ranks) -> list[Launch]:
+    """What any rank launches: the stages of a pipeline differ, and a host may have ranks of several."""
+    found: dict[Launch, None] = {}
+    for of_rank in exchange_json(own, ranks.axes.atoms):
+        found |= dict.fromkeys(Launch(m, f, (t[0], t[1], t[2]), d) for m, f, t, d in of_rank)
+    return list(found)

@@ -1,0 +1,72 @@
+"""What is compiled before the first step is what the steps of the run call."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from k31fn import data, random, segments
+from k31fn.config import Recipe
+from k31fn.kernels.registry import watch_calls
+from k31fn.kernels.warmup import Calls, Launch
+from k31fn.trainer import init_state, main, make_batches, make_step
+from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.warmup import calls_of, of_all
+from tests.trainer import runs
+
+CPU = torch.device("cpu")
+
+
+def really(recipe: Recipe) -> Calls:
+    """The calls of a step that has values."""
+    calls, tokens = Calls(), random.bits(random.key(0), (recipe.batch_size, recipe.length)) % recipe.model.vocab_size
+    packing = segments.from_lengths([[9, 10]] * recipe.batch_size, recipe.length)
+    rows = data.Example(tokens, segments.next_token_labels(tokens, packing), packing, ())
+    with watch_calls(calls):
+        make_step(recipe)(init_state(recipe, CPU), make_batches(recipe, rows, CPU), 1e-3)
+    return calls
+
+
+def kinds(calls: Calls) -> set[tuple[str, tuple[object, ...]]]:
+    """Without strides: an operator whose results are made at once gives contiguous ones."""
+    shapes = ((c.op.name, [x[0::3] if isinstance(x, tuple) else x for x in c.leaves]) for c in calls)
+    return {(name, tuple(map(str, leaves))) for name, leaves in shapes}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"micro_batches": 2, "remat": "layer", "compute": "bfloat16"}],
+)
+def test_the_calls_found_on_meta_tensors_are_those_of_a_step(changes: dict[str, object], unchecked: None) -> None:
+    recipe = runs.recipe("unused", **changes)
+    assert kinds(calls_of(recipe)) == kinds(really(recipe))
+    other = dataclasses.replace(recipe, length=32)
+    assert kinds(calls_of(other)) != kinds(calls_of(recipe))
+
+
+def test_ranks_tell_each_other_what_they_launch() -> None:
+    own = [Launch("m", f, ("cuda", 90, 32), "{}") for f in "fgf"]
+    assert of_all(own, Ranks()) == own[:2]
+
+
+def test_on_a_device_without_kernels_a_warm_up_says_so(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], unchecked: None
+) -> None:
+    config = runs.write_config(tmp_path / "c.py", runs.recipe(text, steps=1))
+    assert main([config, "--warmup", "--device", "cpu", "--runs", str(tmp_path)]) == 0
+    assert "warm-up: no kernels to compile on cpu" in capsys.readouterr().out
+    assert main([config, "--warmup-processes", "-1"]) == 2
+    assert "warmup_processes=-1 must be at least 0" in capsys.readouterr().err
+
+
+def test_kernels_are_chosen_by_name(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], unchecked: None
+) -> None:
+    config = runs.write_config(tmp_path / "c.py", runs.recipe(text, steps=1))
+    assert main([config, "--kernels", "kda:recurence"]) == 2
+    assert "op 'kda' has no implementation 'recurence'; it has reference" in capsys.readouterr().err
+    assert main([config, "--kernels", "grouped_matmul:grouped_mm", "--runs", str(tmp_path)]) == 1
+    assert (
+        "grouped_mm' was asked for but cannot run: it runs on cuda, the arguments are on cpu" in capsys.readouterr().err
+    )
