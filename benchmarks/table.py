@@ -86,8 +86,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(args.results.glob("*.json"))]
+    if not (found := [r for r in found if "rows" in r and "op" in r]):
+        parser.error(f"--results {args.results}: no result of an operator in it")
     text = args.file.read_text(encoding="utf-8")
-    wanted = replaced(text, render([r for r in found if "rows" in r and "op" in r]))
+    wanted = replaced(text, render(found))
     if args.check and text != wanted:
         print(f"{args.file}: the table is not that of {args.results}; run python -m benchmarks.table {args.file}")
         return 1

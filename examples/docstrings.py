@@ -10,6 +10,7 @@ arguments, a second question asks for them.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -77,11 +78,9 @@ def write(root: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Writes the conversations; returns the exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if len(arguments) != 1:
-        print("usage: python -m examples.docstrings FOLDER", file=sys.stderr)
-        return 2
-    write(Path(arguments[0]))
+    parser = argparse.ArgumentParser("python -m examples.docstrings", description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the prepared stores go")
+    write(parser.parse_args(argv).folder)
     return 0
 
 

@@ -53,7 +53,8 @@ class Config:
     """What is adapted and how.
 
     Attributes:
-        base: the model that is adapted: a checkpoint in K3's names, or a run; "": initial values of the run's seed.
+        base: the model that is adapted: a checkpoint in K3's names, or a run or a checkpoint of it; "": initial values
+            of the run's seed.
         pattern: regular expression that paths of adapted matrices match somewhere.
         rank: of the update.
         alpha: the update is ``alpha / rank A B``.

@@ -33,7 +33,7 @@ def load(
     """Recipe, parameters and router biases of a run's newest checkpoint, or of the one of ``step``.
 
     Raises:
-        ValueError: it is no run folder, or has no complete checkpoint.
+        ValueError: it is no run folder, or has no complete checkpoint, or its adapters are for another base.
         CheckpointError: the checkpoint is damaged.
     """
     recipe = folder.recipe_of(run)
@@ -41,6 +41,7 @@ def load(
         step = checkpoints.latest() if step is None else step
         if step is None:
             raise ValueError(f"{run} has no complete checkpoint yet; train it first")
+        trainer.check_base(recipe, checkpoints.metadata(step).get("base", ""))
         state = trainer.saved(trainer.abstract_state(recipe), recipe)
         wanted = {"params": state.params, "balance": state.balance}
         restored = checkpoints.restore(step, wanted, partial=True, device=where)

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from benchmarks import table
+
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
@@ -30,3 +32,8 @@ def test_links_and_commands_exist():
     makefile = (root / "Makefile").read_text(encoding="utf-8")
     for goal in re.findall(r"^make (\S+)", README, flags=re.MULTILINE):
         assert re.search(rf"^{goal}:", makefile, flags=re.MULTILINE), goal
+
+
+def test_the_table_of_benchmarks_is_that_of_their_results(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["table", str(Path(__file__).parents[1] / "README.md"), "--check"])
+    assert table.main() == 0

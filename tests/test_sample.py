@@ -276,6 +276,7 @@ class TestCommandLine:
         assert "has no complete checkpoint yet; train it first" in self.call(capsys, tmp_path, status=2)
         assert not (tmp_path / "checkpoints").exists()
 
+    @pytest.mark.slow
     def test_a_damaged_checkpoint_is_refused(self, run, tmp_path, capsys):
         broken = tmp_path / "broken"
         for file in [p for p in run.rglob("*") if p.is_file()]:

@@ -61,9 +61,9 @@ class _Forward(torch.autograd.Function):
         outputs, call.out_def = tree.flatten(out)
         if wrong := [o for o in outputs if not isinstance(o, Tensor)]:
             raise ValueError(f"{call.rule.name}: its output has the leaf {wrong[0]!r}; every leaf must be a tensor")
-        outputs = [o.view_as(o) if id(o) in inputs else o for o in outputs]  # an output must not be an input object
-        positions = {id(o): i for i, o in enumerate(outputs)}
-        outputs = _batch_alike(outputs)
+        positions = {id(o): i for i, o in enumerate(outputs) if id(o) not in inputs}
+        # autograd marks the objects that it is given; it must not be an input or a constant that the rule captured
+        outputs = _batch_alike([o.view_as(o) if id(o) in inputs else o.detach() for o in outputs])
         call.num_out = len(outputs)
         values, call.res_def = tree.flatten(residuals)
         call.res_source = []
@@ -75,7 +75,7 @@ class _Forward(torch.autograd.Function):
             else:
                 if id(value) not in positions:
                     positions[id(value)] = len(outputs)
-                    outputs.append(value)
+                    outputs.append(value.detach())
                 call.res_source.append(("output", positions[id(value)]))
         return tuple(outputs)
 

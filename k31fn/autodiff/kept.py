@@ -47,6 +47,7 @@ class Kept:
         self._inputs = Inputs([values[i] for i in self._index])
         self._edges: list[GradientEdge] = []
         self._heads: dict[int, Tensor] = {}
+        self._pulled = False
 
     def _run(self, f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         values, structure = tree.flatten(args)
@@ -71,6 +72,9 @@ class Kept:
         Raises:
             RuntimeError: a second call.
         """
+        if self._pulled:
+            raise RuntimeError("the graph of a kept function is pulled back once, and was; use remat='none' or 'layer'")
+        self._pulled = True
         values, structure = tree.flatten(args)
         wanted = [(k, i) for k, i in enumerate(self._index) if tree.leaves(needs)[i]]
         grads: list[Tensor | None] = [None] * len(values)

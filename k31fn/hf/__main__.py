@@ -65,6 +65,11 @@ def _verify(given: argparse.Namespace) -> int:
 def _import(given: argparse.Namespace) -> int:
     """The checkpoint's model, trained as the recipe says: what a config file cannot keep is the recipe's."""
     recipe = load_recipe(given.config)
+    if recipe.lora:
+        raise ValueError(
+            f"{given.config} trains adapters, and a checkpoint is what they are of: python train.py {given.config} "
+            f"--lora.base {given.folder}"
+        )
     recipe = dataclasses.replace(recipe, model=hf.config_from_hf(given.folder))
     weights, biases = hf.load(given.folder, recipe.model, dtype=recipe.precision.param)
     state = trainer.first_state(recipe, weights, biases)

@@ -60,8 +60,11 @@ def _state(impl: Implementation, kind: str) -> str:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(prog="python -m k31fn.kernels", description="Ops and their implementations.")
-    parser.add_argument("--device", default=device.default().type, help="device type (default: the best one here)")
     load_all()
+    kinds = {kind for op in OPS.values() for impl in op.implementations.values() for kind in impl.devices} | {"cpu"}
+    parser.add_argument(
+        "--device", default=device.default().type, choices=sorted(kinds), help="device type (default: the best here)"
+    )
     rows = table(parser.parse_args().device)
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     for *cells, last in rows:

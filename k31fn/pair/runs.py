@@ -22,6 +22,7 @@ from k31fn.pair.sides import Side, precise, rounding
 from k31fn.parallel import MeshAxes
 from k31fn.testing import live_bytes
 from k31fn.trainer import TrainState, abstract_state, folder, init_state, lay_out, make_batches, make_step, rows_at
+from k31fn.trainer.adapted import check_base
 from k31fn.trainer.gradient import make_gradient
 from k31fn.trainer.initial import start_from
 from k31fn.trainer.phases import learning_rate
@@ -46,6 +47,7 @@ def start(recipe: Recipe, device: torch.device, run: Path | None) -> tuple[int, 
         done = checkpoints.latest()
         if done is None:
             raise ValueError(f"start={str(run)!r}: the run has no complete checkpoint")
+        check_base(recipe, checkpoints.metadata(done).get("base", ""))
         held = checkpoints.restore(done, saved(abstract_state(recipe), recipe), device=device)
     return done, completed(held, recipe, device)
 

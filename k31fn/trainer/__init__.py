@@ -1,5 +1,6 @@
 """Training: state, step, loop and command line."""
 
+from k31fn.trainer.adapted import check_base
 from k31fn.trainer.cli import main
 from k31fn.trainer.evaluation import heldout_loss
 from k31fn.trainer.layout import Layout, lay_out, make_optimizer, trained_specs
@@ -27,6 +28,7 @@ __all__ = [
     "Stop",
     "TrainState",
     "abstract_state",
+    "check_base",
     "completed",
     "first_state",
     "held_by",

@@ -20,7 +20,7 @@ from k31fn.checkpoint import Checkpointer
 from k31fn.config import Recipe
 from k31fn.trainer import folder
 
-__all__ = ["check_base", "fingerprint", "init_adapted"]
+__all__ = ["check_base", "check_source", "fingerprint", "init_adapted"]
 
 _HEAD = 2**20  # bytes of a file that the fingerprint reads
 
@@ -47,7 +47,7 @@ def init_adapted(
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Of the base: of the sizes and beginnings of its files, or of the run's newest checkpoint."""
+    """Of the base: of the sizes and beginnings of its files, or those of the run's checkpoint."""
     if isinstance(recipe.lora, tuple) or not recipe.lora.base:
         return ""
     base, digest = Path(recipe.lora.base), hashlib.blake2b(digest_size=16)
@@ -72,8 +72,23 @@ def check_base(recipe: Recipe, found: str) -> None:
         assert isinstance(recipe.lora, lora.Config)
         raise ValueError(
             f"lora.base={recipe.lora.base!r} has changed since the checkpoint, whose adapters are for another; put "
-            "the old one back"
+            "the old one back, or have the run's config.json name it: RUN/checkpoints/STEP"
         )
+
+
+def check_source(recipe: Recipe) -> None:
+    """Whether the base is there and of the recipe's model; reads no weights.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(recipe.lora, tuple) or not recipe.lora.base:
+        return
+    if _is_run(Path(recipe.lora.base)):
+        _matching_run(Path(recipe.lora.base), recipe)
+    else:
+        with hf.open_checkpoint(recipe.lora.base, recipe.model):
+            pass
 
 
 @contextlib.contextmanager
@@ -99,15 +114,22 @@ def _is_run(base: Path) -> bool:
 
 
 def _newest(base: Path) -> tuple[Path, int]:
-    run = folder.resolve(base)
+    try:
+        run, step = folder.resolve_step(base)
+    except ValueError as error:
+        raise ValueError(f"lora.base={str(base)!r} has no *.safetensors, and {error}") from error
     with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
-        step = checkpoints.latest()
-    if step is None:
-        raise ValueError(f"lora.base={str(base)!r} has no complete checkpoint yet; train it first")
+        steps = checkpoints.steps()
+        step = checkpoints.latest() if step is None else step
+    if step not in steps:
+        raise ValueError(
+            f"lora.base={str(base)!r}: complete checkpoints of {run}: {steps or 'none yet; train it first'}"
+        )
     return run, step
 
 
-def _read_run(base: Path, recipe: Recipe) -> tuple[dict[str, Tensor], balance.State]:
+def _matching_run(base: Path, recipe: Recipe) -> tuple[Path, int, Recipe]:
+    """The run, its newest step and its recipe, of the same model."""
     run, step = _newest(base)
     there = folder.recipe_of(run)
     if there.lora:
@@ -116,6 +138,11 @@ def _read_run(base: Path, recipe: Recipe) -> tuple[dict[str, Tensor], balance.St
         )
     if _shapes(there) != _shapes(recipe):
         raise ValueError(f"lora.base={str(base)!r} is a run of another model; take its recipe's")
+    return run, step, there
+
+
+def _read_run(base: Path, recipe: Recipe) -> tuple[dict[str, Tensor], balance.State]:
+    run, step, there = _matching_run(base, recipe)
     dtype = there.precision.param
     wanted = {
         "params": params.abstract(model.specs(there.model), dtype=dtype),

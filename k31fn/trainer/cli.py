@@ -21,6 +21,7 @@ from k31fn.kernels.registry import use_impl
 from k31fn.kernels.warmup import WarmUpError
 from k31fn.trainer import folder
 from k31fn.trainer.console import View
+from k31fn.trainer.initial import check_start
 from k31fn.trainer.launch import Process, join
 from k31fn.trainer.log import NonFiniteError
 from k31fn.trainer.profile import parse_steps
@@ -150,11 +151,13 @@ def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process:
     try:
         ranks.on_first(lambda: trackers.check(recipe.trackers))
         existing = ranks.on_first(lambda: _existing(recipe, options, config))
+        if not existing:
+            ranks.on_first(lambda: check_start(recipe))
         corpus = ranks.on_each(lambda: load_corpus(recipe))
         if options.threads:
             torch.set_num_threads(options.threads)
         where = Path(existing or ranks.on_first(lambda: str(folder.new(options.runs, recipe))))
-    except (ValueError, ImportError, OSError, OtherRankError) as error:
+    except (ValueError, ImportError, OSError, CheckpointError, OtherRankError) as error:
         return _fail(error, 2)
     view = View() if ranks.first else View.silent()
     ranks.record_in(where / "failure")

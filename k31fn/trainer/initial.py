@@ -8,7 +8,7 @@ indexers then keep their initial values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +19,11 @@ from k31fn import tree
 from k31fn.checkpoint import Checkpointer, Layout
 from k31fn.config import Recipe
 from k31fn.trainer import folder
+from k31fn.trainer.adapted import check_source
 from k31fn.trainer.ranks import Ranks
 from k31fn.trainer.state import TrainState, abstract_state, first_state, held_by
 
-__all__ = ["Source", "find_source", "load_parameters", "start_from"]
+__all__ = ["Source", "check_start", "find_source", "load_parameters", "start_from"]
 
 
 class Source(NamedTuple):
@@ -38,12 +39,29 @@ def find_source(path: str | Path) -> Source:
     Raises:
         ValueError: there is none; says what is there.
     """
-    run, step = folder.resolve_step(Path(path))
+    try:
+        run, step = folder.resolve_step(Path(path))
+    except ValueError as error:
+        raise ValueError(f"init={str(path)!r}: {error}") from error
     with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
         steps = checkpoints.steps()
     if not steps or (step is not None and step not in steps):
         raise ValueError(f"init={str(path)!r}: complete checkpoints of {run}: {steps or 'none yet'}")
     return Source(run, steps[-1] if step is None else step)
+
+
+def check_start(recipe: Recipe) -> None:
+    """Whether what a run starts from, ``init`` or ``lora.base``, is there and of its model; reads no weights.
+
+    Raises:
+        ValueError: it is not, or no matrix of the model is adapted.
+    """
+    wanted = dict(tree.flatten_with_paths(abstract_state(recipe)))
+    if recipe.init:
+        parts = {name: x for name, x in wanted.items() if name.startswith(("params.", "balance."))}
+        names = _matching(recipe.init, parts)[2]
+        _check_missing(recipe.init, (n for n in parts if n.startswith("params.") and n not in names))
+    check_source(recipe)
 
 
 def load_parameters(
@@ -76,7 +94,13 @@ def load_parameters(
 def _matching(path: str | Path, wanted: Mapping[str, Tensor]) -> tuple[str, int, dict[str, str]]:
     """The run and step that a path means, and the names there of those ``wanted`` tensors that it has."""
     source = find_source(path)
-    held = dict(tree.flatten_with_paths(abstract_state(folder.recipe_of(source.run))))
+    there = folder.recipe_of(source.run)
+    if there.lora:
+        raise ValueError(
+            f"init={str(path)!r} is a run of adapters, whose checkpoints have no whole model; merge it first: "
+            f"python -m k31fn.hf export {source.run} OUT, python -m k31fn.hf import OUT CONFIG"
+        )
+    held = dict(tree.flatten_with_paths(abstract_state(there)))
     names = {name: there for name in wanted if (there := _name(name, held))}
     if wrong := [n for n, there in names.items() if held[there].shape != wanted[n].shape]:
         shapes = f"{list(held[names[wrong[0]]].shape)}, here {list(wanted[wrong[0]].shape)}"
@@ -98,13 +122,17 @@ def start_from(path: str | Path, recipe: Recipe, state: TrainState, ranks: Ranks
     parts = {f"{part}.{n}": x for part in ("params", "balance") for n, x in _whole(recipe, part)}
     found = load_parameters(path, recipe, parts, ranks, device)
     held = {f"params.{n}" for n in tree.paths(state.params)}
-    if missing := sorted(name for name in held - found.keys() if ".indexer." not in name):
-        raise ValueError(
-            f"init={str(path)!r} has no {missing[0]} ({len(missing)} missing): it is a run of another model"
-        )
+    _check_missing(path, held - found.keys())
     weights = tree.map_with_path(lambda name, x: found.get(f"params.{name}", x), state.params)
     biases = tree.map_with_path(lambda name, x: found.get(f"balance.{name}", x), state.balance)
     return first_state(recipe, weights, biases, ranks.axes)
+
+
+def _check_missing(path: str | Path, names: Iterable[str]) -> None:
+    if missing := sorted(name for name in names if ".indexer." not in name):
+        raise ValueError(
+            f"init={str(path)!r} has no {missing[0]} ({len(missing)} missing): it is a run of another model"
+        )
 
 
 def _whole(recipe: Recipe, part: str) -> list[tuple[str, Tensor]]:

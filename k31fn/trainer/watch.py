@@ -226,7 +226,8 @@ class Watch:
         except RuntimeError:
             if not self._answered:  # else the others know, and have ended already
                 where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
-                text = f"train.py: {where}: the store of the process group is gone: rank 0 or its torchrun died"
+                holder = f"rank 0 at {self._mesh.coordinate(0)} or its torchrun, which held it, died"
+                text = f"train.py: {where}: the store of the process group is gone: {holder}"
                 print(text, file=sys.stderr, flush=True)
             self._end(1)
 

@@ -166,6 +166,20 @@ def test_residuals_alias_inputs_and_outputs(keep: str):
     close(gradient, x.exp())
 
 
+@pytest.mark.parametrize("place", ["residual", "output"])
+def test_a_constant_that_a_rule_captured_stays_one(place: str):
+    constant = torch.ones(3, dtype=F64)
+
+    def fwd(x: Tensor) -> tuple[Any, Any]:
+        return (x * constant, constant) if place == "output" else (x * constant, x), (x, constant)
+
+    rule = custom_vjp(lambda x: x, name="captures").defvjp(fwd, lambda res, ct: (ct[0] * res[1],))
+    x = torch.randn(3, dtype=F64, requires_grad=True)
+    assert rule(x)[0].requires_grad
+    assert not constant.requires_grad
+    assert constant.grad_fn is None
+
+
 @pytest.mark.parametrize(
     "by", [lambda f: hessian(f), lambda f: value_and_grad(lambda x: value_and_grad(f)(x)[1].sum())]
 )

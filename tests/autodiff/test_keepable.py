@@ -187,6 +187,15 @@ def test_an_impure_surrounding_is_found() -> None:
         value_and_grad(remat(impure, save=("branch",)))(torch.ones(()), X)
 
 
+def test_a_second_pullback_is_refused() -> None:
+    """What the first one used up is gone: without the check the weights of the branch would have no gradient."""
+    ws = tree.map(lambda w: w.requires_grad_(), weights())
+    loss = deep(kept)(ws, X)
+    torch.autograd.grad(loss, tree.leaves(ws), retain_graph=True)
+    with pytest.raises(RuntimeError, match="pulled back once"):
+        torch.autograd.grad(loss, tree.leaves(ws), allow_unused=True)
+
+
 def test_decisions_of_a_branch_that_is_skipped_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next decision of the layer would be handed one of the branch."""
     monkeypatch.setattr(_Queue, "count", property(lambda self: 0))

@@ -41,7 +41,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels._TILES, DEVICE, (cut, cut))
 
 
-@pytest.mark.parametrize("n", [1, 3, 12])
+@pytest.mark.parametrize("n", [1, 3, pytest.param(12, marks=pytest.mark.slow)])
 def test_equals_the_reference(n: int) -> None:
     with poisoned():
         assert_op_matches(attn_res, "triton", inputs(n), **FLOAT32, reference_dtype=torch.float64)
@@ -177,6 +177,7 @@ def test_refusals() -> None:
         for sources, reason in (
             ((source,) * 13, "1 to 12 sources, got 13"),
             ((source, other.bfloat16()), "have one dtype"),
+            ((source, source[:, :1]), "have one shape"),
             ((source.double(), other.double()), "got torch.float64"),
             ((wide,), "at most 16384 features, got 16385"),
         ):

@@ -191,12 +191,15 @@ def test_refusals() -> None:
             (pre_inputs(1), "2, 4 or 8 streams, got 1"),
             (pre_inputs(2, iterations=65), "1 to 64 iterations, got 65"),
             (pre_inputs(2, dtype=torch.float64), r"got torch.float64"),
+            ((*pre_inputs(2)[:3], torch.zeros(9, device=DEVICE), EPS, 6), r"base \[9\] are not those of streams"),
         ):
             with pytest.raises(ValueError, match=reason):
                 mhc_pre(*args)
         x, f, h_post, h_res = post_inputs(2)
         with pytest.raises(ValueError, match="have one dtype"):
             mhc_post(x, f.bfloat16(), h_post, h_res)
+        with pytest.raises(ValueError, match="f, h_post and h_res must be"):
+            mhc_post(x, f, h_post[:, :-1], h_res)
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,14 @@ def test_no_place(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) ->
         run(monkeypatch, readme, "--results", results)
 
 
+def test_no_result_is_refused(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    readme, results = places
+    before = readme.read_text()
+    with pytest.raises(SystemExit):
+        run(monkeypatch, readme, "--results", results / "none")
+    assert readme.read_text() == before
+
+
 def test_committed_results_give_a_table() -> None:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(table.RESULTS.glob("*.json"))]
     some = [r for r in found if "rows" in r and "op" in r]

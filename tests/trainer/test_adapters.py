@@ -71,6 +71,8 @@ def test_it_goes_on_bit_for_bit_and_not_on_another_base(adapters, base, tmp_path
     file.write_bytes(content + b" ")
     try:
         assert trainer.main([str(again / "config.json")]) == 1
+        with pytest.raises(ValueError, match="has changed since the checkpoint"):
+            sample.load(adapters, where=CPU)
     finally:
         file.write_bytes(content)
     assert "has changed since the checkpoint, whose adapters are for another" in capsys.readouterr().err

@@ -1,17 +1,18 @@
 """Starting from the parameters of another run."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
-from k31fn import trainer, tree
+from k31fn import lora, trainer, tree
 from k31fn.checkpoint import Checkpointer
 from k31fn.parallel import Mesh, each_rank
 from k31fn.trainer import folder
-from k31fn.trainer.initial import find_source, start_from
+from k31fn.trainer.initial import check_start, find_source, start_from
 from k31fn.trainer.ranks import Ranks
-from tests.trainer import meshes
+from tests.trainer import meshes, runs
 
 CPU = torch.device("cpu")
 
@@ -96,6 +97,30 @@ def test_what_is_refused(recipe, source, tmp_path):
         begin(source, dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, num_layers=3)))
     with pytest.raises(ValueError, match=r"complete checkpoints of .*: \[3, 5\]"):
         find_source(source / "checkpoints" / "4")
-    with pytest.raises(ValueError, match="neither a run folder nor a folder of runs"):
+    with pytest.raises(ValueError, match=r"init='.*': .* is neither a run folder nor a folder of runs"):
         find_source(tmp_path)
     assert find_source(source.parent).step == 5
+
+
+def test_what_a_run_starts_from_is_checked_before_it_has_a_folder(recipe, source, tmp_path, capsys):
+    """A base and a source that are there pass; each wrong one is refused by its field, and nothing is written."""
+    adapted = lora.Config(base=str(source / "checkpoints" / "3"), rank=2)
+    check_start(dataclasses.replace(recipe, init=str(source)))
+    check_start(dataclasses.replace(recipe, lora=adapted))
+    of_adapters = folder.new(tmp_path, dataclasses.replace(recipe, lora=adapted))
+    with Checkpointer(of_adapters / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"x": torch.zeros(1)})
+    other = dataclasses.replace(recipe.model, num_layers=3)
+    for changes, wrong in (
+        ({"init": str(tmp_path / "none")}, r"init='.*none': .* is neither a run folder"),
+        ({"init": str(of_adapters)}, "init='.*' is a run of adapters, .* merge it first"),
+        ({"init": str(source), "model": other}, "init='.*' is of another model"),
+        ({"lora": dataclasses.replace(adapted, base=str(tmp_path / "none"))}, "lora.base='.*none' is no folder"),
+        ({"lora": dataclasses.replace(adapted, base=str(of_adapters))}, "lora.base='.*' is a run of adapters itself"),
+        ({"lora": dataclasses.replace(adapted, pattern="zzz")}, "lora.pattern='zzz' matches no matrix"),
+        ({"lora": adapted, "model": other}, "lora.base='.*' is a run of another model"),
+    ):
+        config = runs.write_config(tmp_path / "wrong.py", dataclasses.replace(recipe, **changes))
+        assert trainer.main([config, "--runs", str(tmp_path / "runs")]) == 2
+        assert re.search(wrong, capsys.readouterr().err), wrong
+    assert not (tmp_path / "runs").exists()

@@ -68,15 +68,12 @@ def test_a_real_rank_sends_what_is_said(recipe, mesh, pipeline):
     ("mesh", "changes"),
     [
         (Mesh(dp=2, fsdp=2, tp=2, ep=4), {}),
-        pytest.param(Mesh(cp=2, tp=2, ep=2), {}, marks=pytest.mark.slow),
-        pytest.param(
-            Mesh(pp=2, fsdp=2),
-            {"pipeline": config.Pipeline("interleaved", num_chunks=2)},
-            marks=pytest.mark.slow,
-        ),
+        (Mesh(cp=2, tp=2, ep=2), {}),
+        (Mesh(pp=2, fsdp=2), {"pipeline": config.Pipeline("interleaved", num_chunks=2)}),
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_layers_and_micro_batches_add_up(recipe, mesh, changes):
     """What is put together from small models equals one run of the whole."""
     cfg = dataclasses.replace(recipe.model, num_layers=4, full_attention_layers=(1, 3))

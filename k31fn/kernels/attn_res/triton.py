@@ -330,13 +330,16 @@ def attn_res_backward_sources(
 
 def attn_res_accepts(sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float) -> str:
     """Why :func:`attn_res` cannot run, or nothing."""
-    del query, norm_weight, eps
+    del eps
     if not 1 <= len(sources) <= MOST_SOURCES:
         return f"it mixes 1 to {MOST_SOURCES} sources, got {len(sources)}"
     if len({s.dtype for s in sources}) > 1:
         return f"the sources have one dtype, got {sorted({str(s.dtype) for s in sources})}"
     if sources[0].shape[-1] > _WIDEST:
         return f"a token is held whole: at most {_WIDEST} features, got {sources[0].shape[-1]}"
+    if len({s.shape for s in sources}) > 1 or not query.shape == norm_weight.shape == sources[0].shape[-1:]:
+        found = ", ".join(str(list(x.shape)) for x in (query, norm_weight, *sources))
+        return f"the sources have one shape, and query and norm_weight their width, got {found}"
     return ""
 
 
@@ -489,9 +492,7 @@ def builds(kind: str) -> list[Build]:
             backward |= _integers("tokens width per_group out_group") | steps
             found.append(Build(f"attn_res_forward {at}", attn_res_forward, forward, cut, "forward", one, _ALIGNED))
             cut = cut | {"PADDED": _power(n), "STAGES": _whole(other, 7168, size)[1]["STAGES"]}
-            found.append(
-                Build(f"attn_res_backward {at}", attn_res_backward, backward, cut, "backward", other, _ALIGNED)
-            )
+            found += [Build(f"attn_res_backward {at}", attn_res_backward, backward, cut, "backward", other, _ALIGNED)]
     return found
 
 

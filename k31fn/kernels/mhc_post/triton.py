@@ -93,8 +93,11 @@ def mhc_post_backward(
 
 def mhc_post_accepts(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> str:
     """Why :func:`mhc_post` cannot run, or nothing."""
-    del h_post, h_res
-    if x.shape[-2] not in (2, 4, 8):
+    *tokens, n, width = x.shape
+    found = [list(a.shape) for a in (f, h_post, h_res)]
+    if found != (wanted := [[*tokens, width], [*tokens, n], [*tokens, n, n]]):
+        return f"f, h_post and h_res must be {wanted} for streams {list(x.shape)}, got {found}"
+    if n not in (2, 4, 8):
         return f"it has 2, 4 or 8 streams, got {x.shape[-2]}"
     if f.dtype != x.dtype:
         return f"streams and the sublayer's output have one dtype, got {x.dtype} and {f.dtype}"

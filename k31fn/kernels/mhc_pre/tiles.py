@@ -68,13 +68,16 @@ TILES = {
 
 def accepts(x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int) -> str:
     """Why the kernels cannot run, or nothing."""
-    del scale, base, eps
-    if x.shape[-2] not in (2, 4, 8):
-        return f"it has 2, 4 or 8 streams, got {x.shape[-2]}"
+    del eps
+    n = x.shape[-2]
+    if n not in (2, 4, 8):
+        return f"it has 2, 4 or 8 streams, got {n}"
     if not 1 <= iterations <= MOST_ITERATIONS:
         return f"it keeps the sums of 1 to {MOST_ITERATIONS} iterations, got {iterations}"
-    if phi.shape[0] != x.shape[-2] * x.shape[-1]:
-        return f"phi {list(phi.shape)} is not that of streams {list(x.shape)}"
+    shapes = ((n * x.shape[-1], 2 * n + n * n), (3,), (2 * n + n * n,))
+    if (phi.shape, scale.shape, base.shape) != shapes:
+        found = (list(w.shape) for w in (phi, scale, base))
+        return "phi {}, scale {} and base {} are not those of streams {}".format(*found, list(x.shape))
     return ""
 
 

@@ -118,5 +118,7 @@ def _forward_and_backward(call: Call, values: list[Any]) -> None:
         args, kwargs = tree.unflatten(call.structure, replaced)
         return call.op(*args, **kwargs)
 
+    with torch.no_grad():  # as remat and evaluation run it; a kernel may store less then
+        run(*(values[i] for i in index))
     out, pull = vjp(run, *(values[i] for i in index))
     pull(tree.map(torch.zeros_like, out))
