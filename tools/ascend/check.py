@@ -9,6 +9,7 @@ when an adapter calls an operator that torch_npu does not have.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import os
 import sys
@@ -128,8 +129,11 @@ def _worst(op: str, module: Any, case: Case) -> tuple[float, int]:
         cts = tree.map(lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape).bfloat16().to(y.dtype), out)
         return [*tree.leaves(out), *pull(cts)]
 
-    tiles = mock.patch.dict(module._TILES, cpu=module._TILES["npu"])
-    with tiles, mock.patch.dict(vars(module), {**stand_ins, **_as_on_npu(module)}):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(module._TILES, cpu=module._TILES["npu"]))
+        for part in [m for name, m in sys.modules.items() if name.startswith(f"{module.__package__}.")]:
+            stack.enter_context(mock.patch.dict(vars(part), _as_on_npu(part)))
+        stack.enter_context(mock.patch.dict(vars(module), stand_ins))
         ours = of(getattr(module, op), None)
     exact = of(OPS[op].reference, torch.float64)
     if idle := [name for name, k in stand_ins.items() if not k.built]:
