@@ -194,6 +194,7 @@ def test_both_start_from_a_checkpoint(text: Path, tmp_path: Path, capsys: pytest
     ("args", "message"),
     [
         (["--b", "kernels=tritn"], "--b kernels='tritn': no op has an implementation 'tritn'; there are"),
+        (["--b", "kernels=grouped_matmul:grouped_mm"], "--b kernels: grouped_matmul:grouped_mm runs on cuda"),
         (["--b", "remat"], "--b 'remat' must be kernels=WHAT or FIELD=VALUE"),
         (["--b", "seed=3"], "seed differs between the sides"),
         (["--b", "model.moe.num-experts=6"], "the sides have other parameters"),

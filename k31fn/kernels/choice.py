@@ -6,11 +6,12 @@ Python chooses with :func:`k31fn.kernels.registry.use_impl`; command lines read 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 
 from k31fn.kernels.__main__ import load_all
 from k31fn.kernels.registry import OPS
 
-__all__ = ["parse"]
+__all__ = ["check", "parse"]
 
 
 def parse(text: str, field: str = "kernels") -> dict[str, str]:
@@ -34,6 +35,24 @@ def parse(text: str, field: str = "kernels") -> dict[str, str]:
         else:
             chosen |= dict.fromkeys(_with(word, f"{field}={text!r}"), word)
     return chosen
+
+
+def check(chosen: Mapping[str, str], device: str, field: str = "kernels") -> None:
+    """Refuses implementations that never run on that type of device, before any work is done.
+
+    Raises:
+        ValueError: names the first of them, where it runs, and what the op has there.
+    """
+    for op, name in chosen.items():
+        if name == "reference":
+            continue
+        places = {n: i.devices + i.on_request for n, i in OPS[op].implementations.items()}
+        if device not in places[name]:
+            here = ", ".join(["reference", *(n for n, there in places.items() if device in there)])
+            raise ValueError(
+                f"{field}: {op}:{name} runs on {', '.join(places[name]) or 'no device of this process'}, the run is on "
+                f"{device}; for it {op} has {here}"
+            )
 
 
 def _of_op(op: str, name: str, at: str) -> str:

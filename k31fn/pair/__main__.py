@@ -16,6 +16,7 @@ from k31fn import device as devices
 from k31fn import metrics
 from k31fn.checkpoint import CheckpointError
 from k31fn.config import Recipe, load_recipe, override
+from k31fn.kernels import choice
 from k31fn.pair.judge import LEAST_PROBES
 from k31fn.pair.report import Report, groups, record, save_plot
 from k31fn.pair.runs import Runs, Step, start
@@ -106,6 +107,8 @@ def _main(args: Sequence[str]) -> int:
         check_alike(a, b)
         every = _every(options, call.recipe)
         device = devices.parse(options.device) if options.device else devices.default()
+        for side in (a, b):
+            choice.check(side.kernels, device.type, f"--{side.name} kernels")
         if options.threads:
             torch.set_num_threads(options.threads)
         devices.keep_heap(device)

@@ -125,9 +125,12 @@ def _main(args: Sequence[str], process: Process) -> int:
             call = _parse(args)
             kernels = choice.parse(call.options.kernels)
             process.check(call.recipe.mesh, args)
+            if (steps := parse_steps(call.options.profile)) and steps[-1] >= call.recipe.steps:
+                raise ValueError(f"profile={call.options.profile!r} ends after the run's {call.recipe.steps} steps")
             device = devices.parse(call.options.device) if call.options.device else devices.default()
             if process.world_size > 1:
                 device = devices.of_rank(device, process.local_rank)
+            choice.check(kernels, device.type)
         except (ValueError, ImportError, OSError) as error:
             return _fail(error, 2)
     devices.keep_heap(device)

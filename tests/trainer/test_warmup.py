@@ -66,7 +66,8 @@ def test_kernels_are_chosen_by_name(
     config = runs.write_config(tmp_path / "c.py", runs.recipe(text, steps=1))
     assert main([config, "--kernels", "kda:recurence"]) == 2
     assert "op 'kda' has no implementation 'recurence'; it has reference" in capsys.readouterr().err
-    assert main([config, "--kernels", "grouped_matmul:grouped_mm", "--runs", str(tmp_path)]) == 1
-    assert (
-        "grouped_mm' was asked for but cannot run: it runs on cuda, the arguments are on cpu" in capsys.readouterr().err
-    )
+    assert main([config, "--kernels", "grouped_matmul:grouped_mm", "--runs", str(tmp_path / "runs")]) == 2
+    assert "grouped_matmul:grouped_mm runs on cuda, the run is on cpu; for it" in capsys.readouterr().err
+    assert main([config, "--profile", "0:2", "--runs", str(tmp_path / "runs")]) == 2
+    assert "profile='0:2' ends after the run's 1 steps" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
