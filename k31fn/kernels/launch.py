@@ -113,15 +113,19 @@ def grouped(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tup
         operands: tensors.
     """
     if not _functorch.transforms_active():  # then all this is a call
-        return launch(*operands)
+        return _launched(launch, *operands)
     return _Grouped.apply(launch, *operands)
+
+
+def _launched(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
+    with torch.accelerator.device_index(operands[0].device.index):  # Triton launches on the thread's current device
+        return launch(*operands)
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
-        with torch.accelerator.device_index(operands[0].device.index):  # Triton launches on the thread's current device
-            return launch(*operands)
+        return _launched(launch, *operands)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -85,7 +85,7 @@ class Profile:
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         devices.synchronize(self._device)
-        profiler = stack.enter_context(torch.profiler.profile(activities=activities))
+        profiler = stack.enter_context(torch.profiler.profile(activities=activities, acc_events=True))
         self._open = stack, profiler, stack.enter_context(scopes.recording())
 
     def close(self) -> None:

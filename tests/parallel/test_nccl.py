@@ -103,7 +103,7 @@ def test_three_steps(mesh: Mesh, text: Path, world: Callable[[int], Ranks]):
     answers = ranks.run(meshes.on_process, made, 3, DEVICE, timeout=300)
     (first, *weights), *others = [found for found, _ in answers]
     torch.testing.assert_close(first, metrics.cpu(), rtol=1e-9, atol=1e-11)
-    assert all(torch.equal(other, first) for (other,) in others)
+    assert all(torch.equal(other, first) for other, *_ in others)
     for got, want in zip(weights, tree.leaves(state.params), strict=True):
         torch.testing.assert_close(got, want.cpu(), rtol=1e-9, atol=1e-11)
 

@@ -73,9 +73,9 @@ def saved(run: Path, step: int, part: str = "") -> dict[str, str]:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """What a run wrote down, without the times."""
-    dropped = "tokens_per_second"
-    return [{k: v for k, v in r.items() if k != dropped} for r in metrics.read(run / "metrics.jsonl")]
+    """What a run wrote down, without what follows from times."""
+    dropped = {"tokens_per_second", "mfu"}
+    return [{k: v for k, v in r.items() if k not in dropped} for r in metrics.read(run / "metrics.jsonl")]
 
 
 def saved_digest(x: Tensor) -> str:

@@ -66,7 +66,10 @@ def test_kernels_are_chosen_by_name(
     config = runs.write_config(tmp_path / "c.py", runs.recipe(text, steps=1))
     assert main([config, "--kernels", "kda:recurence"]) == 2
     assert "op 'kda' has no implementation 'recurence'; it has reference" in capsys.readouterr().err
-    assert main([config, "--kernels", "grouped_matmul:grouped_mm", "--runs", str(tmp_path / "runs")]) == 2
+    assert (
+        main([config, "--kernels", "grouped_matmul:grouped_mm", "--device", "cpu", "--runs", str(tmp_path / "runs")])
+        == 2
+    )
     assert "grouped_matmul:grouped_mm runs on cuda, the run is on cpu; for it" in capsys.readouterr().err
     assert main([config, "--profile", "0:2", "--runs", str(tmp_path / "runs")]) == 2
     assert "profile='0:2' ends after the run's 1 steps" in capsys.readouterr().err
