@@ -169,7 +169,7 @@ def test_inputs_that_share_a_storage_are_told_apart(pack: Any, monkeypatch: pyte
 
     expected = value_and_grad(deep(plain), (0, 1))(weights(1), X)
     if pack is first_of_its_storage:
-        with pytest.raises(RuntimeError, match="[Ss]torage"):
+        with pytest.raises(RuntimeError, match=r"[Ss]torage"):
             value_and_grad(f, (0, 1))(weights(1), X)
     else:
         assert same(value_and_grad(f, (0, 1))(weights(1), X), expected)
