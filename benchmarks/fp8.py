@@ -118,16 +118,47 @@ def curve(made: config.Recipe, where: torch.device) -> tuple[list[float], float]
     return losses, (time.perf_counter() - started) / max(1, made.steps - 1)
 
 
+def draw(curves: dict[str, Any], out: Path) -> None:
+    """The losses, and how far those with FP8 products are above the others, both as means of ten steps."""
+    from matplotlib.figure import Figure
+
+    def smooth(xs: list[float]) -> list[float]:
+        return [sum(xs[i - 9 : i + 1]) / 10 for i in range(9, len(xs))]
+
+    figure = Figure(figsize=(8.0, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    exact = smooth(curves["exact"]["losses"])
+    for i, (kind, found) in enumerate(curves.items()):
+        mean = smooth(found["losses"])
+        left.plot(range(10, 10 + len(mean)), mean, color=f"C{i}", linewidth=1, label=kind)
+        if kind != "exact":
+            above = [a - b for a, b in zip(mean, exact, strict=True)]
+            right.plot(range(10, 10 + len(mean)), above, color=f"C{i}", linewidth=1, label=f"{kind} - exact")
+    for axes, text in ((left, "loss, nats per byte"), (right, "difference, nats per byte")):
+        axes.set_title(f"{text}, mean of 10 steps", fontsize=9, loc="left")
+        axes.set_xlabel("step", fontsize=9)
+        axes.legend(fontsize=8, frameon=False)
+    figure.savefig(out, dpi=130)
+
+
 def main() -> None:
-    """Prints both tables."""
+    """Prints both tables; writes the file after each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--device", default="", help="by default the best of this machine")
     parser.add_argument("--small", action="store_true", help="small products and configs/tiny.py")
-    parser.add_argument("--json", default="", help="write the numbers here")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--plot", type=Path, help="draw the losses here, at least 10 steps")
     given = parser.parse_args()
     where = devices.parse(given.device) if given.device else devices.default()
-    made = products(256, ((256, 384),), where) if given.small else products(TOKENS, SIZES, where)
+    found: dict[str, Any] = {"hardware": devices.name(where), "versions": {"torch": torch.__version__}}
+
+    def keep(**more: Any) -> None:
+        found.update(more)
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=2) + "\n")
+
+    keep(products=products(256, ((256, 384),), where) if given.small else products(TOKENS, SIZES, where))
     curves: dict[str, Any] = {}
     for kind in KINDS:
         try:
@@ -136,13 +167,14 @@ def main() -> None:
             print(f"{kind}: {refused}")
             continue
         curves[kind] = {"losses": losses, "seconds_per_step": seconds}
+        keep(curves=curves)
         shown = " ".join(f"{x:.4f}" for x in losses[:: max(1, given.steps // 8)])
         last = losses[-max(1, given.steps // 6) :]
         print(
             f"{kind:<12}{seconds:7.3f} s a step   mean of the last {len(last)}: {sum(last) / len(last):.4f}   {shown}"
         )
-    if given.json:
-        Path(given.json).write_text(json.dumps({"products": made, "curves": curves}, indent=2) + "\n")
+    if given.plot:
+        draw(curves, given.plot)
 
 
 if __name__ == "__main__":
