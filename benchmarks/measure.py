@@ -23,7 +23,10 @@ Work = Callable[[], Any]
 
 
 class Row(NamedTuple):
-    """One implementation at one shape; times in milliseconds, ``nan`` where it did not run."""
+    """One implementation at one shape; times in milliseconds, ``nan`` where it did not run.
+
+    ``forward`` is the one that a backward follows, ``inference`` that without gradients, where measured.
+    """
 
     shape: str
     name: str
@@ -33,6 +36,7 @@ class Row(NamedTuple):
     both_floor: float
     peak_bytes: int
     note: str = ""
+    inference: float = float("nan")
 
 
 def error(actual: Tensor, exact: Tensor) -> float:
@@ -93,7 +97,8 @@ def print_rows(rows: Sequence[Row], forward_bytes: int, both_bytes: int) -> None
         backward, floor = r.both - r.forward, r.both_floor - r.forward_floor
         print(
             f"{r.shape:20} {r.name:28} fwd {r.forward:8.4f} ms {forward_bytes / r.forward / 1e9:5.2f} TB/s "
-            f"{r.forward_floor / r.forward:5.0%}   bwd {backward:8.4f} ms {floor / backward:5.0%}   "
+            f"{r.forward_floor / r.forward:5.0%} (no grad {r.inference:8.4f} ms)   "
+            f"bwd {backward:8.4f} ms {floor / backward:5.0%}   "
             f"both {r.both:8.4f} ms {both_bytes / r.both / 1e9:5.2f} TB/s {r.both_floor / r.both:5.0%}   "
             f"peak {r.peak_bytes / 2**20:7.0f} MiB {r.note}",
             flush=True,

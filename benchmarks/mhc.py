@@ -18,22 +18,21 @@ from benchmarks.op import Subject, check, measure, tune
 from k31fn import device as devices
 from k31fn.kernels.mhc_post import mhc_post
 from k31fn.kernels.mhc_pre import mhc_pre
-from k31fn.kernels.registry import use_impl
+from k31fn.kernels.registry import OPS, use_impl
 
 __all__ = ["TUNED", "main", "subject"]
 
 EPS, ITERATIONS = 1e-6, 20
-_STREAMED = {"warps": (4,), "per_core": (3, 8, 16), "columns": (512, 1024)}
+_STREAMED = {"warps": (1, 2, 4), "columns": (256, 512, 1024)}
 TUNED = {
     "mhc_pre": (
-        {"warps": (4, 8), "rows": (64, 128), "columns": (64, 128)},
-        {"rows": (8, 16)},
-        _STREAMED,
-        _STREAMED,
-        {"rows": (8, 16)},
-        {"per_core": (2, 4), "rows": (32, 64), "columns": (64, 128)},
+        {"warps": (4, 8), "rows": (64, 128), "columns": (64, 128), "stages": (3, 4)},
+        {**_STREAMED, "rows": (4, 8)},
+        {**_STREAMED, "rows": (4, 8)},
+        {"per_core": (2, 3), "rows": (32, 64), "columns": (64, 128)},
+        {"per_core": (4, 8)},
     ),
-    "mhc_post": (_STREAMED, {**_STREAMED, "stages": (2, 3)}),
+    "mhc_post": ({**_STREAMED, "per_core": (16, 32)}, {**_STREAMED, "stages": (2, 3)}),
 }
 """What the tuner may choose, per module and kernel of its table."""
 
@@ -106,7 +105,7 @@ def main() -> int:
         rows += some
         if args.tune:
             for op, options in TUNED.items():
-                module = importlib.import_module(f"k31fn.kernels.{op}.triton")
+                module = importlib.import_module(OPS[op].implementations["triton"].kernels)
                 tuned &= tune(big, module, where, options, repeats=args.repeats)
     write_json(args.json, "mHC round", where, rows, {"errors": errors})
     return 0 if tuned else 1

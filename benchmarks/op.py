@@ -38,6 +38,7 @@ class Subject:
         forward_bytes: that must move in the forward.
         both_bytes: that must move in forward and backward.
         peers: more functions of the same inputs, by name.
+        compiled: whether the plain form under torch.compile is a peer too.
     """
 
     shape: str
@@ -48,6 +49,7 @@ class Subject:
     forward_bytes: int
     both_bytes: int
     peers: dict[str, Function] = field(default_factory=dict)
+    compiled: bool = True
 
 
 def _both(f: Function, inputs: Sequence[Tensor], cts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -86,43 +88,74 @@ def repeats_alike(subject: Subject, inputs: Sequence[Tensor], cts: Sequence[Tens
     return all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
 
 
-def measure(subject: Subject, where: torch.device, *, sets: int, repeats: int) -> list[Row]:
-    """A row per implementation, all in turns on the same sets of inputs."""
+def measure(
+    subject: Subject, where: torch.device, *, sets: int, repeats: int, each: Callable[[Row], None] | None = None
+) -> list[Row]:
+    """A row per implementation, all on the same sets of inputs, which take turns.
+
+    The forward is the one that a backward follows; of the fused op also that without gradients.
+
+    Args:
+        subject: what is measured.
+        where: the device.
+        sets: of inputs.
+        repeats: timed calls of each.
+        each: called with every row as soon as it is there.
+    """
     drawn = [subject.draw() for _ in range(sets)]
     cts = [cotangents(subject.plain, inputs) for inputs in drawn]
-    candidates: dict[str, Function] = {"fused": subject.fused, "eager": subject.plain, **subject.peers}
-    cuda = where.type == "cuda"
-    if cuda:
-        candidates["torch.compile"] = torch.compile(subject.plain)
-    works: dict[str, list[Work]] = {}
-    notes: dict[str, str] = {}
-    peaks: dict[str, int] = {}
+    candidates: dict[str, Function] = {"fused": subject.fused, "eager": subject.plain}
+    if subject.compiled and where.type == "cuda":
+        candidates["torch.compile"] = torch.compile(subject.plain, dynamic=False)
+    candidates |= subject.peers
+    rate = (devices.peak_rates(where) or devices.PeakRates(float("nan"), float("nan"))).bytes
+    floors = (1e3 * subject.forward_bytes / rate, 1e3 * subject.both_bytes / rate)
+    rows: list[Row] = []
     for name, f in candidates.items():
-        forward = [lambda f=f, x=x: _forward(f, x) for x in drawn]
-        both = [lambda f=f, x=x, c=c: _both(f, x, c) for x, c in zip(drawn, cts, strict=True)]
         try:
-            peaks[name] = peaks[f"{name}, graph"] = _peak(both[0], where)
-            works[f"{name}|forward"], works[f"{name}|both"] = forward, both
-            if cuda:
-                works[f"{name}, graph|forward"] = [graphed(lambda some=forward: [w() for w in some], where)]
-                works[f"{name}, graph|both"] = [graphed(lambda some=both: [w() for w in some], where)]
+            peak, times = _times(name, f, drawn, cts, where, repeats)
         except Exception as e:  # a peer that fails is a row that says so, whatever it raised
             if name == "fused":
                 raise
-            notes[name] = f"{type(e).__name__}: {str(e).splitlines()[0][:80]}"
+            note = f"{type(e).__name__}: {str(e).splitlines()[0][:80]}"
+            peak, times = 0, {name: (float("nan"), float("nan"), float("nan"))}
+        else:
+            note = ""
+        for form, (forward, both, inference) in times.items():
+            rows.append(Row(subject.shape, form, forward, both, *floors, peak, note, inference))
+            if each is not None:
+                each(rows[-1])
+    return rows
+
+
+def _times(
+    name: str,
+    f: Function,
+    drawn: Sequence[Sequence[Tensor]],
+    cts: Sequence[Sequence[Tensor]],
+    where: torch.device,
+    repeats: int,
+) -> tuple[int, dict[str, tuple[float, float, float]]]:
+    """Peak bytes; and forward, both and, of the fused, forward without gradients; as called and from a CUDA graph."""
+    kinds: list[list[Work]] = [
+        [lambda x=x: f(*(a.detach().requires_grad_() for a in x)) for x in drawn],
+        [lambda x=x, c=c: _both(f, x, c) for x, c in zip(drawn, cts, strict=True)],
+    ]
+    if name == "fused":
+        kinds.append([lambda x=x: _without_gradients(f, x) for x in drawn])
+    peak = _peak(kinds[1][0], where)
+    works = {f"{name}|{i}": kind for i, kind in enumerate(kinds)}
+    forms = {name: 1}
+    if where.type == "cuda":
+        forms[f"{name}, graph"] = len(drawn)  # one graph runs all sets
+        for i, kind in enumerate(kinds):
+            works[f"{name}, graph|{i}"] = [graphed(lambda some=kind: [w() for w in some], where)]
     times = take_turns(works, where, repeats)
-    times = {n: t / (sets if ", graph|" in n else 1) for n, t in times.items()}  # one graph runs all sets
-    rate = (devices.peak_rates(where) or devices.PeakRates(float("nan"), float("nan"))).bytes
-    floor, floor_both = 1e3 * subject.forward_bytes / rate, 1e3 * subject.both_bytes / rate
-    names = [n for base in candidates for n in (base, f"{base}, graph")]
-    return [
-        Row(subject.shape, n, times[f"{n}|forward"], times[f"{n}|both"], floor, floor_both, peaks[n])
-        for n in names
-        if f"{n}|both" in times
-    ] + [Row(subject.shape, n, float("nan"), float("nan"), floor, floor_both, 0, note) for n, note in notes.items()]
+    found = {f: [times.get(f"{f}|{i}", float("nan")) / runs for i in range(3)] for f, runs in forms.items()}
+    return peak, {form: (some[0], some[1], some[2]) for form, some in found.items()}
 
 
-def _forward(f: Function, inputs: Sequence[Tensor]) -> Any:
+def _without_gradients(f: Function, inputs: Sequence[Tensor]) -> Any:
     with torch.no_grad():
         return f(*inputs)
 

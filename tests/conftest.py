@@ -24,7 +24,7 @@ class _KernelsUnchecked:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        is_kernels = name.startswith("k31fn.kernels.") and name.endswith(".triton")
+        is_kernels = name.startswith("k31fn.kernels.") and ".triton" in name
         return importlib.machinery.PathFinder.find_spec(name, path, target) if is_kernels else None
 
 

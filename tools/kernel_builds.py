@@ -1,8 +1,9 @@
 """All Triton kernels of k31fn, from the registry: what they compile to, and whether they keep to the dialect.
 
 ``builds(kind)`` lists what is compiled for a kind of device, and refuses a registry that would leave something out: a
-file of kernels that no implementation names, an op without a forward or a backward kernel, a kernel that no device's
-list has, or no kernel at all. ``dialect(path)`` lists what a file uses that not all backends have.
+file of kernels that no implementation names, an op without a forward kernel, or without a backward one where it has
+gradients, a kernel that no device's list has, or no kernel at all. ``dialect(path)`` lists what a file uses that not
+all backends have.
 """
 
 from __future__ import annotations
@@ -38,20 +39,14 @@ _ABSENT = {
 
 def files() -> list[Path]:
     """Every file of Triton kernels; one that only uses triton has none."""
-    return sorted(path for path in _ROOT.glob("*/triton.py") if _kernels(path))
+    found = [*_ROOT.glob("*/triton.py"), *_ROOT.glob("*/triton/*.py")]
+    return sorted(path for path in found if _kernels(path))
 
 
 def modules() -> dict[str, Any]:
-    """The imported module of kernels of each op that has one.
-
-    Raises:
-        ValueError: a file of kernels is in no implementation.
-    """
+    """The imported module of each op with kernels, which lists them; some may be in other files."""
     load_all()
     named = {op.name: impl.kernels for op in OPS.values() for impl in op.implementations.values() if impl.kernels}
-    unnamed = {f"k31fn.kernels.{path.parent.name}.triton" for path in files()} - set(named.values())
-    if unnamed:
-        raise ValueError(f"{sorted(unnamed)}: kernels that no implementation names (Implementation.kernels)")
     return {op: importlib.import_module(name) for op, name in sorted(named.items())}
 
 
@@ -62,25 +57,33 @@ def builds(kind: str) -> list[Build]:
         ValueError: something would be left out.
     """
     found: list[Build] = []
+    listed: set[str] = set()
     for op, module in modules().items():
         by_kind = {k: module.builds(k) for k in KINDS}
-        for direction in ("forward", "backward"):
+        for direction in ("forward", "backward") if OPS[op].differentiable else ("forward",):
             if not any(b.direction == direction for b in by_kind[kind]):
                 raise ValueError(f"op {op!r}: its builds({kind!r}) have no {direction} kernel")
-        listed = {b.kernel.__name__ for some in by_kind.values() for b in some}
-        if missing := _kernels(Path(module.__file__ or "")) - listed:
-            raise ValueError(f"op {op!r}: {sorted(missing)} are in no device's builds; helpers start with _")
+        listed |= {b.kernel.__name__ for some in by_kind.values() for b in some}
         found += by_kind[kind]
     if not found:
         raise ValueError("no kernel is registered")
+    if missing := set().union(*map(_kernels, files())) - listed:
+        raise ValueError(
+            f"{sorted(missing)} are in no device's builds of a module that an implementation names "
+            "(Implementation.kernels); helpers start with _ or return something"
+        )
     return found
 
 
 def _kernels(path: Path) -> set[str]:
-    """Names of the file's ``@triton.jit`` functions that are not helpers."""
+    """Names of the file's ``@triton.jit`` functions that are not helpers: a kernel returns nothing."""
     functions = [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]
-    jitted = [f.name for f in functions if any(ast.unparse(d) == "triton.jit" for d in f.decorator_list)]
-    return {name for name in jitted if not name.startswith("_")}
+    jitted = [f for f in functions if any(ast.unparse(d) == "triton.jit" for d in f.decorator_list)]
+    return {f.name for f in jitted if not f.name.startswith("_") and not any(map(_returns, ast.walk(f)))}
+
+
+def _returns(node: ast.AST) -> bool:
+    return isinstance(node, ast.Return) and node.value is not None
 
 
 def dialect(path: Path, source: str | None = None) -> list[str]:

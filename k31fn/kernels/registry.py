@@ -58,6 +58,7 @@ class Implementation:
         missing: ``""`` if what it needs is on this machine, else what is not.
         kernels: the module with its kernels, whose ``builds(device)`` lists them for compilation ahead of time; empty:
             it has none of its own.
+        calls: ops that it calls, forward or backward, whose kernels are to be compiled with it.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Implementation:
     no_vmap: str = ""
     missing: Callable[[], str] = lambda: ""
     kernels: str = ""
+    calls: tuple[str, ...] = ()
 
     def refusal(self, call: _Call) -> str:
         """Why it cannot run; ``""`` if it can."""
@@ -102,13 +104,17 @@ class _Call:
 
 
 class Op:
-    """A named operator. Calling it runs the implementation chosen as the module says."""
+    """A named operator. Calling it runs the implementation chosen as the module says.
 
-    def __init__(self, name: str, reference: Callable[..., Any]) -> None:
+    ``differentiable``: whether any of its results has a gradient; if not, implementations have no backward.
+    """
+
+    def __init__(self, name: str, reference: Callable[..., Any], *, differentiable: bool = True) -> None:
         if name in OPS:
             raise ValueError(f"Op {name!r} exists already; register an implementation of it instead")
         self.name = name
         self.reference = reference
+        self.differentiable = differentiable
         self.implementations: dict[str, Implementation] = {}
         self.__doc__ = reference.__doc__
         OPS[name] = self

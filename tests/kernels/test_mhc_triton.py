@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from k31fn import device
 from k31fn.autodiff import vjp
 from k31fn.kernels.mhc_post import mhc_post
 from k31fn.kernels.mhc_pre import mhc_pre
@@ -20,7 +21,8 @@ from k31fn.kernels.registry import record_impls, use_impl
 from k31fn.testing import assert_op_matches
 from tests.kernels.fused import DEVICE, poisoned
 
-kernels = pytest.importorskip("k31fn.kernels.mhc_pre.triton", exc_type=ImportError)
+kernels = pytest.importorskip("k31fn.kernels.mhc_pre.triton.read", exc_type=ImportError)
+tiles = pytest.importorskip("k31fn.kernels.mhc_pre.triton.tiles")
 GOLDEN = Path(__file__).parents[1] / "golden" / "mhc.safetensors"
 EPS = 1e-6
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5, "grad_rtol": 3e-5, "grad_atol": 3e-5}
@@ -202,14 +204,25 @@ def test_refusals() -> None:
             mhc_post(x, f, h_post[:, :-1], h_res)
 
 
+def test_how_work_is_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand for 132 cores, two programs each: 160 units fill 264 places to 61, 61 and 91% in 1 to 3 parts."""
+    monkeypatch.setattr(device, "num_cores", lambda where: 132)
+    tile = tiles.Tile(rows=32, per_core=2)
+    x = torch.empty(1, 1024, device="meta")
+    assert [tiles.filling(tile, x, units) for units in (160, 80, 264, 300, 5)] == [3, 3, 1, 3, 16]
+    assert tiles.filling(tile, x[:, :40], 80) == 2  # 40 tokens are two tiles
+    assert tiles.dealt(tile, x, 1) == (264, 32)
+    assert tiles.dealt(tile, x, 8) == (33, 0)  # a program does both kinds
+
+
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One gradient scaled by 1.01."""
-    launch = kernels._launch_streams
+    launch = kernels._launch_sums
 
     def off(*operands: Tensor) -> tuple[Tensor, ...]:
-        d_x, d_phi = launch(*operands)
-        return d_x, 1.01 * d_phi
+        d_phi, total = launch(*operands)
+        return 1.01 * d_phi, total
 
-    monkeypatch.setattr(kernels, "_launch_streams", off)
+    monkeypatch.setattr(kernels, "_launch_sums", off)
     with pytest.raises(AssertionError, match="gradient"):
         assert_op_matches(mhc_pre, "triton", pre_inputs(4), **FLOAT32)

@@ -1,5 +1,7 @@
 """FP8 products against the same rounding written out, and against exact ones where scales must save them."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,8 @@ from torch import Tensor
 from k31fn import random
 from k31fn.autodiff import remat, split_vjp, value_and_grad
 from k31fn.kernels import scaled_matmul as package
-from k31fn.kernels.registry import record_impls
+from k31fn.kernels.fp8_encode import fp8_encode
+from k31fn.kernels.registry import OPS, record_impls, use_impl
 from k31fn.kernels.scaled_matmul import fits, library, reference, scaled_matmul
 from k31fn.layers import losses
 from k31fn.layers.linear import linear, use_products
@@ -111,15 +114,15 @@ def test_sizes():
 
 def test_scales_as_the_library_wants_them():
     """By rows of 128: [M, K/128] with strides (1, M); in blocks [K/128 up to fours, N/128] with strides (1, that)."""
-    codes = reference.encode_rows(drawn(0, 256, 640).bfloat16(), "blocks")
+    codes = fp8_encode(drawn(0, 256, 640).bfloat16(), "blocks")
     fine = library._columns_first(codes.scales)
     assert (tuple(fine.shape), fine.stride()) == ((256, 5), (1, 256))
     assert torch.equal(fine, codes.scales)
-    coarse = reference.encode_blocks(drawn(1, 384, 640).bfloat16())  # [N, K]
+    coarse = fp8_encode(drawn(1, 384, 640).bfloat16(), "tiles")  # [N, K]
     padded = library._padded(coarse.scales)
     assert (tuple(padded.shape), padded.stride()) == ((8, 3), (1, 8))
     assert torch.equal(padded[:5].mT, coarse.scales)
-    assert reference.encode_rows(drawn(0, 32, 64).bfloat16(), "rows").scales.shape == (32, 1)
+    assert fp8_encode(drawn(0, 32, 64).bfloat16(), "rows").scales.shape == (32, 1)
 
 
 @pytest.mark.cuda
@@ -136,3 +139,24 @@ def test_the_library_s_products(scaling: str):
         results.append((y, *grads, f(a, b, scaling, True)))
     for got, want in zip(*results, strict=True):
         assert float((got.float() - want.float()).norm() / want.float().norm()) < 4e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_library_s_products_do_not_depend_on_who_encodes(scaling: str):
+    """The kernels' codes and scales, with strides of their own, give the bits of the reference's."""
+    a, b, ct = (drawn(i, *s).cuda().bfloat16() for i, s in enumerate(((256, 640), (640, 384), (256, 384))))
+    results = []
+    for encoder in ("triton", "reference"):
+        with use_impl(fp8_encode=encoder):
+            f = functools.partial(library.scaled_mm, scaling=scaling, b_blocks=True)
+            y, grads = value_and_grad(lambda a, b, f=f: (f(a, b) * ct).float().sum(), (0, 1))(a, b)
+            results.append((y, *grads, f(a, b)))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_its_kernels_are_warmed_up():
+    named = scaled_matmul.implementations["scaled_mm"].calls
+    assert named == ("fp8_encode",)
+    assert set(named) <= set(OPS)

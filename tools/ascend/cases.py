@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from k31fn.kernels.attn_res import Summary
 
 __all__ = ["CASES", "Case"]
 
@@ -23,6 +26,24 @@ def _attn_res() -> tuple[Any, ...]:
     return sources, 0.02 * torch.randn(4500), 1 + 0.3 * torch.randn(4500), 1e-5
 
 
+def _blocks() -> tuple[Any, ...]:
+    """More tokens than a tile of products has, and a last tile of 2."""
+    blocks = tuple(torch.randn(1, 34, 300) for _ in range(2))
+    return blocks, 0.06 * torch.randn(3, 300), 1 + 0.3 * torch.randn(3, 300), 1e-5
+
+
+def _running_sum() -> tuple[Any, ...]:
+    summary = Summary(torch.randn(1, 3), 1 + torch.rand(1, 3), torch.randn(1, 3, 4500))
+    return summary, torch.randn(1, 3, 4500), 0.02 * torch.randn(4500), 1 + 0.3 * torch.randn(4500), 1e-5
+
+
+def _fp8_encode(scaling: str, dtype: torch.dtype, transposed: bool) -> tuple[Any, ...]:
+    """Lines that no tile divides, and a row longer than is held."""
+    x = torch.randn(384, 256) if scaling == "tiles" else torch.randn(37, 2944)
+    x = (x * torch.randn_like(x).exp()).to(dtype)
+    return (x.mT.contiguous().mT if transposed else x), scaling
+
+
 def _mhc_pre(dtype: torch.dtype) -> tuple[Any, ...]:
     n, width = 4, 300
     phi = torch.randn(n * width, 24) / (n * width) ** 0.5
@@ -36,6 +57,14 @@ def _mhc_post() -> tuple[Any, ...]:
 # float32 sums of thousands of products: some sqrt(5000) units of 2^-24 for each of two factors; bfloat16 results: 2^-9
 CASES = {
     "attn_res": (Case(_attn_res, 2e-5),),
+    "attn_res_merge": (Case(_running_sum, 2e-5),),
+    "attn_res_summarize": (Case(_blocks, 2e-5),),
+    "fp8_encode": tuple(
+        Case(functools.partial(_fp8_encode, scaling, dtype, transposed), 0)
+        for scaling in ("rows", "blocks", "tiles")
+        for dtype in (torch.bfloat16, torch.float32)
+        for transposed in (False, True)
+    ),
     "mhc_post": (Case(_mhc_post, 2e-5),),
     "mhc_pre": (
         Case(lambda: _mhc_pre(torch.float32), 3e-5),

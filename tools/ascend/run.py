@@ -43,7 +43,7 @@ _PASSES = [
     "--convert-arith-to-llvm",
     "--reconcile-unrealized-casts",
 ]
-_TYPES = {"torch.float32": "*fp32", "torch.bfloat16": "*bf16"}
+_TYPES = {"torch.float32": "*fp32", "torch.bfloat16": "*bf16", "torch.int32": "*i32", "torch.uint8": "*u8"}
 
 
 def load_shim(folder: Path) -> None:

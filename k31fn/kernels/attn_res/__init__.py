@@ -15,10 +15,12 @@ two numbers per token and source; no copy of a source.
 
 Two-phase form, for the many sublayers that share the same frozen blocks: ``summarize`` reads the blocks once for all
 their queries, ``merge`` adds the running sum by online softmax. Together they equal
-``attn_res((*blocks, prefix), ...)``.
+``attn_res((*blocks, prefix), ...)``. With Q queries and bfloat16 sources that moves ``N + 6 Q`` sources' bytes in place
+of ``(N + 2) Q``. Take the summaries apart with ``unbind``: its backward makes one sum of their gradients.
 
-``triton`` is one pass over up to 12 sources each way, in float32, with first derivatives only. Its backward keeps the
-result too, and in bfloat16 what was rounded off it.
+``triton`` is in float32, for up to 12 sources and 32 queries, with first derivatives only. The one-pass form reads each
+source once each way. Its backward, and that of ``merge``, keep the rounded result too, and take from it what the
+gradients of the scores need: these are off by the size of rounding one source (:mod:`~.attn_res.triton.one_pass`).
 """
 
 import torch
@@ -33,18 +35,24 @@ from k31fn.kernels.registry import Implementation, Op
 __all__ = ["Summary", "attn_res", "merge", "summarize"]
 
 _TRITON = "k31fn.kernels.attn_res.triton"
-attn_res = Op("attn_res", _attn_res)
-attn_res.register(
-    Implementation(
+
+
+def _triton(op: str, file: str) -> Implementation:
+    return Implementation(
         "triton",
         ("cuda", "npu"),
-        lazily(_TRITON, "attn_res"),
-        lazily(_TRITON, "attn_res_accepts"),
+        lazily(f"{_TRITON}.{file}", op),
+        lazily(f"{_TRITON}.{file}", f"{op}_accepts"),
         dtypes=(torch.bfloat16, torch.float32),
         on_request=ON_REQUEST,
         missing=missing_triton,
-        kernels=_TRITON,
+        kernels=f"{_TRITON}.{file}",
     )
-)
+
+
+attn_res = Op("attn_res", _attn_res)
+attn_res.register(_triton("attn_res", "one_pass"))
 summarize = Op("attn_res_summarize", _summarize)
+summarize.register(_triton("attn_res_summarize", "summarize"))
 merge = Op("attn_res_merge", _merge)
+merge.register(_triton("attn_res_merge", "merge"))

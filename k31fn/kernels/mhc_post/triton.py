@@ -1,5 +1,6 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 """The update of hyper-connected streams: every stream is read once and written once, each way. First order only."""
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ __all__ = ["builds", "mhc_post", "mhc_post_accepts"]
 
 # per device kind: (forward, backward)
 _TILES = {
-    "cuda": (Tile(warps=4, per_core=16, columns=1024), Tile(warps=4, per_core=3, columns=1024)),
-    "npu": (Tile(per_core=2, columns=1024), Tile(per_core=2, columns=1024, stages=1)),
+    "cuda": (Tile(warps=2, per_core=32, columns=512, stages=1), Tile(warps=2, per_core=16, columns=512, stages=3)),
+    "npu": (Tile(per_core=2, columns=1024, stages=1), Tile(per_core=2, columns=1024, stages=1)),
     "cpu": (Tile(columns=16), Tile(columns=16)),
 }
 
@@ -25,11 +26,11 @@ _TILES = {
 def mhc_post_forward(
     x_ptr, f_ptr, post_ptr, res_ptr, out_ptr,
     tokens, width, pieces, per_group, x_group, f_group, post_group, res_group,
-    N: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     group = (tl.program_id(0) // per_group).to(tl.int64)
     streams = tl.arange(0, N)
-    for p in range(tl.program_id(0) % per_group, tokens * pieces, per_group):
+    for p in tl.range(tl.program_id(0) % per_group, tokens * pieces, per_group, num_stages=STAGES):
         token = group * 0 + p // pieces  # 64 bits
         columns = (p % pieces) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
@@ -51,6 +52,7 @@ def mhc_post_backward(
     x_ptr, f_ptr, post_ptr, res_ptr, ct_ptr, d_x_ptr, d_f_ptr, d_post_ptr, d_res_ptr,
     tokens, width, per_group, x_group, f_group, post_group, res_group, ct_group,
     N: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     group = (tl.program_id(0) // per_group).to(tl.int64)
     streams = tl.arange(0, N)
@@ -59,6 +61,12 @@ def mhc_post_backward(
         written = group * tokens + token
         res = res_ptr + (group * res_group + token * N * N)
         post = post_ptr + (group * post_group + token * N)
+        if AHEAD:
+            of_x = ()
+            of_f = ()
+            for j in tl.static_range(N):
+                of_x += (tl.load(res + streams * N + j),)
+                of_f += (tl.load(post + j),)
         d_post = tl.zeros((N, BLOCK // FOLD), dtype=tl.float32)
         d_res = tl.zeros((N, N, BLOCK // FOLD), dtype=tl.float32)
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
@@ -73,18 +81,22 @@ def mhc_post_backward(
             for j in tl.static_range(N):
                 row = ct_ptr + (group * ct_group + (token * N + j) * width)
                 ct = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
-                weights = tl.load(res + streams * N + j)
-                d_x += weights[:, None] * ct[None, :]
-                d_f += tl.load(post + j) * ct
-                if FOLD == BLOCK:
-                    of_f = tl.sum(ct * f, axis=0)
-                    of_x = tl.sum(x * ct[None, :], axis=1)[:, None]
-                    d_post = tl.where(streams[:, None] == j, d_post + of_f, d_post)
+                if AHEAD:
+                    d_x += of_x[j][:, None] * ct[None, :]
+                    d_f += of_f[j] * ct
                 else:
-                    of_f = tl.sum(tl.reshape(ct * f, [BLOCK // FOLD, FOLD]), axis=1)
-                    of_x = tl.sum(tl.reshape(x * ct[None, :], [N, BLOCK // FOLD, FOLD]), axis=2)
-                    d_post = tl.where(streams[:, None] == j, d_post + of_f[None, :], d_post)
-                d_res = tl.where(streams[None, :, None] == j, d_res + of_x[:, None, :], d_res)
+                    weights = tl.load(res + streams * N + j)
+                    d_x += weights[:, None] * ct[None, :]
+                    d_f += tl.load(post + j) * ct
+                if FOLD == BLOCK:
+                    along_f = tl.sum(ct * f, axis=0)
+                    along_x = tl.sum(x * ct[None, :], axis=1)[:, None]
+                    d_post = tl.where(streams[:, None] == j, d_post + along_f, d_post)
+                else:
+                    along_f = tl.sum(tl.reshape(ct * f, [BLOCK // FOLD, FOLD]), axis=1)
+                    along_x = tl.sum(tl.reshape(x * ct[None, :], [N, BLOCK // FOLD, FOLD]), axis=2)
+                    d_post = tl.where(streams[:, None] == j, d_post + along_f[None, :], d_post)
+                d_res = tl.where(streams[None, :, None] == j, d_res + along_x[:, None, :], d_res)
             tl.store(d_x_ptr + written * N * width + tile, d_x.to(d_x_ptr.dtype.element_ty), mask=inside[None, :])
             tl.store(d_f_ptr + written * width + columns, d_f.to(d_f_ptr.dtype.element_ty), mask=inside)
         tl.store(d_post_ptr + written * N + streams, tl.sum(d_post, axis=1))
@@ -131,7 +143,7 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
     per_group = programs(x.device, groups, tokens * pieces, tile.per_core)
     mhc_post_forward[(groups * per_group,)](
         x, f, post, res, out, tokens, width, pieces, per_group, *map(step, (x, f, post, res)),
-        N=n, BLOCK=tile.columns, num_warps=tile.warps,
+        N=n, BLOCK=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return (out,)
 
@@ -151,7 +163,12 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
 
 def _cut(kind: str, tile: Tile, itemsize: int) -> dict[str, int]:
     """On Ascend each piece is summed at once; elsewhere a thread keeps sums of the 16 bytes that it loads."""
-    return {"BLOCK": tile.columns, "FOLD": tile.columns if kind == "npu" else 16 // itemsize, "STAGES": tile.stages}
+    return {
+        "BLOCK": tile.columns,
+        "FOLD": tile.columns if kind == "npu" else 16 // itemsize,
+        "STAGES": tile.stages,
+        "AHEAD": kind != "npu",
+    }
 
 
 def builds(kind: str) -> list[Build]:

@@ -33,20 +33,19 @@ from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
 from k31fn.kernels.mhc_pre.reference import SINKHORN_EPS, Pre, sinkhorn
 from k31fn.kernels.mhc_pre.reference import mhc_head as _mhc_head
 from k31fn.kernels.mhc_pre.reference import mhc_pre as _mhc_pre
-from k31fn.kernels.mhc_pre.tiles import accepts
 from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.vendor import adapter
 
 __all__ = ["SINKHORN_EPS", "Pre", "mhc_head", "mhc_pre", "sinkhorn"]
 
-_TRITON = "k31fn.kernels.mhc_pre.triton"
+_TRITON = "k31fn.kernels.mhc_pre.triton.read"
 mhc_pre = Op("mhc_pre", _mhc_pre)
 mhc_pre.register(
     Implementation(
         "triton",
         ("cuda", "npu"),
         lazily(_TRITON, "mhc_pre"),
-        accepts,
+        lazily(_TRITON, "accepts"),
         dtypes=(torch.bfloat16, torch.float32),
         on_request=ON_REQUEST,
         missing=missing_triton,

@@ -12,7 +12,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from k31fn.kernels.scaled_matmul.reference import Codes, Scaling, fits, product_rule
+from k31fn.kernels.fp8_encode import Codes
+from k31fn.kernels.scaled_matmul.reference import Scaling, fits, product_rule
 from k31fn.kernels.scaled_matmul.reference import scaled_matmul as reference
 from k31fn.typing import Float, Tensor
 
@@ -57,7 +58,7 @@ def _trial(scaling: Scaling, index: int) -> str:
 
 
 def _multiply(a: Codes, b: Codes, scaling: Scaling, dtype: torch.dtype) -> Float[Tensor, "M N"]:
-    codes = a.codes.contiguous(), b.codes.contiguous().mT
+    codes = a.codes, b.codes.mT
     rows = F.ScalingType.RowWise  # pyright: ignore[reportAttributeAccessIssue]
     if scaling == "rows":
         how = {"scale_a": a.scales, "scale_recipe_a": rows, "scale_b": b.scales.mT, "scale_recipe_b": rows}
@@ -75,7 +76,7 @@ def _multiply(a: Codes, b: Codes, scaling: Scaling, dtype: torch.dtype) -> Float
 
 
 def _columns_first(scales: Float[Tensor, "R G"]) -> Float[Tensor, "R G"]:
-    """The same numbers, with the rows innermost."""
+    """The same numbers, with the rows innermost, where the encoder has not put them so."""
     return scales.mT.contiguous().mT
 
 

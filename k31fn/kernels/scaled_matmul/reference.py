@@ -3,48 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from k31fn.autodiff import custom_vjp
-from k31fn.kernels.formats.fp8 import BLOCK, scale_of
+from k31fn.kernels.formats.fp8 import BLOCK
+from k31fn.kernels.fp8_encode import Codes, fp8_encode
 from k31fn.typing import Float, Tensor
 
-__all__ = ["Codes", "Scaling", "encode_blocks", "encode_rows", "fits", "product_rule", "scaled_matmul"]
+__all__ = ["Scaling", "fits", "product_rule", "scaled_matmul"]
 
 Scaling = Literal["rows", "blocks"]
-E4M3 = torch.float8_e4m3fn
 _LEAST = 16  # sizes that the library's products by rows take are multiples of it
-
-
-class Codes(NamedTuple):
-    """An operand ``[R, K]``: codes in E4M3, and scales ``[R, groups]`` along K, or ``[R / 128, K / 128]``."""
-
-    codes: Tensor
-    scales: Float[Tensor, "R G"]
 
 
 def fits(rows: int, features: int, columns: int, scaling: Scaling) -> bool:
     """Whether the product ``[rows, features] x [features, columns]`` and both its gradients have sizes for FP8."""
     multiple = _LEAST if scaling == "rows" else BLOCK
     return all(n > 0 and n % multiple == 0 for n in (rows, features, columns))
-
-
-def encode_rows(x: Float[Tensor, "R K"], scaling: Scaling) -> Codes:
-    """One scale per row, or per row and 128 columns."""
-    groups = x.unflatten(-1, (1 if scaling == "rows" else -1, x.shape[-1] if scaling == "rows" else BLOCK))
-    scales = scale_of(torch.linalg.vector_norm(groups, float("inf"), -1), E4M3)
-    codes = (groups * scales.reciprocal().to(x.dtype)[..., None]).to(E4M3)  # exact but for the last rounding
-    return Codes(codes.flatten(-2), scales)
-
-
-def encode_blocks(x: Float[Tensor, "R K"]) -> Codes:
-    """One scale per 128 x 128."""
-    blocks = x.unflatten(-1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [R / 128, 128, K / 128, 128]
-    scales = scale_of(torch.linalg.vector_norm(blocks, float("inf"), (1, 3)), E4M3)
-    codes = (blocks * scales.reciprocal().to(x.dtype)[:, None, :, None]).to(E4M3)
-    return Codes(codes.flatten(0, 1).flatten(1, 2), scales)
 
 
 def _decode(x: Codes) -> Float[Tensor, "R K"]:
@@ -66,8 +43,8 @@ def product_rule(multiply: Multiply, name: str) -> Callable[..., Tensor]:
     """The op whose three products are ``multiply`` of encoded operands."""
 
     def product(scaling: Scaling, b_blocks: bool, a: Tensor, b: Tensor) -> Tensor:
-        of_b = encode_blocks(b.mT) if b_blocks and scaling == "blocks" else encode_rows(b.mT, scaling)
-        return multiply(encode_rows(a, scaling), of_b, scaling, a.dtype)
+        of_b = fp8_encode(b.mT, "tiles" if b_blocks and scaling == "blocks" else scaling)
+        return multiply(fp8_encode(a, scaling), of_b, scaling, a.dtype)
 
     def fwd(scaling: Scaling, b_blocks: bool, a: Tensor, b: Tensor) -> tuple[Tensor, Any]:
         return product(scaling, b_blocks, a, b), (a, b)

@@ -102,7 +102,7 @@ def launches(calls: Sequence[Call] | Calls, device: torch.device) -> list[Launch
         values = [x.zeros(device) if isinstance(x, _Like) else x for x in call.leaves]
         args, kwargs = tree.unflatten(call.structure, values)
         implementation = call.op.implementations.get(call.op.chosen(*args, **kwargs))
-        if implementation is not None and implementation.kernels:
+        if implementation is not None and (implementation.kernels or implementation.calls):
             record = importlib.import_module("k31fn.kernels.warmup.triton").record
             found |= dict.fromkeys(record(functools.partial(_forward_and_backward, call, values)))
     return list(found)

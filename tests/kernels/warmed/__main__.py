@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from k31fn.kernels.attn_res import attn_res
-from k31fn.kernels.attn_res import triton as kernels
+from k31fn.kernels.attn_res.triton import one_pass as kernels
 from k31fn.kernels.registry import Implementation, watch_calls
 from k31fn.kernels.shapes import shapes_only
 from k31fn.kernels.warmup import Calls, Compilers, Launch, WarmUpError, launches
@@ -138,7 +138,7 @@ def refused(launch: Launch, compilers: Compilers) -> str:
 
 def main(folder: Path) -> dict[str, Any]:
     attn_res.implementations.clear()
-    module = "k31fn.kernels.attn_res.triton"
+    module = "k31fn.kernels.attn_res.triton.one_pass"
     attn_res.register(Implementation("here", ("cpu",), kernels.attn_res, kernels=module))
     target = ("cuda", 90, 32)
     cache.ahead_of_time(target)

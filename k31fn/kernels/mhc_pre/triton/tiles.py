@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from k31fn.kernels.launch import INTERPRETED, Build, Tile
+from k31fn.kernels.launch import INTERPRETED, Build, Tile, programs
 from k31fn.kernels.mhc_pre.reference import SINKHORN_EPS
 
 __all__ = [
@@ -16,14 +16,17 @@ __all__ = [
     "Tiles",
     "accepts",
     "constants",
+    "dealt",
+    "filling",
     "given",
     "listed",
-    "num_streams",
     "of_streams",
 ]
 
 MOST_SPLITS = 16
 MOST_ITERATIONS = 64
+_MANY = 65535  # pieces of work: more than a device runs side by side
+_BUSY = 0.8
 _ALIGNED = ("width", "flat", "chunk", "x_group", "phi_group", "ct_group", "ct_x_group")
 
 
@@ -31,37 +34,33 @@ class Tiles(NamedTuple):
     """One per kernel, for bfloat16. ``rows`` of ``project`` and ``streams`` are at least 16: sides of a product."""
 
     project: Tile
-    coefficients: Tile
     mix: Tile
     backward_mix: Tile
-    backward_coefficients: Tile
     streams: Tile
+    sums: Tile
 
 
 TILES = {
     "cuda": Tiles(
-        project=Tile(warps=8, per_core=2, rows=128, columns=64, stages=3),
-        coefficients=Tile(warps=1, per_core=8, rows=16),
-        mix=Tile(warps=4, per_core=16, columns=1024),
-        backward_mix=Tile(warps=4, per_core=8, columns=512, stages=1),
-        backward_coefficients=Tile(warps=1, per_core=8, rows=8),
-        streams=Tile(warps=4, per_core=4, rows=64, columns=128, stages=1),
+        project=Tile(warps=8, per_core=2, rows=128, columns=64, stages=4),
+        mix=Tile(warps=2, per_core=16, rows=8, columns=512, stages=3),
+        backward_mix=Tile(warps=1, per_core=16, rows=4, columns=256, stages=4),
+        streams=Tile(warps=4, per_core=2, rows=32, columns=128, stages=3),
+        sums=Tile(warps=4, per_core=8, columns=1024),
     ),
     "npu": Tiles(
         project=Tile(rows=64, columns=128),
-        coefficients=Tile(per_core=2, rows=8),
-        mix=Tile(per_core=2, columns=2048),
-        backward_mix=Tile(per_core=2, columns=1024, stages=1),
-        backward_coefficients=Tile(per_core=2, rows=4),
+        mix=Tile(per_core=2, rows=8, columns=2048),
+        backward_mix=Tile(per_core=2, rows=4, columns=1024, stages=1),
         streams=Tile(rows=32, columns=128, stages=1),
+        sums=Tile(per_core=2, columns=1024),
     ),
     "cpu": Tiles(
         project=Tile(rows=16, columns=16),
-        coefficients=Tile(rows=4),
-        mix=Tile(columns=16),
-        backward_mix=Tile(columns=16),
-        backward_coefficients=Tile(rows=4),
+        mix=Tile(rows=4, columns=16),
+        backward_mix=Tile(rows=4, columns=16),
         streams=Tile(rows=16, columns=32),
+        sums=Tile(columns=64),
     ),
 }
 
@@ -86,12 +85,30 @@ def of_streams(kind: str, itemsize: int) -> Tile:
     tile = TILES[kind].streams
     if itemsize == 2:
         return tile
-    return tile._replace(rows=min(32, tile.rows), columns=tile.columns // 2, warps=2 * tile.warps)
+    return tile._replace(rows=min(32, tile.rows), columns=max(32, tile.columns // 2), warps=2 * tile.warps)
 
 
-def num_streams(columns: int) -> int:
-    """N of 2 N + N N coefficients."""
-    return next(n for n in (2, 4, 8) if 2 * n + n * n == columns)
+def dealt(tile: Tile, x: Tensor, groups: int) -> tuple[int, int]:
+    """Programs per group of a kernel with two kinds of work, and how many of them do the first kind alone.
+
+    The first kind, of ``rows`` tokens at a time, takes long; the second is for each token. All programs do both where
+    there are few.
+    """
+    tokens = x.shape[1]
+    rounds = -(-tokens // tile.rows)
+    per_group = programs(x.device, groups, tokens + rounds, tile.per_core)
+    return per_group, rounds if 2 * rounds <= per_group else 0
+
+
+def filling(tile: Tile, x: Tensor, units: int) -> int:
+    """Into how many parts of the tokens each unit of work is cut: the fewest that keep most of the device busy."""
+    places, most = programs(x.device, 1, _MANY, tile.per_core), max(1, -(-x.shape[1] // tile.rows))
+
+    def busy(splits: int) -> float:
+        return units * splits / (-(-units * splits // places) * places)
+
+    choices = range(1, min(most, MOST_SPLITS) + 1)
+    return next((s for s in choices if busy(s) >= _BUSY), max(choices, key=busy))
 
 
 def constants(kind: str, tile: Tile, itemsize: int, n: int, iterations: int = 1, splits: int = 1) -> dict[str, Any]:

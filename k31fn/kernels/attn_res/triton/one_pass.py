@@ -1,0 +1,269 @@
+# pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
+"""The residual attention in one pass over the sources: norm, score, online softmax and mix of a token in one program.
+
+The backward keeps the scores and the reciprocal norms (two numbers per token and source) and the result ``o``:
+``sum_j p_j <ct, v_j> = <ct, o>`` is known before the sources are read, and one pass gives all gradients. Where a token
+does not fit (Ascend), two kernels read the sources twice and need no result. The gradient of the key is summed over a
+program's tokens in registers and over programs in a fixed order: no atomics, the same bits in every run. First order
+only.
+
+The result is the rounded one, ``o_d (1 + e_d)`` with ``|e_d| <= u`` (2^-9 for bfloat16, 2^-24 for float32), as in
+FlashAttention's backward. So ``<ct, o>`` is off by at most ``E = u sum_d |ct_d o_d|`` and the gradient of score ``j``
+by ``p_j E``, as rounding one source by ``u`` does to ``<ct, v_j>``; the gradient of source ``j`` by at most
+``p_j E rho_j |key - s_j rho_j v_j / D|``. Roundings have signs of their own, so what is seen is
+``u sqrt(sum_d (ct_d o_d)^2)`` in place of ``E``. The key's gradient, a sum over all tokens, is off by neither: when all
+sources are read, ``sum_j p_j <ct, v_j> - <ct, o>`` is known, and what it did is taken back.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k31fn.autodiff import custom_vjp
+from k31fn.kernels.attn_res.triton.pieces import (
+    attn_res_backward_scores,
+    attn_res_backward_sources,
+    attn_res_forward_pieces,
+)
+from k31fn.kernels.attn_res.triton.shared import alike, build, named, odd_shapes, padded, pick, power
+from k31fn.kernels.launch import Build, Tile, grouped, programs, step
+
+__all__ = ["attn_res", "attn_res_accepts", "builds"]
+
+_WIDEST = 16384
+_OF_TILE = 8192  # features for which _TILES has warps and programs per core
+_SHARED = 200 * 2**10  # bytes of shared memory of a core for sources on their way
+
+# per device kind: (forward, backward). With columns, a token that is wider is read in pieces of so many features.
+_TILES = {
+    "cuda": (Tile(warps=4, per_core=2, stages=4), Tile(warps=8, per_core=1, stages=4)),
+    "npu": (Tile(per_core=2, columns=4096), Tile(per_core=2, columns=4096)),
+    "cpu": (Tile(), Tile()),
+}
+
+
+@triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def attn_res_forward(
+    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
+    key_ptr, out_ptr, score_ptr, rrms_ptr,
+    tokens, width, per_group, source_group, key_group, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    group = (tl.program_id(0) // per_group).to(tl.int64)
+    first = tl.program_id(0) % per_group
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    key = tl.load((key_ptr + group * key_group) + columns, mask=inside, other=0.0)
+    # what is loaded follows from at, what it is used for from token and i: the compiler's pipeline would carry each
+    # number that both need through all of its stages, a move for each stage and number
+    largest = -1.0e30
+    total = 0.0
+    mixed = tl.zeros((BLOCK,), dtype=tl.float32)
+    token = group * 0 + first  # 64 bits
+    i = first * 0
+    for at in tl.range(0, tl.cdiv(tokens - first, per_group) * N, num_stages=STAGES):
+        loads = first * 0 + at % N
+        row = group * source_group + (group * 0 + first + (at // N) * per_group) * width
+        source = pick(loads, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, N)
+        value = tl.load(source + row + columns, mask=inside, other=0.0).to(tl.float32)
+        square, product = tl.reduce((value * value, value * key), 0, _add)
+        rrms = 1.0 / tl.sqrt(square / width + eps)
+        score = product * rrms
+        tl.store(score_ptr + (group * N + i) * tokens + token, score)
+        tl.store(rrms_ptr + (group * N + i) * tokens + token, rrms)
+        largest = tl.where(i == 0, -1.0e30, largest)
+        now = tl.maximum(largest, score)
+        before = tl.exp(largest - now)
+        weight = tl.exp(score - now)
+        total = total * before + weight
+        mixed = mixed * before + value * weight
+        largest = now
+        i += 1
+        if i == N:
+            out = (mixed * (1.0 / total)).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (group * tokens + token) * width + columns, out, mask=inside)
+            token += per_group
+            i = first * 0
+
+
+@triton.jit
+def attn_res_backward(
+    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
+    d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11,
+    key_ptr, score_ptr, rrms_ptr, out_ptr, ct_ptr, d_key_ptr,
+    tokens, width, per_group, source_group, key_group, stat_group, out_group, ct_group,
+    N: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    group = (tl.program_id(0) // per_group).to(tl.int64)
+    first = tl.program_id(0) % per_group
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    numbers = tl.arange(0, PADDED)
+    key = tl.load((key_ptr + group * key_group) + columns, mask=inside, other=0.0)
+    d_key = tl.zeros((BLOCK,), dtype=tl.float32)
+    along = tl.zeros((BLOCK,), dtype=tl.float32)
+    ct = tl.zeros((BLOCK,), dtype=ct_ptr.dtype.element_ty)
+    mean = 0.0
+    excess = 0.0
+    scores = tl.zeros((PADDED,), dtype=tl.float32)
+    rrms = tl.zeros((PADDED,), dtype=tl.float32)
+    probs = tl.zeros((PADDED,), dtype=tl.float32)
+    token = group * 0 + first  # 64 bits
+    i = first * 0 - 2
+    # per token: the cotangent (-2), the result (-1), and the sources 0 .. N - 1
+    for at in tl.range(0, tl.cdiv(tokens - first, per_group) * (N + 2), num_stages=STAGES):
+        loads = first * 0 + at % (N + 2) - 2
+        source = pick(loads, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, N)
+        source = tl.where(loads == -1, out_ptr, tl.where(loads == -2, ct_ptr, source))
+        row = group * tl.where(loads == -2, ct_group, tl.where(loads < 0, out_group, source_group))
+        row += (group * 0 + first + (at // (N + 2)) * per_group) * width
+        loaded = tl.load(source + row + columns, mask=inside, other=0.0)
+        if i == -2:
+            ct = loaded
+            along = tl.zeros((BLOCK,), dtype=tl.float32)
+            stats = (group * stat_group + token) + numbers * tokens
+            scores = tl.load(score_ptr + stats, mask=numbers < N, other=-1.0e30)
+            rrms = tl.load(rrms_ptr + stats, mask=numbers < N, other=0.0)
+        else:
+            value = loaded.to(tl.float32)
+            product = tl.sum(ct.to(tl.float32) * value, axis=0)
+            if i < 0:  # <ct, out> = sum_j p_j <ct, v_j>, before the sources are read
+                mean = product
+                excess = -product
+                probs = tl.exp(scores - tl.max(scores, axis=0))
+                probs = probs / tl.sum(probs, axis=0)
+            else:
+                this = numbers == i
+                of_ct = tl.sum(tl.where(this, probs, 0.0), axis=0)
+                of_value = of_ct * tl.sum(tl.where(this, rrms, 0.0), axis=0)
+                of_key = of_value * (product - mean)
+                along += of_value * value
+                excess += of_ct * product
+                of_value = of_key * tl.sum(tl.where(this, scores * rrms, 0.0), axis=0) / width
+                d_key += of_key * value
+                d_source = pick(i, d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11, N)
+                y = of_ct * ct.to(tl.float32) + of_key * key - of_value * value
+                written = (group * tokens + token) * width
+                tl.store(d_source + written + columns, y.to(d_source.dtype.element_ty), mask=inside)
+        i += 1
+        if i == N:
+            d_key -= excess * along
+            token += per_group
+            i = first * 0 - 2
+    tl.store(d_key_ptr + tl.program_id(0).to(tl.int64) * width + columns, d_key, mask=inside)
+
+
+def attn_res_accepts(sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float) -> str:
+    """Why :func:`attn_res` cannot run, or nothing."""
+    del eps
+    if sources and sources[0].shape[-1] > _WIDEST:
+        return f"a token is held whole: at most {_WIDEST} features, got {sources[0].shape[-1]}"
+    return odd_shapes(sources, (query, norm_weight))
+
+
+def attn_res(sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """The op; scores, softmax and sums in float32."""
+    key = (query.to(torch.float32) * norm_weight.to(torch.float32))[None]
+    return _mix(tuple(s.flatten(0, 1)[None] for s in sources), key, eps).view(sources[0].shape)
+
+
+def _mix_fwd(sources: tuple[Tensor, ...], key: Tensor, eps: float) -> tuple[Tensor, tuple[object, ...]]:
+    out, scores, rrms = grouped(functools.partial(_launch_forward, eps), *sources, key)
+    return out, (sources, key, out, scores, rrms)
+
+
+def _mix_bwd(eps: float, residuals: tuple[Any, ...], ct: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    del eps  # it is in rrms
+    sources, *rest = residuals
+    *d_sources, d_key = grouped(_launch_backward, *sources, *rest, ct)
+    return tuple(d_sources), d_key
+
+
+_mix = custom_vjp(_mix_fwd, nondiff_argnums=(2,), opaque=True, name="attn_res (triton)").defvjp(_mix_fwd, _mix_bwd)
+
+
+def _launch_forward(eps: float, *operands: Tensor) -> tuple[Tensor, ...]:
+    *given, key = operands
+    groups, (_, tokens, width) = max(x.shape[0] for x in operands), given[0].shape
+    sources, key = alike(given), key.contiguous()
+    n, tile = len(sources), _TILES[key.device.type][0]
+    out = key.new_empty((groups, tokens, width), dtype=sources[0].dtype)
+    scores, rrms = (key.new_empty((groups, n, tokens)) for _ in range(2))
+    per_core, cut = _cut(tile, n, width, out.itemsize)
+    per_group = programs(key.device, groups, tokens, per_core)
+    kernel = attn_res_forward_pieces if tile.columns else attn_res_forward
+    kernel[(groups * per_group,)](
+        *padded(sources), key, out, scores, rrms, tokens, width, per_group, step(sources[0]), step(key), eps,
+        **named(kernel, cut))  # fmt: skip
+    return out, scores, rrms
+
+
+def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
+    *given, key, out, scores, rrms, ct = operands
+    groups, (_, tokens, width) = max(x.shape[0] for x in operands), given[0].shape
+    sources = alike(given)
+    key, out, scores, rrms, ct = (x.contiguous() for x in (key, out, scores, rrms, ct))
+    n, tile = len(sources), _TILES[key.device.type][1]
+    d_sources = [s.new_empty((groups, tokens, width)) for s in sources]
+    pointers = (*padded(sources), *padded(d_sources), key, scores, rrms)
+    steps = (step(sources[0]), step(key), step(scores))
+    per_core, cut = _cut(tile, n, width, ct.itemsize)
+    per_group = programs(key.device, groups, tokens, per_core)
+    if not tile.columns:
+        d_key = key.new_empty((groups, per_group, width))
+        attn_res_backward[(groups * per_group,)](
+            *pointers, out, ct, d_key, tokens, width, per_group, *steps, step(out), step(ct), **cut
+        )
+        return *d_sources, d_key.sum(1)
+    d_scores = key.new_empty((groups, n, tokens))
+    attn_res_backward_scores[(groups * per_group,)](
+        *padded(sources), scores, ct, d_scores, tokens, width, per_group, steps[0], steps[2], step(ct), **cut
+    )
+    pieces = triton.cdiv(width, tile.columns)
+    splits = programs(key.device, groups * pieces, tokens, tile.per_core)
+    d_key = key.new_empty((groups, splits, width))
+    attn_res_backward_sources[(groups * splits * pieces,)](
+        *pointers, d_scores, ct, d_key, tokens, width, splits, pieces, *steps, step(ct), **cut
+    )
+    return *d_sources, d_key.sum(1)
+
+
+def _cut(tile: Tile, n: int, width: int, itemsize: int) -> tuple[int, dict[str, int]]:
+    """Programs per core, and what the kernels of ``n`` sources are compiled with.
+
+    Where a token is held whole, the tile is that of 8192 features; shared memory has the sources on their way.
+    """
+    if tile.columns:
+        return tile.per_core, {"N": n, "PADDED": power(n), "BLOCK": tile.columns}
+    block = power(width)
+    per_core = tile.per_core * max(1, min(8, _OF_TILE // block))
+    ring = _SHARED // (per_core * block * itemsize)
+    warps = max(1, min(16, tile.warps * block // _OF_TILE))
+    stages = max(1, min(tile.stages, 1 + ring))
+    return per_core, {"N": n, "PADDED": power(n), "BLOCK": block, "STAGES": stages, "num_warps": warps}
+
+
+def builds(kind: str) -> list[Build]:
+    """What is compiled for the shapes of K3.1 (hidden size 7168, up to 9 sources) on a kind of device."""
+    one, other = _TILES[kind]
+    forward = [attn_res_forward_pieces if one.columns else attn_res_forward]
+    backward = [attn_res_backward_scores, attn_res_backward_sources] if other.columns else [attn_res_backward]
+    found = []
+    for dtype, itemsize, n in (("bf16", 2, 9), ("fp32", 4, 2)):
+        at = f"{dtype} N{n} D7168"
+        found += [build(k, at, _cut(one, n, 7168, itemsize)[1], "forward", one) for k in forward]
+        found += [build(k, at, _cut(other, n, 7168, itemsize)[1], "backward", other) for k in backward]
+    return found

@@ -1,0 +1,152 @@
+# pyright: reportMissingImports=false, reportMissingParameterType=false, reportPossiblyUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false
+"""What kernels over several sources share: pointers, exact products, what they refuse, and how they are listed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k31fn.kernels.launch import Build, Tile
+
+__all__ = ["MOST_SOURCES", "alike", "at", "build", "named", "odd_shapes", "padded", "pick", "power", "product"]
+
+MOST_SOURCES = 12
+_ALIGNED = ("width", *(f"{x}_group" for x in ("source", "key", "out", "ct", "d_mix", "mix", "prefix")))
+_OF_MODEL = ("out_ptr", "ct_ptr", "prefix_ptr", "d_prefix_ptr")
+
+
+@triton.jit
+def at(I: tl.constexpr, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11):
+    """The pointer of number I, known when compiled: no branch is left."""
+    if I == 0:
+        p = p0
+    if I == 1:
+        p = p1
+    if I == 2:
+        p = p2
+    if I == 3:
+        p = p3
+    if I == 4:
+        p = p4
+    if I == 5:
+        p = p5
+    if I == 6:
+        p = p6
+    if I == 7:
+        p = p7
+    if I == 8:
+        p = p8
+    if I == 9:
+        p = p9
+    if I == 10:
+        p = p10
+    if I == 11:
+        p = p11
+    return p
+
+
+@triton.jit
+def pick(i, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, N: tl.constexpr):
+    """The pointer of number i; 0 to N - 1 are told apart."""
+    p = p0
+    if N > 1:
+        p = tl.where(i == 1, p1, p)
+    if N > 2:
+        p = tl.where(i == 2, p2, p)
+    if N > 3:
+        p = tl.where(i == 3, p3, p)
+    if N > 4:
+        p = tl.where(i == 4, p4, p)
+    if N > 5:
+        p = tl.where(i == 5, p5, p)
+    if N > 6:
+        p = tl.where(i == 6, p6, p)
+    if N > 7:
+        p = tl.where(i == 7, p7, p)
+    if N > 8:
+        p = tl.where(i == 8, p8, p)
+    if N > 9:
+        p = tl.where(i == 9, p9, p)
+    if N > 10:
+        p = tl.where(i == 10, p10, p)
+    if N > 11:
+        p = tl.where(i == 11, p11, p)
+    return p
+
+
+@triton.jit
+def product(a, b, acc, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """``acc + a b``, float32 ``a`` as the sum of so many numbers of b's dtype. WIDE: the interpreter's dot.
+
+    The product has a sum of its own: matrix units cut what they add to a sum, float32 addition rounds it.
+    """
+    own = tl.zeros(acc.shape, dtype=tl.float32)
+    for _ in tl.static_range(PARTS):
+        part = a.to(b.dtype)
+        a = a - part.to(tl.float32)
+        if WIDE:
+            own = tl.dot(part.to(tl.float32), b.to(tl.float32), own, input_precision="ieee")
+        else:
+            own = tl.dot(part, b, own, input_precision="ieee")
+    return acc + own
+
+
+def padded(tensors: list[Tensor]) -> list[Tensor]:
+    """As many pointers as the kernels have; those past the sources are not read."""
+    return tensors + [tensors[0]] * (MOST_SOURCES - len(tensors))
+
+
+def alike(sources: list[Tensor]) -> list[Tensor]:
+    """Contiguous, and all per group if one is."""
+    groups = max(s.shape[0] for s in sources)
+    same = all(s.shape[0] == groups and s.is_contiguous() for s in sources)
+    return sources if same else [s.expand(groups, -1, -1).contiguous() for s in sources]
+
+
+def named(kernel: Any, constants: Mapping[str, Any]) -> dict[str, Any]:
+    """The constants that the kernel has, and options of the launch, whose names are in small letters."""
+    names = getattr(kernel, "arg_names", constants)
+    return {k: v for k, v in constants.items() if k in names or k.islower()}
+
+
+def power(n: int) -> int:
+    """The next power of two."""
+    return triton.next_power_of_2(n)
+
+
+def odd_shapes(sources: Sequence[Tensor], weights: Sequence[Tensor]) -> str:
+    """Why sources, and weights of their width, do not go together, or nothing."""
+    if not 1 <= len(sources) <= MOST_SOURCES:
+        return f"it mixes 1 to {MOST_SOURCES} sources, got {len(sources)}"
+    if len({s.dtype for s in sources}) > 1:
+        return f"the sources have one dtype, got {sorted({str(s.dtype) for s in sources})}"
+    width = sources[0].shape[-1:]
+    if len({s.shape for s in sources}) > 1 or len({w.shape for w in weights}) > 1 or weights[0].shape[-1:] != width:
+        found = ", ".join(str(list(x.shape)) for x in (*weights, *sources))
+        return f"the sources have one shape, and query and norm_weight their width, got {found}"
+    return ""
+
+
+def build(
+    kernel: Any, shapes: str, constants: Mapping[str, Any], direction: Literal["forward", "backward"], tile: Tile
+) -> Build:
+    """The kernel for ``shapes``, such as ``bf16 N9 D7168``, whose first word is the sources' dtype.
+
+    Arguments are known by their names; of the constants those that the kernel has are taken.
+    """
+    known = {k: v for k, v in constants.items() if k in kernel.arg_names}
+    dtype = shapes.split()[0]
+    signature = {k: _type(k, dtype) for k in kernel.arg_names if k not in known}
+    return Build(f"{kernel.__name__} {shapes}", kernel, signature, known, direction, tile, _ALIGNED)
+
+
+def _type(name: str, dtype: str) -> str:
+    """Sources, results and what goes with them are in the model's dtype; all else is float32, or an integer."""
+    if name in _OF_MODEL or (name[0] in "sd" and name[1:].isdigit()):
+        return f"*{dtype}"
+    return "*fp32" if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"

@@ -1,0 +1,59 @@
+"""Plain torch form of the FP8 encoder."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+
+from k31fn.autodiff import stop_gradient
+from k31fn.kernels.formats.fp8 import BLOCK, scale_of
+from k31fn.typing import Float, Tensor
+
+__all__ = ["E4M3", "Codes", "Groups", "check", "fp8_encode"]
+
+Groups = Literal["rows", "blocks", "tiles"]
+E4M3 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(E4M3).max
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+class Codes(NamedTuple):
+    """A matrix ``[R, K]``: codes in E4M3, and scales ``[R, groups]`` along K, or ``[R / 128, K / 128]``."""
+
+    codes: Tensor
+    scales: Float[Tensor, "R G"]
+
+
+def check(x: Float[Tensor, "R K"], scaling: Groups) -> None:
+    """Refuses sizes.
+
+    Raises:
+        ValueError: an empty matrix, or one that groups do not divide.
+    """
+    rows, columns = x.shape
+    if not x.numel():
+        raise ValueError(f"fp8_encode: x {[rows, columns]} is empty; at least one row and column are needed")
+    if (scaling != "rows" and columns % BLOCK) or (scaling == "tiles" and rows % BLOCK):
+        what = "columns" if scaling == "blocks" else "rows and columns"
+        raise ValueError(
+            f"fp8_encode: x {[rows, columns]} with scaling={scaling!r}: {what} must be multiples of {BLOCK}"
+        )
+
+
+def fp8_encode(x: Float[Tensor, "R K"], scaling: Groups = "rows") -> Codes:
+    """Codes and scales.
+
+    Raises:
+        ValueError: sizes that the scaling does not take.
+    """
+    check(x, scaling)
+    size = (BLOCK if scaling == "tiles" else 1, x.shape[1] if scaling == "rows" else BLOCK)
+    groups = stop_gradient(x).unflatten(1, (-1, size[1])).unflatten(0, (-1, size[0]))
+    largest = torch.linalg.vector_norm(groups, float("inf"), (1, 3))  # [R / size, K / size]
+    finite = largest.isfinite()
+    scales = scale_of(torch.where(finite, largest, _LARGEST).clamp_min(_SMALLEST), E4M3)
+    inverse = torch.where(finite, scales.reciprocal(), math.nan).to(x.dtype)
+    codes = (groups * inverse[:, None, :, None]).to(E4M3)  # exact but for the last rounding
+    return Codes(codes.flatten(2, 3).flatten(0, 1).contiguous(), scales)
