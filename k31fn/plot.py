@@ -67,6 +67,7 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
     Raises:
         ValueError: a run has no metrics, or ``out`` is of a kind that matplotlib does not write.
         ImportError: matplotlib is not installed.
+        OSError: ``out`` cannot be written; its folder is made if it is missing.
     """
     records = {name: _records(Path(run)) for name, run in _names([Path(r) for r in runs]).items()}
     figure = _draw(records)
@@ -75,6 +76,7 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
     if out.suffix[1:] not in kinds:
         raise ValueError(f"--out {str(out)!r} must end in one of {', '.join('.' + k for k in kinds)}")
     temporary = out.with_name(f".{out.stem}.partial{out.suffix}")
+    out.parent.mkdir(parents=True, exist_ok=True)
     try:
         figure.savefig(temporary, dpi=150)
         os.replace(temporary, out)

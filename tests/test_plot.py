@@ -88,6 +88,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert plot.main([*map(str, runs), "--out", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(out)
     assert "<svg" in out.read_text()
+    made = tmp_path / "a" / "folder" / "that is missing.svg"
+    assert plot.main([str(runs[0]), "--out", str(made)]) == 0
+    assert "<svg" in made.read_text()
 
 
 def test_the_table_has_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +141,7 @@ def test_mistakes_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixtur
         (str(empty),): "has no loss in its 0 records",
         (str(run), str(run)): "a run is given twice",
         (str(run), "--out", str(tmp_path / "x.xyz")): "must end in one of",
-        (str(run), "--out", str(tmp_path / "no" / "x.png")): "No such file or directory",
+        (str(run), "--out", str(empty / "metrics.jsonl" / "x.png")): "File exists",
     }
     for arguments, message in cases.items():
         assert plot.main(arguments) == 1

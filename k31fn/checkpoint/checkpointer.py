@@ -26,7 +26,8 @@ from k31fn.parallel import MeshAxes
 __all__ = ["Checkpointer"]
 
 _ONE_RANK = MeshAxes()
-_PAUSES_S = 0.01, 0.5  # between two looks at the writers: the first, and the longest
+_PAUSES_S = 0.01, 0.5  # between two looks at the writers: the shortest and the longest; else
+_PAUSE = 0.05  # of the time that was waited so far
 
 
 @dataclass
@@ -178,13 +179,16 @@ class Checkpointer:
     def prepare(self, state: Any, layout: Layout | None = None) -> None:
         """Starts the writer and has it provide the memory for copies of such a state, so that no save waits for either.
 
+        Waits for a save under way, whose copies are in that memory.
+
         Args:
             state: as for :meth:`save`.
             layout: as for it.
 
         Raises:
-            CheckpointError: there is not so much memory.
+            CheckpointError: there is not so much memory, or the save before failed.
         """
+        self.wait()
         self._together.all(lambda: self._prepare(state, layout))
 
     def _prepare(self, state: Any, layout: Layout | None) -> None:
@@ -254,14 +258,14 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed. Said once; the next save starts afresh.
         """
-        pause = _PAUSES_S[0]
+        began, (shortest, longest) = time.monotonic(), _PAUSES_S
         while self._saving is not None:
             if self._together.size == 1:
                 self._go_on(self._saving)
                 continue
             self.poll()  # so that the ranks hear of each other meanwhile
+            pause = min(max(shortest, _PAUSE * (time.monotonic() - began)), longest)
             time.sleep(pause if self._saving else 0.0)
-            pause = min(2 * pause, _PAUSES_S[1])
 
     def poll(self) -> None:
         """Takes the save under way, if there is one, as far as it goes without waiting for a writer.

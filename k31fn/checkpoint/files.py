@@ -35,6 +35,7 @@ __all__ = [
     "commit",
     "complete_steps",
     "finish_part",
+    "flush_tree",
     "kept_steps",
     "read_manifest",
     "remove_leftovers",
@@ -98,7 +99,7 @@ def finish_part(folder: Path, shards: Json) -> None:
     """Makes what a rank has written in its ``folder`` complete: flushed to disk, and then with the list of it."""
     new = folder / f"{SHARDS}.new"
     new.write_text(json.dumps(shards))
-    _flush_tree(folder)
+    flush_tree(folder)
     os.rename(new, folder / SHARDS)
     _flush(folder)
 
@@ -168,7 +169,7 @@ def remove_leftovers(directory: Path, token: str) -> None:
             shutil.rmtree(directory / name, ignore_errors=True)  # a rank of a killed run may still add to it
 
 
-def _flush_tree(folder: Path) -> None:
+def flush_tree(folder: Path) -> None:
     """Files to disk, then the folders that name them: orbax flushes its data files only."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:

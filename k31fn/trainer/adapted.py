@@ -62,13 +62,18 @@ def fingerprint(recipe: Recipe) -> str:
     return digest.hexdigest()
 
 
-def check_base(recipe: Recipe, found: str) -> None:
+def check_base(recipe: Recipe, found: str, base: str | None = None) -> None:
     """Compares the fingerprint in a checkpoint with that of the base.
+
+    Args:
+        recipe: the run.
+        found: in the checkpoint.
+        base: the base's, where it is known; None: computed here.
 
     Raises:
         ValueError: they differ.
     """
-    if found != fingerprint(recipe):
+    if found != (fingerprint(recipe) if base is None else base):
         assert isinstance(recipe.lora, lora.Config)
         raise ValueError(
             f"lora.base={recipe.lora.base!r} has changed since the checkpoint, whose adapters are for another; put "

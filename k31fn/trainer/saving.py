@@ -31,6 +31,7 @@ class Saves:
         ranks: of the run.
 
     Raises:
+        ValueError: the base of the run's adapters is no folder that they can be for.
         CheckpointError: another run writes there.
         OSError: the folder cannot be written.
         OtherRankError: one of these on the first rank, as in all methods.
@@ -38,6 +39,7 @@ class Saves:
 
     def __init__(self, recipe: Recipe, folder: Path, text: str, view: View, ranks: Ranks) -> None:
         self._recipe, self._text, self._view, self._ranks = recipe, text, view, ranks
+        self._base = str(ranks.on_first(lambda: fingerprint(recipe)))  # as it is when the run reads it
         last, every, best = recipe.keep, recipe.keep_every, recipe.keep_best
         self._checkpoints = ranks.alike(
             lambda: Checkpointer(folder, keep=last, keep_every=every, keep_best=best, axes=ranks.axes)
@@ -64,7 +66,7 @@ class Saves:
         return completed(_placed(state, device) if host else state, recipe, device, axes)
 
     def _check(self, metadata: Mapping[str, str]) -> None:
-        check_base(self._recipe, metadata.get("base", ""))
+        check_base(self._recipe, metadata.get("base", ""), self._base)
         if metadata.get("text", self._text) != self._text:
             cfg = self._recipe.data
             source = f"data.train={list(cfg.train)}" if isinstance(cfg, data.Prepared) else f"data.path={cfg.path!r}"
@@ -81,8 +83,7 @@ class Saves:
         Raises:
             CheckpointError: the save before this one failed, or there is no memory for the copy.
         """
-        held, metadata = saved(state, self._recipe, self._ranks.axes), {"text": self._text}
-        metadata["base"] = fingerprint(self._recipe)
+        held, metadata = saved(state, self._recipe, self._ranks.axes), {"text": self._text, "base": self._base}
         save = functools.partial(self._checkpoints.save, step, held, metadata, layout=self._layout, scores=scores)
         self._ranks.alike(save)
 

@@ -227,8 +227,9 @@ class Watch:
             if not self._answered:  # else the others know, and have ended already
                 where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
                 holder = f"rank 0 at {self._mesh.coordinate(0)} or its torchrun, which held it, died"
-                text = f"train.py: {where}: the store of the process group is gone: {holder}"
-                print(text, file=sys.stderr, flush=True)
+                said = f"the store of the process group is gone: {holder}"
+                beside = f"; what this rank did: {self.folder}" if self._write_record(said) else ""
+                print(f"train.py: {where}: {said}{beside}", file=sys.stderr, flush=True)
             self._end(1)
 
 

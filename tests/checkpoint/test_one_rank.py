@@ -177,6 +177,30 @@ def test_save_copies_and_returns_before_anything_is_written(shared: Shared) -> N
     assert_same_bits(shared.ckpt.restore(later, state), expected)
 
 
+def test_the_writer_writes_from_the_shared_memory_and_copies_nothing(shared: Shared) -> None:
+    state = {"x": torch.ones(24 << 20)}
+    shared.ckpt.prepare(state)
+    shared.saved({"x": torch.ones(1)})
+    process = Path(f"/proc/{writer_pid(shared.ckpt)}")
+
+    def kilobytes(name: str) -> int:
+        return int(next(s for s in (process / "status").read_text().splitlines() if s.startswith(name)).split()[1])
+
+    (process / "clear_refs").write_text("5")  # the peak begins anew
+    before = kilobytes("VmRSS:")
+    shared.saved(state)
+    assert kilobytes("VmHWM:") - before < 0.5 * state["x"].nbytes / 1024
+
+
+def test_preparing_waits_for_a_save_under_way(shared: Shared) -> None:
+    state = {"x": torch.arange(1000.0)}
+    step = next(shared.steps)
+    shared.ckpt.save(step, state)
+    shared.ckpt.prepare({"y": torch.zeros(7)})  # its header would lie amid the copy
+    assert shared.ckpt.latest() == step
+    assert_same_bits(shared.ckpt.restore(step, state), state)
+
+
 def test_the_next_save_waits_for_the_one_before(shared: Shared) -> None:
     steps = [next(shared.steps) for _ in range(3)]
     for step in steps:
