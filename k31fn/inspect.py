@@ -258,7 +258,7 @@ class _Options:
         micro_batches: pieces of a step; 0: the recipe's, or one per rank of the pipeline.
         compute: dtype of activations; if empty, the recipe's, or bfloat16.
         optimizer: muon or adamw; if empty, the recipe's, or muon.
-        memory: also what a rank needs in a step (minutes for a model of full width; not with a pipeline).
+        memory: also what a rank needs in a step (half a minute for a model of full width; not with a pipeline).
     """
 
     mesh: Mesh = field(default_factory=Mesh)

@@ -13,18 +13,21 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from k31fn import balance, data, device, model, random, trainer, tree
 from k31fn.checkpoint import Checkpointer, CheckpointError
 from k31fn.config import Recipe
-from k31fn.data import chat
-from k31fn.layers.patches import Images
+from k31fn.data import chat, images, media
+from k31fn.data.store import INDEX
+from k31fn.layers import projector
+from k31fn.layers.patches import Images, from_grids
 from k31fn.trainer import folder
 from k31fn.typing import Float, Int
 
-__all__ = ["choose", "generate", "load", "main"]
+__all__ = ["choose", "generate", "load", "look", "main"]
 
 
 def load(
@@ -131,6 +134,38 @@ def generate(
     return torch.stack(drawn, dim=1)
 
 
+def look(files: Sequence[str | Path], text: str, recipe: Recipe) -> tuple[Int[Tensor, "1 T"], Images]:
+    """A prompt with images, prepared as those that the run is trained on.
+
+    By what its store says of them. Where there is none any more they are cut to patches of the tower's size, as many at
+    most as a row of the run has.
+
+    Args:
+        files: of the images, in order.
+        text: with a placeholder for each (:data:`k31fn.data.media.PLACEHOLDER`), or with none: then they come first.
+        recipe: of the run.
+
+    Returns:
+        The tokens, and what :func:`generate` takes as ``images``.
+
+    Raises:
+        ValueError: the model has no vision, a file is no image, or the placeholders do not fit.
+    """
+    tower = recipe.model.vision
+    if isinstance(tower, tuple) or not isinstance(recipe.data, data.Prepared):
+        raise ValueError("--image: the run's model has no vision, or its data no images")
+    cfg = images.Config(patch_size=tower.patch_size, max_patches=max(4, recipe.patches))
+    if (index := Path(recipe.data.train[0]) / INDEX).is_file():
+        cfg = images.Config(**data.open_store(index.parent).index["prepared"]["image"])
+    tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
+    pictures = [images.decode(Path(file).read_bytes(), str(file), cfg) for file in files]
+    text = text if media.PLACEHOLDER in text else media.PLACEHOLDER * len(pictures) + text
+    tokens = torch.from_numpy(media.encode(text, pictures, tokenizer, "--prompt"))[None]
+    pixels = images.normalise(np.concatenate([p.patches for p in pictures]))[None]
+    where = from_grids([[p.grid for p in pictures]], pixels.shape[1])
+    return tokens, Images(pixels, where, projector.slots(tokens, media.media_tokens(tokenizer).pad))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a prompt and what the model makes of it, token by token; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -140,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = "run folder such as runs/tiny/20260101-120000, or a folder of runs such as runs/tiny: the newest of them"
     parser.add_argument("run", type=Path, metavar="RUN", help=where)
     parser.add_argument("--prompt", default="def ", help="text to go on with")
+    images_help = "an image for each <|kimi_image_placeholder|> of the prompt, or in front of one that has none"
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help=images_help)
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message; prints the answer")
     parser.add_argument("--tokens", type=int, default=400, help="tokens to draw, at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
@@ -188,8 +225,14 @@ def _print_sample(
 ) -> str:
     """Prints a sample as it is drawn; returns it with its prompt."""
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
-    encoded = chat.prompt(args.prompt, tokenizer) if args.chat else tokenizer.encode(args.prompt).astype("int64")
-    prompt = torch.from_numpy(encoded)[None].to(key.device)
+    seen: Images | tuple[()] = ()
+    if args.image:
+        if args.chat:
+            raise ValueError("--image with --chat: a message with images is not made here; leave out --chat")
+        prompt, seen = tree.map(lambda x: x.to(key.device), look(args.image, args.prompt, recipe))
+    else:
+        encoded = chat.prompt(args.prompt, tokenizer) if args.chat else tokenizer.encode(args.prompt).astype("int64")
+        prompt = torch.from_numpy(encoded)[None].to(key.device)
     end = tokenizer.special_tokens[chat.END_OF_ANSWER] if args.chat else tokenizer.end_token
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in several tokens
     shown: list[str] = []
@@ -202,7 +245,7 @@ def _print_sample(
 
     generate(
         params, recipe.model, state, prompt, num_tokens=args.tokens, key=key, temperature=args.temperature,
-        top_p=args.top_p, end_token=end, vocab_size=tokenizer.vocab_size, emit=show,
+        top_p=args.top_p, end_token=end, vocab_size=tokenizer.vocab_size, images=seen, emit=show,
     )  # fmt: skip
     shown.append(decoder.decode(b"", final=True))
     print(shown[-1])

@@ -58,6 +58,17 @@ def test_published_parts():
     assert "indexer" not in summary("k3").parts
 
 
+def test_hyper_connections_are_named():
+    """Of each of two sublayers of four layers, and of the end: by the specs of the scheme alone."""
+    cfg = config.load(CONFIGS / "tiny_mhc.py")
+    parts = inspect.summarise(cfg).parts
+    specs = model.specs(cfg)
+    mixes = [mix for layer in specs.layers for mix in (layer.attn_mix, layer.ffn_mix)]
+    assert parts["mHC"] == sum(params.count(mix) for mix in (*mixes, specs.final_mix))
+    assert "AttnRes" not in parts
+    assert "mHC" not in summary("k31_pro").parts
+
+
 def test_active_by_definition():
     """Without the embedding table and with 2 of 8 experts, counted on a model built that way."""
     cfg = config.load(CONFIGS / "tiny.py")

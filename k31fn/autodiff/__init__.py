@@ -5,7 +5,8 @@
   as well; these do not, and give the same numbers.
 * :func:`remat`: keep a function's inputs only and run it again in the backward; :func:`saveable` ops and
   :func:`keepable` functions inside may be kept.
-* :func:`decision`: an integer choice (a route, a top-k set) made once and kept by every enclosing :func:`remat`.
+* :func:`decision`: an integer choice (a route, a top-k set) made once and kept by every enclosing :func:`remat`;
+  :func:`report`: integers that a function only tells (counts), which no remat keeps or makes again.
 * :func:`split_vjp`: a pullback in two parts, the inputs' and the weights'; :func:`weight_product` marks what it splits.
 * :func:`stop_gradient`, :func:`hessian`.
 
@@ -17,7 +18,7 @@ on another thread, where they have other values, so :func:`remat` captures the c
 
 from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
 from k31fn.autodiff.deferred import weight_product
-from k31fn.autodiff.remat import decision, keepable, record_decisions, remat, replay_decisions, saveable
+from k31fn.autodiff.remat import decision, keepable, record_decisions, remat, replay_decisions, report, saveable
 from k31fn.autodiff.split import SplitWork, check_split, split_vjp
 from k31fn.autodiff.transforms import hessian, value_and_grad, vjp
 
@@ -31,6 +32,7 @@ __all__ = [
     "record_decisions",
     "remat",
     "replay_decisions",
+    "report",
     "saveable",
     "split_vjp",
     "stop_gradient",

@@ -16,7 +16,7 @@ from k31fn.autodiff.custom_vjp import custom_vjp, differentiable, stop_gradient
 from k31fn.autodiff.kept import Kept
 from k31fn.autodiff.transforms import vjp_once
 
-__all__ = ["can_keep", "decision", "keepable", "record_decisions", "remat", "replay_decisions", "saveable"]
+__all__ = ["can_keep", "decision", "keepable", "record_decisions", "remat", "replay_decisions", "report", "saveable"]
 
 
 class _Queue:
@@ -56,11 +56,15 @@ class _Queue:
 
 
 class _Tape(NamedTuple):
-    """What the running remat (or record_decisions) keeps: all decisions, and the saveable ops named in ``save``."""
+    """What the running remat (or record_decisions) keeps: all decisions, and the saveable ops named in ``save``.
+
+    With ``backward`` it is a run for a backward, whose integer results nobody reads.
+    """
 
     decisions: _Queue
     saved: _Queue
     save: frozenset[str] = frozenset()
+    backward: bool = False
 
 
 _TAPE: contextvars.ContextVar[_Tape | None] = contextvars.ContextVar("k31fn_tape", default=None)
@@ -94,6 +98,48 @@ def decision(name: str, fn: Callable[..., Any], *args: Any) -> Any:
             "gather the floating values outside it"
         )
     return value if tape is None else tape.decisions.record(name, value)
+
+
+_REPORTED: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar("k31fn_reported", default=None)
+
+
+def report(fn: Callable[..., tuple[Tensor, ...]], shapes: Sequence[tuple[int, ...]], *args: Any) -> tuple[Tensor, ...]:
+    """``fn(*args)``: int32 tensors that a function returns beside its result and never reads, such as counts.
+
+    Made in a forward only. An enclosing :func:`remat` keeps none of it, whatever its policy, and its replay, whose
+    integer results go nowhere, gets zeros that take no memory. Without gradient.
+
+    Args:
+        fn: a pure function.
+        shapes: of its results.
+        args: its arguments.
+    """
+    tape = _TAPE.get()
+    if tape is not None and tape.backward:
+        where = next(t.device for t in tree.leaves(args) if isinstance(t, Tensor))
+        return tuple(torch.zeros((), dtype=torch.int32, device=where).expand(shape) for shape in shapes)
+    made = fn(*stop_gradient(args))
+    assert [(*t.shape,) for t in made] == [*shapes]
+    assert all(t.dtype == torch.int32 for t in made)
+    if (found := _REPORTED.get()) is not None:
+        found += made
+    return made
+
+
+def _run_kept(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any, Kept]:
+    """The value, the same with zeros that take no memory for what is reported in it, and the pullback."""
+    token = _REPORTED.set(found := [])
+    try:
+        out, kept = Kept.run(f, args)
+    finally:
+        _REPORTED.reset(token)
+    reported = {t.untyped_storage()._cdata for t in found}
+
+    def spared(x: Any) -> Any:
+        known = isinstance(x, Tensor) and x.untyped_storage()._cdata in reported
+        return x.new_zeros(()).expand(x.shape) if known else x
+
+    return out, tree.map(spared, out), kept
 
 
 @contextlib.contextmanager
@@ -155,7 +201,9 @@ def run_recorded(
         given: () in a first run and, in the replay of an enclosing remat, the list of decisions made then.
         save: names of saveable ops.
     """
-    with _tape(_Tape(_Queue(given if isinstance(given, list) else None), _Queue(), save)) as tape:
+    outer = _TAPE.get()
+    decisions = _Queue(given if isinstance(given, list) else None)
+    with _tape(_Tape(decisions, _Queue(), save, outer is not None and outer.backward)) as tape:
         out = f(*args)
     return out, tape.decisions.values, tape.saved.values
 
@@ -174,7 +222,7 @@ def pull_replayed(
 
     With ``needs``, trees of bools like ``args``, only those of leaves that are True there, and None for others.
     """
-    with _tape(_Tape(_Queue(made), _Queue(list(saved)), save)):
+    with _tape(_Tape(_Queue(made), _Queue(list(saved)), save, backward=True)):
         return vjp_once(f, args, ct, tree.map(lambda _: True, args) if needs is None else needs)
 
 
@@ -182,7 +230,7 @@ def replay(
     f: Callable[..., Any], args: tuple[Any, ...], made: list[Any], saved: Sequence[Any], save: frozenset[str]
 ) -> Any:
     """``f(*args)`` once more, with what a first run decided and saved."""
-    with _tape(_Tape(_Queue(made), _Queue(list(saved)), save)):
+    with _tape(_Tape(_Queue(made), _Queue(list(saved)), save, backward=True)):
         return f(*args)
 
 
@@ -284,9 +332,9 @@ def keepable(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
                 tape.saved.record(name, ())
                 return f(*args)
             before = tape.decisions.count
-            with _tape(_Tape(tape.decisions, _Queue())):  # its graph is no replay: nothing in it is saved
-                out, kept = Kept.run(f, args)
-            tape.saved.record(name, (out, kept, tape.decisions.count - before))
+            with _tape(_Tape(tape.decisions, _Queue(), backward=tape.backward)):  # nothing in its graph is saved
+                out, spared, kept = _run_kept(f, args)
+            tape.saved.record(name, (spared, kept, tape.decisions.count - before))
             return out
         found = tape.saved.next(name)
         if not found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,7 +60,7 @@ def known(name: str, reference: Callable[..., Any], args: tuple[Any, ...], kwarg
     tensors = [x for x in leaves if isinstance(x, Tensor)]
 
     def fresh(*_: Any) -> Any:
-        return tree.map(torch.empty_like, out)
+        return tree.map(lambda make: make(), out)
 
     def gradients(inputs: tuple[Tensor, ...], _: Any) -> tuple[Tensor | None, ...]:
         return tuple(torch.empty_like(x) if i in reached else None for i, x in enumerate(inputs))
@@ -70,7 +71,7 @@ def known(name: str, reference: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 def _run_once(reference: Callable[..., Any], leaves: list[Any], structure: Any) -> tuple[Any, Any, set[int]]:
-    """The results, which of them are differentiable, and with respect to which of the tensors among ``leaves``."""
+    """Makers of the results, which of them are differentiable, and with respect to which tensors in ``leaves``."""
     values = [_fresh_leaf(x) if isinstance(x, Tensor) else x for x in leaves]
     args, kwargs = tree.unflatten(structure, values)
     with torch.enable_grad():
@@ -85,7 +86,12 @@ def _run_once(reference: Callable[..., Any], leaves: list[Any], structure: Any) 
     ends = {id(node.variable) for node in seen if hasattr(node, "variable")}
     tensors = [x for x in values if isinstance(x, Tensor)]
     reached = {i for i, x in enumerate(tensors) if id(x) in ends}
-    return tree.map(torch.Tensor.detach, out), tree.map(lambda x: x.requires_grad, out), reached
+    return tree.map(_maker, out), tree.map(lambda x: x.requires_grad, out), reached
+
+
+def _maker(x: Tensor) -> Callable[[], Tensor]:
+    """Of tensors like ``x``, which it does not hold."""
+    return functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _fresh_leaf(x: Tensor) -> Tensor:

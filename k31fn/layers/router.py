@@ -7,13 +7,14 @@ it. It is state (:mod:`k31fn.balance`): given to the layer, and renewed from the
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 import torch
 
 from k31fn import tree
-from k31fn.autodiff import decision
+from k31fn.autodiff import decision, report
 from k31fn.kernels.histogram import required_bias_histogram
 from k31fn.kernels.topk import topk
 from k31fn.layers.linear import linear
@@ -100,7 +101,8 @@ def apply(
 ) -> Routing:
     """Routes each token by itself; on a mesh, this rank's tokens, which its ``load`` and ``histogram`` count.
 
-    The choice and the counts are one :func:`~k31fn.autodiff.decision`: made once, kept by every remat.
+    The choice, and the next best expert, are one :func:`~k31fn.autodiff.decision`: made once, kept by every remat. The
+    counts are a :func:`~k31fn.autodiff.report`: made once, and not kept.
 
     Args:
         bias: of each expert, added for the choice only.
@@ -119,7 +121,9 @@ def apply(
     valid = torch.ones_like(x[..., 0], dtype=torch.bool)
     if segments is not None:
         valid = pslice(segments.ids, sh.sequence, 1) > 0
-    topk_idx, load, histogram = decision("router", _choose, scores, bias, valid, cfg)
+    topk_idx, next_best = decision("router", _choose, scores, bias, valid, cfg)
+    shapes = (cfg.num_experts,), (cfg.num_experts, NUM_BINS)
+    load, histogram = report(functools.partial(_count, cfg), shapes, scores, bias, valid, topk_idx, next_best)
     chosen = scores.gather(-1, topk_idx)
     weights = chosen / (chosen.sum(-1, keepdim=True) + _TINY) * cfg.scale
     return Routing(topk_idx, torch.where(valid[..., None], weights, 0), load, histogram)
@@ -127,18 +131,31 @@ def apply(
 
 def _choose(
     scores: Float[Tensor, "B T E"], bias: Float[Tensor, "E"], valid: Bool[Tensor, "B T"], cfg: Config
-) -> tuple[Int[Tensor, "B T G"], Int[Tensor, "E"], Int[Tensor, "E num_bins"]]:
-    # A non-finite step must end in a non-finite loss, which the trainer skips, not in an index out of range.
-    biased = torch.nan_to_num(scores + bias)
-    ranked = topk(biased, cfg.top_k + 1)
+) -> tuple[Int[Tensor, "B T G"], Int[Tensor, "B T 1"]]:
+    ranked = topk(_biased(scores, bias), cfg.top_k + 1)
     copy = torch.arange(valid.numel() * cfg.top_k, device=scores.device).view(*valid.shape, cfg.top_k)
     topk_idx = torch.where(valid[..., None], ranked[..., :-1], copy % cfg.num_experts)
+    return topk_idx, ranked[..., -1:].clone()
 
+
+def _biased(scores: Float[Tensor, "B T E"], bias: Float[Tensor, "E"]) -> Float[Tensor, "B T E"]:
+    """A non-finite step must end in a non-finite loss, which the trainer skips, not in an index out of range."""
+    return torch.nan_to_num(scores + bias)
+
+
+def _count(
+    cfg: Config,
+    scores: Float[Tensor, "B T E"],
+    bias: Float[Tensor, "E"],
+    valid: Bool[Tensor, "B T"],
+    topk_idx: Int[Tensor, "B T G"],
+    next_best: Int[Tensor, "B T 1"],
+) -> tuple[Int[Tensor, "E"], Int[Tensor, "E num_bins"]]:
+    """Load and histogram (:class:`Routing`)."""
     counts = torch.zeros(cfg.num_experts, dtype=torch.int32, device=scores.device)
     real = valid.to(torch.int32)[..., None].expand(topk_idx.shape)
     load = counts.scatter_add(0, topk_idx.flatten(), real.flatten())
     if not cfg.balanced:
-        return topk_idx, load, torch.zeros_like(load)[:, None].expand(-1, NUM_BINS)
-    cutoff = biased.gather(-1, ranked[..., -1:]).flatten()
-    histogram = required_bias_histogram(scores.flatten(0, 1), cutoff, valid.flatten(), bias, NUM_BINS)
-    return topk_idx, load, histogram
+        return load, torch.zeros_like(load)[:, None].expand(-1, NUM_BINS)
+    cutoff = _biased(scores, bias).gather(-1, next_best).flatten()
+    return load, required_bias_histogram(scores.flatten(0, 1), cutoff, valid.flatten(), bias, NUM_BINS)

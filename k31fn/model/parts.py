@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from k31fn.layers import kda, latent_moe
+from k31fn.layers import kda, latent_moe, mhc
 from k31fn.model.config import Config, layer_configs
 
 __all__ = ["PARTS", "find_part"]
 
-# By path, the first that fits; {kda}, {full} and {dense} stand for the numbers of these layers.
+# By path, the first that fits; {kda}, {full} and {dense} stand for the numbers of these layers, {AttnRes} and {mHC} for
+# the paths of what joins layers, if it is that.
 _PATTERNS = (
     ("embedding", r"embedding\..*"),
     ("KDA", r"layers\.{kda}\.attn\..*"),
@@ -21,7 +22,8 @@ _PATTERNS = (
     ("routed experts", r"layers\.\d+\.ffn\.experts\..*"),
     ("shared experts", r"layers\.\d+\.ffn\.shared\..*"),
     ("latent projections", r"layers\.\d+\.ffn\..*"),
-    ("AttnRes", r"layers\.\d+\.(attn|ffn)_mix\..*|final_mix\..*"),
+    ("AttnRes", r"{AttnRes}"),
+    ("mHC", r"{mHC}"),
     ("norms", r"layers\.\d+\.(attn|ffn)_norm\..*|final_norm\..*"),
     ("head", r"head(\..*)?"),
     ("MTP", r"mtp\..*"),
@@ -29,6 +31,7 @@ _PATTERNS = (
     ("projector", r"projector\..*"),
 )
 PARTS = tuple(name for name, _ in _PATTERNS)
+_MIX = r"layers\.\d+\.(attn|ffn)_mix\..*|final_mix\..*"
 
 
 def find_part(cfg: Config) -> Callable[[str], str]:
@@ -39,7 +42,9 @@ def find_part(cfg: Config) -> Callable[[str], str]:
         "{full}": [i for i, c in enumerate(layers) if not isinstance(c.attention, kda.Config)],
         "{dense}": [i for i, c in enumerate(layers) if not isinstance(c.ffn, latent_moe.Config)],
     }
-    rules = [(name, re.compile(_with(text, numbers))) for name, text in _PATTERNS]
+    mhc_used = isinstance(cfg.residual, mhc.Config)
+    mixes = {"{AttnRes}": "(?!)" if mhc_used else _MIX, "{mHC}": _MIX if mhc_used else "(?!)"}
+    rules = [(name, re.compile(mixes.get(text) or _with(text, numbers))) for name, text in _PATTERNS]
 
     def part(path: str) -> str:
         name = next((name for name, rule in rules if rule.fullmatch(path)), None)

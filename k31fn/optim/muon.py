@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,15 +87,29 @@ def muon(
     storage.check_decay(momentum=momentum)
     leaves = Leaves(specs, lambda path, spec: "matrix" in spec.tags)
     heads = [_head_dim(path, spec) for path, spec in zip(leaves.paths, leaves.specs, strict=True)]
-    decays = [0.0 if "no_decay" in spec.tags else weight_decay for spec in leaves.specs]
     places = leaves.of_params(placements) if placements else [None] * len(heads)
-    orthogonal = _Orthogonal(heads, places, ns_steps, ns_dtype)
+    decays = [0.0 if "no_decay" in spec.tags else weight_decay for spec in leaves.specs]
+    rule = _Muon(leaves, momentum, decays, storage, ns_dtype, _Orthogonal(heads, places, ns_steps, ns_dtype))
+    return Transform(rule.init, rule.update, frozenset(leaves.paths))
 
-    def init(params: Any) -> MuonState:
-        masters = leaves.masters(params, kept := leaves.init_masters(params))
-        return MuonState(leaves.to_tree([storage.zeros(m) for m in masters]), kept)
+
+@dataclass(frozen=True, eq=False)
+class _Muon:
+    """The two functions of :func:`muon`, whose arguments these are."""
+
+    leaves: Leaves
+    momentum: float
+    decays: list[float]
+    storage: Storage
+    ns_dtype: torch.dtype | None
+    orthogonal: _Orthogonal
+
+    def init(self, params: Any) -> MuonState:
+        masters = self.leaves.masters(params, kept := self.leaves.init_masters(params))
+        return MuonState(self.leaves.to_tree([self.storage.zeros(m) for m in masters]), kept)
 
     def update(
+        self,
         grads: Any,
         state: MuonState,
         params: Any,
@@ -103,26 +118,25 @@ def muon(
         skip: Bool[Tensor, ""] | None = None,
         donate: bool = True,
     ) -> tuple[Any, MuonState]:
+        leaves = self.leaves
         masters, kept_momenta = leaves.masters(params, state.master), tree.leaves(state.momentum)
         if not masters:
             return params, state
         with torch.set_grad_enabled(torch.is_grad_enabled() and not donate):
             new_momenta, parts = [], []
             for p, g, kept in zip(masters, leaves.of_grads(grads), kept_momenta, strict=True):
-                g, old = g.to(p.dtype), storage.fetch(kept, p)
-                m = _kept(skip, old, momentum * old + g)
-                new_momenta.append(storage.store(kept, m, donate=donate))
-                parts.append((g + momentum * m).to(_working_dtype(p, ns_dtype)))
+                g, old = g.to(p.dtype), self.storage.fetch(kept, p)
+                m = _kept(skip, old, self.momentum * old + g)
+                new_momenta.append(self.storage.store(kept, m, donate=donate))
+                parts.append((g + self.momentum * m).to(_working_dtype(p, self.ns_dtype)))
             new_masters = list(masters)
-            for i, y in orthogonal(parts):
+            for i, y in self.orthogonal(parts):
                 p = masters[i]
-                new_p = _kept(skip, p, (1 - lr * decays[i]) * p - lr * y.to(p.dtype))
+                new_p = _kept(skip, p, (1 - lr * self.decays[i]) * p - lr * y.to(p.dtype))
                 new_masters[i] = p.copy_(new_p) if donate else new_p
             params, kept_masters = leaves.with_masters(params, new_masters, donate=donate)
-            storage.settle(masters[0].device)
+            self.storage.settle(masters[0].device)
         return params, MuonState(leaves.to_tree(new_momenta), kept_masters)
-
-    return Transform(init, update, frozenset(leaves.paths))
 
 
 class _Orthogonal:

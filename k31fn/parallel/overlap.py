@@ -32,13 +32,14 @@ class Pending:
 
     Attributes:
         call: what was asked for; None if it was an identity, whose value ``ticket`` is.
-        ticket: the operand; the node of the autograd graph that the backward waits at.
+        ticket: the operand; the node of the autograd graph that the backward waits at. That node holds this object, so
+            :func:`wait` takes it away: the cycle of the two would never be freed, and the operand with it.
         finish: waits for the result, where the collective was issued already.
         finish_back: the same for its transpose, between the backwards of wait and start.
     """
 
     call: Call | None
-    ticket: Tensor
+    ticket: Tensor | None
     finish: Callable[[], Tensor] | None = None
     finish_back: Callable[[], Tensor] | None = None
     waited: bool = False
@@ -66,13 +67,14 @@ def wait(pending: Pending) -> Tensor:
     """
     if pending.waited:
         raise ValueError("wait: this collective was waited for already; keep its value instead")
-    pending.waited = True
+    ticket, pending.ticket, pending.waited = pending.ticket, None, True
+    assert ticket is not None
     if pending.call is None:
-        return pending.ticket
+        return ticket
     if pending.finish is None:
-        return primitive.issue(pending.call, pending.ticket, issued=True)
-    y: Tensor = _Wait.apply(pending, pending.ticket)
-    pending.call.note("wait", pending.ticket)
+        return primitive.issue(pending.call, ticket, issued=True)
+    y: Tensor = _Wait.apply(pending, ticket)
+    pending.call.note("wait", ticket)
     return y
 
 

@@ -16,13 +16,17 @@ before its backward::
 
 For that only the part of the weights is gathered that layers need when their functions are kept (``light``). It needs
 no cotangent: :func:`rebuilds` lets the caller begin before one is there.
+
+Where weights are frozen the backward does what that of a loop would: no product is computed and nothing sent for them,
+no cotangent goes below the first layer that it is for, and a layer through which none has to pass is not gathered, run
+or kept again. What a carry depends on is known from the forward, which notes it on a graph of one layer at a time where
+some weights of a layer are trained and its carry depends on none yet.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +39,7 @@ from k31fn.autodiff import custom_vjp, stop_gradient
 from k31fn.autodiff.custom_vjp import differentiable
 from k31fn.autodiff.deferred import current_tape
 from k31fn.autodiff.remat import Ambient, call_recorded, can_keep, pull_replayed, replay, run_recorded
+from k31fn.autodiff.transforms import taping
 from k31fn.parallel.bundle import start_gather, start_scatter, wait_gather, wait_scatter
 from k31fn.parallel.fsdp import Placements
 
@@ -125,6 +130,13 @@ def scan(
     if placements and current_tape() is not None:  # weights that are gathered below would have no graph to their parts
         steps, placements = [_Gathering(*pair) for pair in zip(steps, placements, strict=True)], ()
     keeps = can_keep()
+    trained = [tree.map(_tracked, p) for p in params]
+    if placements:
+        trained = [
+            tree.map(lambda wanted, place: wanted and not place.frozen, *pair)
+            for pair in zip(trained, placements, strict=True)
+        ]
+    reach = _Reach(trained, [tree.map(_tracked, carry)], tree.map(_tracked, (shared, list(own))))
 
     def fwd(given: Any, params: Any, carry: Any, shared: Any, own: Any) -> Any:
         carries, reports, made, saved = [], [], [], []
@@ -132,24 +144,90 @@ def scan(
         for i, step in enumerate(steps):
             carries.append(carry)
             before = given[i] if given else ()
-            (carry, aux), decisions, kept = run_recorded(step, (ahead.take(), carry, shared, own[i]), before, plan.save)
+            found = reach.run(i, step, (ahead.take(), carry, shared, own[i]), before, plan.save)
+            (carry, aux), decisions, kept = found
             reports.append(aux)
             made.append(decisions)
             saved.append(kept)
         ambient = Ambient((params, carry))
         if keeps:
-            kept = _Kept(steps, placements, (params, shared, own), carries, made, saved, plan)
+            kept = _Kept(steps, placements, (params, shared, own), carries, made, saved, plan, reach)
             if plan.every > 1 and (found := _REBUILDS.get()) is not None:
                 found.append(lambda: ambient.run(kept.rebuild))
             carries, saved = kept, ()
         return ((carry, tuple(reports)), made), (params, carries, shared, own, made, saved, ambient)
 
-    def bwd(residuals: Any, ct: Any) -> tuple[Any, ...]:
+    def bwd(needs: Any, residuals: Any, ct: Any) -> tuple[Any, ...]:
         *rest, ambient = residuals
-        return (None, *ambient.run(lambda: _pull(steps, placements, plan.save, *rest, *ct[0])))
+        wanted = reach.wanted(needs[1:])
+        return (None, *ambient.run(lambda: _pull(steps, placements, plan.save, wanted, *rest, *ct[0])))
 
-    rule = custom_vjp(scan, opaque=True, instead="remat='none', or layers that gather inside remat").defvjp(fwd, bwd)
-    return call_recorded(rule, params, carry, shared, own)
+    rule = custom_vjp(scan, opaque=True, needs=True, instead="remat='none', or layers that gather inside remat")
+    carry, reports = call_recorded(rule.defvjp(fwd, bwd), params, carry, shared, own)
+    return tree.map(lambda x, reached: x if reached else stop_gradient(x), carry, reach.carries[-1]), reports
+
+
+def _tracked(x: Any) -> bool:
+    """Whether a gradient may be asked for; within a ``torch.func`` transform tensors do not tell."""
+    if not isinstance(x, Tensor) or not differentiable(x):
+        return False
+    return x.requires_grad and torch.is_grad_enabled() if can_keep() else True
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """What depends on something that a gradient is asked for: trees of bools.
+
+    Attributes:
+        trained: weights, by layer.
+        carries: the carry in front of each layer, and after the last one of those that ran.
+        others: ``(shared, own)``.
+    """
+
+    trained: list[Any]
+    carries: list[Any]
+    others: tuple[Any, list[Any]]
+
+    def of(self, i: int) -> tuple[Any, ...]:
+        """Of the arguments of a layer."""
+        return self.trained[i], self.carries[i], self.others[0], self.others[1][i]
+
+    def run(self, i: int, step: Step, args: tuple[Any, ...], given: Any, save: frozenset[str]) -> Any:
+        """:func:`run_recorded` of a layer, and what its carry depends on.
+
+        Once a part of a carry depends on something, all of the next ones are said to; so they are of functions that are
+        kept, whose values have no graph, and within a transform.
+        """
+        flags = self.of(i)
+        exact = can_keep() and not save and current_tape() is None and not _any(self.carries[i])
+        if not (exact and _any(flags)):
+            (carry, aux), *recorded = run_recorded(step, args, given, save)
+            after = tree.map(lambda x: _any(flags) and differentiable(x), carry)
+        else:
+            with taping():
+                leaves = tree.map(lambda x, wanted: x.detach().requires_grad_(wanted), args, flags)
+                out, *recorded = run_recorded(step, leaves, given, save)
+            after = tree.map(lambda x: x.requires_grad, out[0])
+            same = {id(leaf): x for leaf, x in zip(tree.leaves(leaves), tree.leaves(args), strict=True)}
+            carry, aux = tree.map(lambda x: same[id(x)] if id(x) in same else x.detach(), out)
+        del self.carries[i + 1 :]  # of a run before
+        self.carries.append(after)
+        return (carry, aux), *recorded
+
+    def wanted(self, needs: tuple[Any, Any, Any, Any]) -> list[tuple[Any, Any, Any, Any]]:
+        """By layer: of which arguments gradients are computed; ``needs``: of which of the scan's they are used."""
+        of_params, of_carry, of_shared, of_own = needs
+
+        def both(a: Any, b: Any) -> Any:
+            return tree.map(lambda a, b: a and b, a, b)
+
+        carries = [both(self.carries[0], of_carry), *self.carries[1:-1]]
+        rows = zip(self.trained, of_params, carries, of_own, strict=True)
+        return [(both(trained, w), carry, of_shared, own) for trained, w, carry, own in rows]
+
+
+def _any(flags: Any) -> bool:
+    return any(tree.leaves(flags))
 
 
 @dataclass(frozen=True)
@@ -197,22 +275,34 @@ class _Kept:
         made: Sequence[Any],
         saved: Sequence[Any],
         plan: Plan,
+        reach: _Reach,
     ) -> None:
         self.steps, self.placements, self.made, self.plan = steps, placements, made, plan
         self.args, self.saved = _detached(args), [_detached(tuple(s)) for s in saved]
-        self.carries = {i: _detached(c) for i, c in enumerate(carries) if i % plan.every == 0}
+        self.pulled = [i for i in range(len(steps)) if _any(reach.of(i))]
+        kept = self.pulled if plan.every == 1 else range(0, len(steps), plan.every)
+        self.carries = {i: _detached(carries[i]) for i in kept}
 
     def take(self, i: int) -> tuple[Any, Any]:
         """A layer's carry, and what its functions keep; in descending order."""
-        if len(self.saved) != i + 1:
-            raise RuntimeError("scan: its backward ran already, and what it kept is freed; run the forward again")
+        self._check(i)
         self.rebuild()
         return self.carries.pop(i), self.saved.pop()
 
+    def skip(self, i: int) -> None:
+        """Gives up what is kept of a layer; in the same order."""
+        self._check(i)
+        self.carries.pop(i, None)
+        self.saved.pop()
+
+    def _check(self, i: int) -> None:
+        if len(self.saved) != i + 1:
+            raise RuntimeError("scan: its backward ran already, and what it kept is freed; run the forward again")
+
     def rebuild(self) -> None:
-        """Makes the carries up to the last layer that is left, from the last one that is there."""
-        last = len(self.saved) - 1
-        first = max((i for i in self.carries), default=last)
+        """Makes the carries up to the last layer that is left to pull, from the last one that is there."""
+        last = max((i for i in self.pulled if i < len(self.saved)), default=-1)
+        first = max((i for i in self.carries if i <= last), default=last)
         (params, shared, own), light = self.args, self.plan.light
         some = {i: light(params[i]) for i in range(first, last)}
         arriving = {i: start_gather(some[i], light(self.placements[i])) for i in some} if self.placements else {}
@@ -237,6 +327,7 @@ def _pull(
     steps: Sequence[Step],
     placements: Sequence[Placements],
     save: frozenset[str],
+    wanted: Sequence[tuple[Any, Any, Any, Any]],
     params: Sequence[Any],
     kept: Any,
     shared: Any,
@@ -247,39 +338,49 @@ def _pull(
     g_aux: Sequence[Any],
 ) -> tuple[Any, Any, Any, Any]:
     """Gradients of the parameters' parts, of the first carry, of ``shared`` and of ``own``."""
-    grads, g_own, scattering = [*params], [*own], None
+    grads, g_own, scattering = [_absent(p) for p in params], [_absent(x) for x in own], None
     sums: list[Tensor | None] = [None] * len(tree.leaves(shared))
-    if isinstance(kept, _Kept):
+    pulled = [i for i in reversed(range(len(steps))) if _any(wanted[i])]
+    if isinstance(kept, _Kept) and pulled:
         kept.rebuild()
-    ahead = _weights(params, placements, reversed(range(len(steps))))
+    ahead = _weights(params, placements, pulled)
     for i in reversed(range(len(steps))):
+        if i not in pulled:
+            g = _absent(wanted[i][1])
+            if isinstance(kept, _Kept):
+                kept.skip(i)
+            continue
         carry, own_saved = kept.take(i) if isinstance(kept, _Kept) else (kept[i], saved[i])
         weights = ahead.take()
-        step = functools.partial(_run_trained, steps[i], placements[i]) if placements else steps[i]
-        pulled = pull_replayed(step, (weights, carry, shared, own[i]), (g, g_aux[i]), made[i], own_saved, save)
-        of_weights, g, of_shared, g_own[i] = pulled
-        g = _filled(g, carry, tree.map(differentiable, carry))
+        args, ct = _constant_but(wanted[i], (weights, carry, shared, own[i])), (g, g_aux[i])
+        found = pull_replayed(steps[i], args, ct, made[i], own_saved, save, needs=wanted[i])
+        of_weights, g, of_shared, g_own[i] = found
+        g = _filled(g, carry, wanted[i][1])
         if placements:
-            trained = tree.map(lambda x, place: not place.frozen and differentiable(x), weights, placements[i])
-            of_weights = _filled(of_weights, weights, trained)
-        del pulled, weights, carry, own_saved  # before the gathered gradients' buffers are made
+            sent = tree.map(lambda x, place: not place.frozen and differentiable(x), weights, placements[i])
+            of_weights = _filled(of_weights, weights, sent)
+        del found, args, ct, weights, carry, own_saved  # before the gathered gradients' buffers are made
         sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, _leaves(of_shared), strict=True)]
         if scattering is not None:
-            grads[i + 1] = wait_scatter(scattering)
-            scattering = None  # it holds the whole gradients
+            above, pending = scattering
+            grads[above] = wait_scatter(pending)
+            scattering = pending = None  # it holds the whole gradients
         if placements:
-            scattering = start_scatter(of_weights, placements[i], params[i])
+            scattering = i, start_scatter(of_weights, placements[i], params[i])
         else:
             grads[i] = of_weights
         del of_weights
     if scattering is not None:
-        grads[0] = wait_scatter(scattering)
+        grads[scattering[0]] = wait_scatter(scattering[1])
     return grads, g, tree.unflatten(tree.flatten(shared)[1], sums), g_own
 
 
-def _run_trained(step: Step, placements: Placements, weights: Any, *args: Any) -> tuple[Any, Any]:
-    """A layer, in whose backward nothing is computed for frozen weights."""
-    return step(tree.map(lambda x, place: stop_gradient(x) if place.frozen else x, weights, placements), *args)
+def _constant_but(wanted: Any, args: Any) -> Any:
+    return tree.map(lambda x, wanted: x if wanted else stop_gradient(x), args, wanted)
+
+
+def _absent(like: Any) -> Any:
+    return tree.map(lambda _: None, like)
 
 
 def _leaves(grads: Any) -> list[Tensor | None]:

@@ -21,7 +21,7 @@ from k31fn.kernels.registry import use_impl
 from k31fn.kernels.warmup import WarmUpError
 from k31fn.trainer import folder
 from k31fn.trainer.console import View
-from k31fn.trainer.initial import check_start
+from k31fn.trainer.initial import check_start, settled_base, with_base
 from k31fn.trainer.launch import Process, join
 from k31fn.trainer.log import NonFiniteError
 from k31fn.trainer.profile import parse_steps
@@ -56,7 +56,7 @@ class _Options:
 
     Attributes:
         resume: "auto" goes on with the newest run of the recipe's name, or starts one if there is none; a run folder:
-            goes on with that run.
+            goes on with that run. RUN/config.json goes on with RUN by itself.
         runs: where run folders go.
         device: cpu, cuda, cuda:1, npu:0; if empty, the best of this machine. With several processes the kind alone.
         threads: CPU threads; 0: one per core.
@@ -156,6 +156,7 @@ def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process:
         existing = ranks.on_first(lambda: _existing(recipe, options, config))
         if not existing:
             ranks.on_first(lambda: check_start(recipe))
+        recipe = with_base(recipe, ranks.on_first(lambda: settled_base(recipe, Path(existing) if existing else None)))
         corpus = ranks.on_each(lambda: load_corpus(recipe))
         if options.threads:
             torch.set_num_threads(options.threads)
@@ -184,6 +185,9 @@ def _existing(recipe: Recipe, options: _Options, config: Path) -> str:
     """The run folder to go on with; empty: a new one."""
     found: Path | None = None
     if config.name == folder.CONFIG:
+        other = options.resume not in ("", "auto") and Path(options.resume).resolve() != config.parent.resolve()
+        if other:
+            raise ValueError(f"resume={options.resume!r}: {config} goes on with its own run; give one of the two alone")
         found = folder.open_existing(config.parent, recipe)
     elif options.resume == "auto":
         found = folder.newest(options.runs, recipe)

@@ -55,10 +55,14 @@ def newest(root: Path, recipe: Recipe) -> Path | None:
 def open_existing(folder: Path, recipe: Recipe) -> Path:
     """``folder`` if it is a run of ``recipe``, on whatever mesh it was.
 
+    It may have written down as the base of its adapters one of the checkpoints that ``lora.base`` can mean.
+
     Raises:
         ValueError: it is no run folder, or belongs to another recipe; names the fields.
     """
     there, here = ({k: v for k, v in to_dict(r).items() if k not in _MAY_CHANGE} for r in (recipe_of(folder), recipe))
+    if there["lora"] and here["lora"] and _is_inside(there["lora"]["base"], here["lora"]["base"]):
+        here["lora"]["base"] = there["lora"]["base"]
     if there != here:
         fields = _differences("", there, here)
         raise ValueError(
@@ -66,6 +70,10 @@ def open_existing(folder: Path, recipe: Recipe) -> Path:
             f"{folder / CONFIG} alone goes on with it, a config file without --resume starts a new run"
         )
     return folder
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return bool(path and folder) and Path(path).absolute().is_relative_to(Path(folder).absolute())
 
 
 def recipe_of(folder: Path) -> Recipe:

@@ -2,11 +2,13 @@
 
 A source is a run folder (its newest complete checkpoint), one of its checkpoints, ``RUN/checkpoints/STEP``, or a folder
 of runs (the newest of them). It may be of another mesh, and of a model with Gated MLA where this one has Gated DSA: the
-indexers then keep their initial values.
+indexers then keep their initial values. The base of adapters, ``lora.base``, may be such a source too; a run writes
+down which checkpoint that was when it began, and goes on with it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from k31fn import tree
+from k31fn import lora, tree
 from k31fn.checkpoint import Checkpointer, Layout
 from k31fn.config import Recipe
 from k31fn.trainer import folder
@@ -23,7 +25,7 @@ from k31fn.trainer.adapted import check_source
 from k31fn.trainer.ranks import Ranks
 from k31fn.trainer.state import TrainState, abstract_state, first_state, held_by
 
-__all__ = ["Source", "check_start", "find_source", "load_parameters", "start_from"]
+__all__ = ["Source", "check_start", "find_source", "load_parameters", "settled_base", "start_from", "with_base"]
 
 
 class Source(NamedTuple):
@@ -62,6 +64,42 @@ def check_start(recipe: Recipe) -> None:
         names = _matching(recipe.init, parts)[2]
         _check_missing(recipe.init, (n for n in parts if n.startswith("params.") and n not in names))
     check_source(recipe)
+
+
+def settled_base(recipe: Recipe, run: Path | None = None) -> str:
+    """``lora.base`` for ``config.json``: of a run, or a folder of runs, the checkpoint that it means now.
+
+    So a run that goes on has the adapters' own base, whatever was trained since. "": no base.
+
+    Args:
+        recipe: checked by :func:`check_start`, if it begins.
+        run: that goes on, with what it wrote down; None: it begins.
+
+    Raises:
+        ValueError: the base of ``run`` is gone.
+    """
+    if isinstance(recipe.lora, tuple) or not recipe.lora.base:
+        return ""
+    if run is not None:
+        there = folder.recipe_of(run).lora
+        assert isinstance(there, lora.Config)
+        if not Path(there.base).is_dir():
+            raise ValueError(
+                f"lora.base={there.base!r} is gone, whose adapters {run} trains; put it back (a run that goes on "
+                "removes its old checkpoints, but for those of --keep-every)"
+            )
+        return there.base
+    if any(Path(recipe.lora.base).glob("*.safetensors")):
+        return recipe.lora.base
+    source = find_source(recipe.lora.base)
+    return str(source.run / "checkpoints" / str(source.step))
+
+
+def with_base(recipe: Recipe, base: str) -> Recipe:
+    """The recipe with ``lora.base=base``; without adapters as it is."""
+    if isinstance(recipe.lora, tuple):
+        return recipe
+    return dataclasses.replace(recipe, lora=dataclasses.replace(recipe.lora, base=base))
 
 
 def load_parameters(

@@ -2,9 +2,9 @@
 
 What is held between steps is added up from the specs. What a step makes besides is measured: the gradient of the loss
 runs on tensors that have shapes and no memory, and their bytes are counted as they come and go
-(:func:`k31fn.testing.live_bytes`). That is done for a model with one layer of each kind, then with another layer of
-each: what a layer adds is added as often as there are layers. Snapshots of the residual state that only a deep model
-has are added by hand.
+(:func:`k31fn.testing.live_bytes`). That is done for a model with one layer of each kind; what another layer of a kind
+keeps between forward and backward is added as often as there are layers, or their gradients, if these are more.
+Snapshots of the residual state that only a deep model has are added by hand.
 
 Ops run their references, but for products of routed experts, of which the results are counted. A fused implementation
 needs less. An allocator's rounding and cache, what a kernel takes for itself, and the buffers of collectives' libraries
@@ -22,8 +22,7 @@ from k31fn.layers import attn_res
 from k31fn.parallel.collectives import axis_size
 from k31fn.testing import live_bytes
 from k31fn.trainer import traffic
-from k31fn.trainer.layout import lay_out
-from k31fn.trainer.state import abstract_state
+from k31fn.trainer.remembered import Remembered
 
 __all__ = ["Memory", "predict"]
 
@@ -63,7 +62,7 @@ def predict(recipe: Recipe) -> Memory:
     if recipe.mesh.pp > 1:
         raise ValueError(f"memory: mesh.pp={recipe.mesh.pp}: stages of a pipeline are not predicted; set mesh.pp=1")
     held = traffic.held(recipe)
-    gradients = sum(x.gradient for x in held)
+    gradients = _gradients(recipe)
     gathered = _gathered(recipe)
     step = _peak(recipe)
     return Memory(
@@ -77,25 +76,41 @@ def predict(recipe: Recipe) -> Memory:
 
 
 def _peak(recipe: Recipe) -> int:
-    """The most bytes of tensors that a gradient makes."""
-    kinds = traffic.layer_kinds(recipe.model)
+    """The most bytes of tensors that a gradient makes.
+
+    While the last layers run backward all is there that others keep; while the first do, the others' gradients are.
+    """
+    kinds, known = traffic.layer_kinds(recipe.model), Remembered()
     each = list(dict.fromkeys(kinds))
+    orders = [sorted(each, key=lambda kind, last=last: kind == last) for last in each]
+    largest = max(_peak_of(r, known) for r in dict.fromkeys(traffic.with_layers(recipe, order) for order in orders))
+    kept = _kept(traffic.with_layers(recipe, each), known)
+    more = {kind: kinds.count(kind) - 1 for kind in each}
+    by_kind = {kind: _kept(traffic.with_layers(recipe, [*each, kind]), known) - kept for kind, n in more.items() if n}
+    gradients = _gradients(recipe) - _gradients(traffic.with_layers(recipe, each))
+    largest += max(gradients, sum(more[kind] * size for kind, size in by_kind.items()))
+    return largest + _snapshots(recipe, len(kinds)) - _snapshots(recipe, len(each))
 
-    def of(layers: list[Any]) -> int:
-        return _peak_of(traffic.with_layers(recipe, layers))
 
-    total = base = of(each)
-    for kind in each:
-        if (more := kinds.count(kind) - 1) > 0:
-            total += more * (of([*each, kind]) - base)
-    return total + _snapshots(recipe, len(kinds)) - _snapshots(recipe, len(each))
+def _gradients(recipe: Recipe) -> int:
+    return sum(x.gradient for x in traffic.held(recipe))
 
 
-def _peak_of(recipe: Recipe) -> int:
-    state = abstract_state(recipe, traffic.axes_of(recipe))
-    with shapes_only("grouped_matmul"), live_bytes() as live:
-        traffic.gradient_abstractly(recipe, state=state)
+def _peak_of(recipe: Recipe, known: Remembered) -> int:
+    traffic.of_rank(recipe, 0)  # what the rank holds is not counted
+    with shapes_only("grouped_matmul"), live_bytes() as live, known:
+        traffic.gradient_abstractly(recipe)
     return live.peak
+
+
+def _kept(recipe: Recipe, known: Remembered) -> int:
+    """Between forward and backward."""
+    traffic.of_rank(recipe, 0)
+    with shapes_only("grouped_matmul"), live_bytes() as live, known:
+        alive = traffic.loss_abstractly(recipe)
+        kept = live.current
+    del alive
+    return kept
 
 
 def _snapshots(recipe: Recipe, num_layers: int) -> int:
@@ -110,15 +125,14 @@ def _snapshots(recipe: Recipe, num_layers: int) -> int:
 
 
 def _gathered(recipe: Recipe) -> int:
-    axes = traffic.axes_of(recipe)
-    layout, weights = lay_out(recipe, axes), abstract_state(recipe, axes).params
+    _, layout, state = traffic.of_rank(recipe, 0)
     sizes = sorted(
         sum(
             x.numel() * axis_size(place.gather) * (place.dtype or x.dtype).itemsize
             for x, place in zip(tree.leaves(layer), tree.leaves(places), strict=True)
             if place.gather
         )
-        for layer, places in zip(_layers(weights), _layers(layout.placements), strict=True)
+        for layer, places in zip(_layers(state.params), _layers(layout.placements), strict=True)
     )
     return sum(sizes[-2:])
 

@@ -10,6 +10,7 @@ whole model. Routes are taken to be balanced.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from k31fn import data, model, segments, tree
+from k31fn.autodiff import vjp
 from k31fn.config import Recipe
 from k31fn.kernels.shapes import shapes_only
 from k31fn.layers import kda, latent_moe
@@ -25,20 +27,23 @@ from k31fn.layers.router import NUM_BINS
 from k31fn.model import stages
 from k31fn.parallel import MeshAxes, Record, fsdp, record_collectives
 from k31fn.parallel.abstract import abstract_axes
-from k31fn.parallel.pipeline import Wire
+from k31fn.parallel.pipeline import Carry, Wire
 from k31fn.parallel.pipeline.messages import messages
-from k31fn.trainer.gradient import make_gradient
+from k31fn.trainer.gradient import make_gradient, make_stages
 from k31fn.trainer.layout import Layout, cut, lay_out, make_schedule
+from k31fn.trainer.remembered import Remembered
 from k31fn.trainer.state import TrainState, abstract_state, split
 from k31fn.trainer.step import make_batches, make_step, next_biases
 
 __all__ = [
     "Held",
+    "OfRank",
     "Volume",
-    "axes_of",
     "gradient_abstractly",
     "held",
     "layer_kinds",
+    "loss_abstractly",
+    "of_rank",
     "run_abstractly",
     "volumes",
     "with_layers",
@@ -70,10 +75,24 @@ class Held(NamedTuple):
     optimizer: int
 
 
+class OfRank(NamedTuple):
+    """A rank of a recipe's mesh without the others, and its state of meta tensors."""
+
+    axes: MeshAxes
+    layout: Layout
+    state: TrainState
+
+
+@functools.lru_cache(maxsize=2)
+def of_rank(recipe: Recipe, stage_rank: int) -> OfRank:
+    """The first rank of a rank of the pipeline."""
+    axes = abstract_axes(recipe.mesh, {**recipe.mesh.coordinate(0), "pp": stage_rank})
+    return OfRank(axes, lay_out(recipe, axes), abstract_state(recipe, axes))
+
+
 def held(recipe: Recipe, stage_rank: int = 0) -> list[Held]:
     """What a rank holds of each weight; all ranks of a rank of the pipeline hold as much."""
-    axes = axes_of(recipe, stage_rank)
-    layout, state = lay_out(recipe, axes), abstract_state(recipe, axes)
+    _, layout, state = of_rank(recipe, stage_rank)
     of_optimizer = Counter[str]()
     weights = dict(tree.flatten_with_paths(state.params))
     for path, x in tree.flatten_with_paths(state.opt_state):
@@ -119,7 +138,7 @@ class Volume(NamedTuple):
 
 def volumes(recipe: Recipe) -> list[Volume]:
     """What a rank sends in a step; for each rank of the pipeline, any of those that work on its stages."""
-    with shapes_only():
+    with shapes_only(), Remembered():
         if recipe.mesh.pp == 1:
             return [_by_kinds(recipe)]
         return _by_stages(recipe)
@@ -159,7 +178,7 @@ def _by_stages(recipe: Recipe) -> list[Volume]:
         more.subtract(k for s in mine for k in short[s])
         for kind, count in more.items():
             total = total.plus(each[kind], count)
-        at_once = _at_once(recipe, rank).plus(_messages(recipe, lay_out(recipe, axes_of(recipe, rank)), rank))
+        at_once = _at_once(recipe, rank).plus(_messages(recipe, of_rank(recipe, rank).layout, rank))
         result.append(total.without("send", "recv").plus(at_once))
     return result
 
@@ -179,20 +198,30 @@ def _by_micro_batches(recipe: Recipe, stage_rank: int) -> Volume:
 
 def run_abstractly(recipe: Recipe, stage_rank: int = 0) -> Record:
     """The collectives that a rank issues in a step, in order."""
-    axes = axes_of(recipe, stage_rank)
+    axes, _, state = of_rank(recipe, stage_rank)
     with record_collectives() as record:
-        make_step(recipe, axes)(abstract_state(recipe, axes), _micro_batches(recipe, axes), 1e-3)
+        make_step(recipe, axes)(state, _micro_batches(recipe, axes), 1e-3)
     return record
 
 
-def gradient_abstractly(recipe: Recipe, stage_rank: int = 0, *, state: TrainState | None = None) -> None:
-    """Runs the loss of a rank's step and its gradient, without the update: for those who watch what it calls.
+def gradient_abstractly(recipe: Recipe, stage_rank: int = 0) -> None:
+    """Runs the loss of a rank's step and its gradient, without the update: for those who watch what it calls."""
+    axes, layout, state = of_rank(recipe, stage_rank)
+    make_gradient(recipe, layout)(state, _micro_batches(recipe, axes))
 
-    ``state``: the rank's, of meta tensors; None: made here.
-    """
-    axes = axes_of(recipe, stage_rank)
-    state = abstract_state(recipe, axes) if state is None else state
-    make_gradient(recipe, lay_out(recipe, axes))(state, _micro_batches(recipe, axes))
+
+def loss_abstractly(recipe: Recipe) -> Any:
+    """Runs the loss of a micro-batch. What its gradient needs lives as long as what is returned, the pullback in it."""
+    axes, layout, state = of_rank(recipe, 0)
+    trained, frozen = split(fsdp.enter_step(state.params, layout.placements), layout.specs)
+    (stage,) = make_stages(recipe, layout, state.balance, frozen, fsdp.gathers(layout.placements))
+    batch = _micro_batches(recipe, axes)[0]
+
+    def loss(trained: Any) -> Any:
+        out = stage(trained, Carry(), batch)
+        return out.loss, (out.sums, out.largest)
+
+    return vjp(loss, trained, has_aux=True)
 
 
 def _micro_batches(recipe: Recipe, axes: MeshAxes) -> list[model.Batch]:
@@ -213,8 +242,7 @@ def _images(recipe: Recipe, tokens: torch.Tensor) -> Any:
 
 def _at_once(recipe: Recipe, stage_rank: int) -> Volume:
     """What a step sends for all layers of the model together: gradients to sum, matrices to step, and new biases."""
-    axes = axes_of(recipe, stage_rank)
-    layout, state = lay_out(recipe, axes), abstract_state(recipe, axes)
+    _, layout, state = of_rank(recipe, stage_rank)
     grads, _ = split(state.params, layout.specs)
     shape = len(layout.moe_layers), recipe.model.moe.num_experts, NUM_BINS
     histogram = torch.empty(shape, dtype=torch.int64, device=_META)
@@ -250,11 +278,6 @@ def _volume(record: Record) -> Volume:
             volume.calls[event.kind, event.axes] += 1
             volume.nbytes[event.kind, event.axes] += event.nbytes
     return volume
-
-
-def axes_of(recipe: Recipe, stage_rank: int = 0) -> MeshAxes:
-    """Those of the mesh, of a rank without the others: the first of a rank of the pipeline."""
-    return abstract_axes(recipe.mesh, {**recipe.mesh.coordinate(0), "pp": stage_rank})
 
 
 def _batch(recipe: Recipe) -> tuple[int, int]:

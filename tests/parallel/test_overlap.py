@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.func import grad
@@ -129,3 +132,27 @@ def test_a_start_returns_before_the_other_ranks_have_come(two_ranks: Ranks, tmp_
     answers = two_ranks.run(cases.started_before_the_other_came, str(tmp_path))
     assert all(value["in time"] for _, value in answers)
     assert all(tensors[0].tolist() == [3.0, 3.0] for tensors, _ in answers)
+
+
+def test_operands_are_freed_with_their_graph():
+    """Without Python's collector, which does not see a cycle through an autograd node."""
+    alive: list[weakref.ref] = []
+
+    def f(axes, w):
+        def loss(w):
+            operand = torch.sin(w)
+            pending = start(all_gather, operand, axes.fsdp)
+            alive.append(weakref.ref(operand.untyped_storage()))
+            del operand
+            return wait(pending).square().sum()
+
+        return value_and_grad(loss)(w)[1]
+
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        shard_map(f, MESH, (P("fsdp"),), P("fsdp"), backend="threads")(torch.ones(4, 4, dtype=torch.float64))
+        assert [ref() for ref in alive] == [None, None]
+    finally:
+        if enabled:
+            gc.enable()

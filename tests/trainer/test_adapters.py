@@ -11,6 +11,8 @@ from k31fn.hf.__main__ import main as hf_main
 from k31fn.layers import latent_moe
 from k31fn.parallel import Mesh
 from k31fn.testing import assert_close_trees
+from k31fn.trainer import folder
+from k31fn.trainer.initial import settled_base, with_base
 from tests.trainer import meshes, runs
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -76,6 +78,43 @@ def test_it_goes_on_bit_for_bit_and_not_on_another_base(adapters, base, tmp_path
     finally:
         file.write_bytes(content)
     assert "has changed since the checkpoint, whose adapters are for another" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_base_is_the_checkpoint_of_the_first_start(adapters, base, tmp_path, capsys):
+    """Written down; a newer run in the folder changes nothing, and that it is gone is said before anything starts."""
+    pinned = runs.only_run(base.parent) / "checkpoints" / "2"
+    made = folder.recipe_of(adapters)
+    assert made.lora.base == str(pinned)
+    again = shutil.copytree(adapters, tmp_path / "small" / "20260101-000000")
+    shutil.rmtree(again / "checkpoints" / "4")
+    of_folder = runs.write_config(tmp_path / "a.py", with_base(made, str(base)))
+    newer = shutil.copytree(runs.only_run(base.parent), base / "29991231-000000")
+    try:
+        assert trainer.main([of_folder, "--runs", str(tmp_path), "--resume", "auto"]) == 0
+    finally:
+        shutil.rmtree(newer)
+    assert runs.saved(again, 4) == runs.saved(adapters, 4)
+    pinned.rename(pinned.with_name("away"))
+    try:
+        assert trainer.main([str(again / "config.json")]) == 2
+    finally:
+        pinned.with_name("away").rename(pinned)
+    assert f"lora.base={str(pinned)!r} is gone" in capsys.readouterr().err
+
+
+def test_the_run_of_a_checkpoint_in_the_given_folder(text, tmp_path):
+    """It goes on with a config file that names the folder; not with one that names another."""
+    made = recipe(text, lora=lora.Config(base=str(tmp_path / "runs" / "a" / "checkpoints" / "2"), rank=2))
+    run = folder.new(tmp_path, made)
+    for base in (tmp_path / "runs", tmp_path / "runs" / "a", tmp_path / "runs" / "a" / "checkpoints" / "2"):
+        assert folder.open_existing(run, with_base(made, str(base))) == run
+    for base in (tmp_path / "runs" / "b", tmp_path / "runs" / "a" / "checkpoints" / "3"):
+        with pytest.raises(ValueError, match=r"lora.base is '.*2' there"):
+            folder.open_existing(run, with_base(made, str(base)))
+    with pytest.raises(ValueError, match=r"is gone, whose adapters .* trains; put it back"):
+        settled_base(made, run)
+    assert settled_base(recipe(text)) == ""
 
 
 @pytest.mark.slow

@@ -186,6 +186,20 @@ class TestRunFolders:
         run = folder.new(tmp_path / "other", runs.recipe(text))
         assert "steps is 10 there, 11 here" in call(run / "config.json", "--steps", "11")
 
+    def test_the_config_of_a_run_goes_on_with_it_and_no_other(self, call, text, tmp_path, monkeypatch):
+        one, two = (folder.new(tmp_path / "other", runs.recipe(text)) for _ in range(2))
+        seen = []
+        monkeypatch.setattr(
+            trainer.cli, "train", lambda r, c, where, **k: seen.append(where) or run.Outcome(1, False, (), ())
+        )
+        for resume in ("", "auto", one):  # "auto" alone would mean the newest, which is the other
+            call(one / "config.json", "--resume", resume, status=0)
+        assert seen == [one] * 3
+        assert f"resume='{two}': {one}/config.json goes on with its own run" in call(
+            one / "config.json", "--resume", two
+        )
+        assert len(seen) == 3
+
     def test_another_mesh_is_the_same_run(self, text, tmp_path):
         recipe = dataclasses.replace(runs.recipe(text), batch_size=8)
         where = folder.new(tmp_path, dataclasses.replace(recipe, mesh=Mesh(fsdp=2)))

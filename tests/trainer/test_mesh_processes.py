@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from k31fn import tree
+from k31fn import lora, trainer, tree
+from k31fn.checkpoint import Checkpointer
 from k31fn.parallel import Mesh
 from k31fn.testing import spawn_ranks
 from k31fn.testing.trees import assert_close_trees
-from tests.trainer import meshes
+from k31fn.trainer import folder
+from tests.trainer import meshes, test_adapters
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -61,3 +63,34 @@ def test_four_ranks(text, mesh, record_property):
     made = meshes.recipe(text, mesh=mesh)
     with spawn_ranks(4) as ranks:
         compare(dataclasses.replace(made, micro_batches=mesh.pp), 10, ranks, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("mesh", "held"),
+    [(Mesh(fsdp=2), "fp8"), (Mesh(tp=2), "mxfp4"), (Mesh(fsdp=2, ep=2), "mxfp4"), (Mesh(tp=2, ep=2), "fp8")],
+    ids=str,
+)
+def test_adapters_of_a_run(text, tmp_path, mesh, held, two_ranks):
+    """In float64: losses and adapters of four steps as on one device, and of the base the same bytes as before."""
+    base = test_adapters.recipe(text, compute="float64")
+    with Checkpointer(folder.new(tmp_path, base) / "checkpoints") as checkpoints:
+        checkpoints.save(1, trainer.init_state(base, meshes.CPU))
+    adapted = lora.Config(base=str(tmp_path / base.name), rank=2, held=held)
+    one = test_adapters.recipe(text, lora=adapted, compute="float64", optimizer=test_adapters.ADAMW, remat="layer")
+    answers = two_ranks.run(meshes.on_process, dataclasses.replace(one, mesh=mesh), 4, timeout=200)
+    before = dict(tree.flatten_with_paths(trainer.init_state(one, meshes.CPU).params))
+    expected, state = meshes.on_one_device(one, 4)
+    specs = dict(tree.flatten_with_paths(trainer.trained_specs(one)))
+    for tensors, _ in answers:
+        torch.testing.assert_close(tensors[0], expected, rtol=1e-9, atol=1e-11)
+        rows = zip(tree.flatten_with_paths(state.params), tensors[1:], strict=True)
+        for (path, alone), ours in rows:
+            if "frozen" in specs[path].tags:
+                assert torch.equal(ours, before[path]), path
+                assert torch.equal(alone, before[path]), path
+            else:
+                torch.testing.assert_close(ours, alone, rtol=1e-8, atol=1e-10, msg=path)
+                assert not torch.equal(ours, before[path]), path
+    assert any(path.endswith("base.codes") and before[path].dtype == torch.uint8 for path in specs)

@@ -6,10 +6,12 @@ import shutil
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import config, trainer, tree
 from k31fn.config import Phase
 from k31fn.parallel import Mesh, each_rank
+from k31fn.trainer.gradient import make_gradient
 from k31fn.trainer.phases import learning_rate, make_phase_step
 from tests.trainer import meshes, runs
 
@@ -107,6 +109,23 @@ def batches(made, dataset, step):
 def changed(before, after):
     pairs = zip(tree.flatten_with_paths(before), tree.leaves(after), strict=True)
     return {path for (path, a), b in pairs if not torch.equal(a, b)}
+
+
+def flops(made, rows):
+    """Of a gradient."""
+    gradient = make_gradient(made, trainer.lay_out(made, Mesh().axes()))
+    state, own = trainer.init_state(made, CPU), trainer.make_batches(made, rows, CPU)
+    with FlopCounterMode(display=False) as counted:
+        gradient(state, own)
+    return counted.get_total_flops()
+
+
+def test_a_frozen_trunk_has_no_backward(recipe):
+    """A gradient of the indexer alone runs the layer again that has one, and not the other."""
+    rows = trainer.load_corpus(recipe).dataset.batch_at(0)
+    indexer = dataclasses.replace(recipe, trainable="indexer")
+    once, again = (flops(dataclasses.replace(indexer, remat=remat), rows) for remat in ("none", "layer"))
+    assert once < again < 1.2 * once  # a backward through both layers would make it 1.77
 
 
 @pytest.mark.slow

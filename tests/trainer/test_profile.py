@@ -103,7 +103,7 @@ def test_derivatives_are_those_of_the_function(wrap):
         ]
 
     plain = everything()
-    with profile() as recorded, scopes.recording() as names:
+    with profile(acc_events=True) as recorded, scopes.recording() as names:
         named = everything()
     assert names == {"forward L", "backward L"}
     assert names <= {event.key for event in recorded.key_averages()}
@@ -112,7 +112,7 @@ def test_derivatives_are_those_of_the_function(wrap):
 
 def test_without_a_recording_there_is_nothing():
     assert scopes.of_layer("L", layer) is layer
-    with profile() as recorded, scopes.scope("S"):
+    with profile(acc_events=True) as recorded, scopes.scope("S"):
         torch.ones(2) + 1
     assert "S" not in {event.key for event in recorded.key_averages()}
 

@@ -1,6 +1,7 @@
 """Going on exactly: 5 steps, a new start and 5 more are 10, bit for bit, or up to rounding on another mesh."""
 
 import dataclasses
+import json
 import signal
 
 import pytest
@@ -192,7 +193,11 @@ def test_a_rank_that_is_killed_in_a_save_is_named_and_nothing_is_lost(recipe, tm
     (line,) = [line for line in found[other][2].splitlines() if line.startswith("train.py:")]
     if other == 0:  # the rank that is left holds the store
         assert line.startswith("train.py: rank 1 at {'fsdp': 1} died: it says nothing any more")
+    else:
+        assert line.startswith("train.py: rank 1 at {'fsdp': 1}: the store of the process group is gone: rank 0 at ")
     folder = runs.only_run(tmp_path / "runs")
+    assert line.endswith(str(folder / "failure"))
+    assert json.loads((folder / "failure" / f"rank-{other}.json").read_text())["rank"] == other
     with Checkpointer(folder / "checkpoints") as checkpoints:  # waits for the writers
         newest = checkpoints.latest(on_damage=pytest.fail)
         assert newest in ((3,) if kind == "save-before" else (3, 6))
