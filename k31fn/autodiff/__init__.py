@@ -13,9 +13,11 @@
 Forward mode (``torch.func.jvp``, ``jacfwd``, ``torch.func.hessian``) is not supported and says so.
 
 What is ambient (implementation overrides, decisions, axis environments) lives in context variables. A backward may run
-on another thread, where they have other values, so :func:`remat` captures the context in its forward and replays in it.
+on another thread, where they have other values, so :func:`remat` captures the context in its forward and replays in it,
+and the backward of a :class:`custom_vjp` finds the variables given to :func:`carry` as its forward did.
 """
 
+from k31fn.autodiff.carried import carry
 from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
 from k31fn.autodiff.deferred import weight_product
 from k31fn.autodiff.remat import decision, keepable, record_decisions, remat, replay_decisions, report, saveable
@@ -24,6 +26,7 @@ from k31fn.autodiff.transforms import hessian, value_and_grad, vjp
 
 __all__ = [
     "SplitWork",
+    "carry",
     "check_split",
     "custom_vjp",
     "decision",

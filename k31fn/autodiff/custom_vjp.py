@@ -10,6 +10,7 @@ from torch import Tensor
 
 from k31fn import _functorch, tree
 from k31fn.autodiff.captured import refuse_captured
+from k31fn.autodiff.carried import Carried
 
 __all__ = ["custom_vjp", "differentiable", "stop_gradient"]
 
@@ -17,11 +18,12 @@ __all__ = ["custom_vjp", "differentiable", "stop_gradient"]
 class _Call:
     """What one call of a rule knows besides its tensors; travels through ``Function.apply`` as a plain object."""
 
-    __slots__ = ("args_def", "constants", "num_out", "out_def", "res_def", "res_source", "rule", "static")
+    __slots__ = ("args_def", "carried", "constants", "num_out", "out_def", "res_def", "res_source", "rule", "static")
 
     rule: custom_vjp
     static: tuple[Any, ...]
     args_def: Any
+    carried: Carried
     constants: list[Any]  # per leaf of the arguments: the Python value, or _TENSOR
     out_def: Any
     num_out: int
@@ -169,7 +171,8 @@ def _run_backward(
     residuals = tree.unflatten(call.res_def, [v if kind == "constant" else next(it) for kind, v in call.res_source])
     ct = tree.unflatten(call.out_def, list(cotangents))
     needs = (call.needs(set(wanted)),) if call.rule.needs else ()
-    grads = call.rule.bwd(*call.static, *needs, residuals, ct)
+    with call.carried.entered():
+        grads = call.rule.bwd(*call.static, *needs, residuals, ct)
     subtrees = call.args_def.children()
     if not isinstance(grads, tuple) or len(grads) != len(subtrees):
         raise ValueError(f"{call.rule.name}: bwd must return a tuple of {len(subtrees)} gradients, one per argument")
@@ -250,7 +253,7 @@ class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
     def __call__(self, *args: Any) -> Any:
         """The function's value."""
         call = _Call()
-        call.rule = self
+        call.rule, call.carried = self, Carried()
         call.static = tuple(args[i] for i in self.nondiff_argnums)
         refuse_captured(self.name, self.fwd, call.static)
         values, call.args_def = tree.flatten(tuple(a for i, a in enumerate(args) if i not in self.nondiff_argnums))

@@ -30,16 +30,17 @@ from typing import Any
 import torch
 
 from k31fn import _functorch, tree
+from k31fn.autodiff import carry
 from k31fn.kernels import shapes
 
 __all__ = ["OPS", "Implementation", "Op", "record_impls", "use_impl", "watch_calls"]
 
 OPS: dict[str, Op] = {}
-_OVERRIDES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
-    "k31fn_impl_overrides", default=MappingProxyType({})
+_OVERRIDES: contextvars.ContextVar[Mapping[str, str]] = carry(
+    contextvars.ContextVar("k31fn_impl_overrides", default=MappingProxyType({}))
 )
-_RECORDS: contextvars.ContextVar[tuple[Counter[tuple[str, str]], ...]] = contextvars.ContextVar(
-    "k31fn_impl_records", default=()
+_RECORDS: contextvars.ContextVar[tuple[Counter[tuple[str, str]], ...]] = carry(
+    contextvars.ContextVar("k31fn_impl_records", default=())
 )
 
 

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff import carry, custom_vjp
 
 __all__ = ["WATCHERS", "known", "shapes_only"]
 
-WATCHERS: contextvars.ContextVar[tuple[Callable[..., None], ...]] = contextvars.ContextVar("k31fn_watchers", default=())
+WATCHERS: contextvars.ContextVar[tuple[Callable[..., None], ...]] = carry(
+    contextvars.ContextVar("k31fn_watchers", default=())
+)
 """Who is told of each call (:func:`k31fn.kernels.registry.watch_calls`)."""
 
 _KNOWN: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("k31fn_shapes", default=None)
