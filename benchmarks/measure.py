@@ -106,10 +106,11 @@ def print_rows(rows: Sequence[Row], forward_bytes: int, both_bytes: int) -> None
 
 
 def write_json(path: str, op: str, where: torch.device, rows: Sequence[Row], extra: Mapping[str, Any]) -> None:
-    """All rows of an op, with the hardware, the versions of what was measured, and what else was found."""
+    """All rows of an op, with the hardware, the versions of what was measured, and what else was found. NaN is null."""
     if path:
         found = {"op": op, "hardware": _hardware(where), "versions": _versions(), **extra}
-        text = json.dumps({**found, "rows": [r._asdict() for r in rows]}, indent=1)
+        plain = [{k: None if v != v else v for k, v in r._asdict().items()} for r in rows]
+        text = json.dumps({**found, "rows": plain}, indent=1, allow_nan=False)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text + "\n", encoding="utf-8")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,7 +60,7 @@ def _share(milliseconds: float, floor: float) -> str:
 
 
 def _peer(row: Mapping[str, Any] | None) -> str:
-    if row is None or math.isnan(row["both"]):
+    if row is None or row["both"] is None:
         return "-"
     return f"{row['forward']:.2f} / {row['both']:.2f}"
 
