@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join([*table(options.runs), str(picture)]))
     except (ValueError, ImportError, OSError) as error:
         print(f"k31fn.plot: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

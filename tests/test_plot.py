@@ -144,7 +144,7 @@ def test_mistakes_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixtur
         (str(run), "--out", str(empty / "metrics.jsonl" / "x.png")): "File exists",
     }
     for arguments, message in cases.items():
-        assert plot.main(arguments) == 1
+        assert plot.main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("k31fn.plot: ")
         assert message in line

@@ -136,6 +136,10 @@ class Checkpointer:
         """The complete steps, ascending."""
         return files.complete_steps(self.directory)
 
+    def set_aside(self) -> list[str]:
+        """The names of damaged steps that :meth:`latest` set aside, now or before."""
+        return files.set_aside(self.directory)
+
     def latest(self, *, on_damage: Callable[[str], object] | None = None) -> int | None:
         """The newest complete step, or None if there is none.
 

@@ -70,6 +70,10 @@ def _must_exist(file: Path) -> None:
         return
     if (file / "config.json").is_file():
         raise ValueError(f"{str(file)!r} is a run folder; its config is {str(file / 'config.json')!r}")
+    if file.is_dir():
+        raise ValueError(
+            f"{str(file)!r} is a folder; name a config in it, such as {str(file / 'RUN' / 'config.json')!r}"
+        )
     folder = file.parent
     here = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
     known = {p.stem: p for p in (*Path("configs").glob("*.py"), *(folder / name for name in here))}

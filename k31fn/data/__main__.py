@@ -51,8 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
             cfg, given.folder, workers=given.workers, report=bar(sys.stderr.write, terminal=sys.stderr.isatty())
         )
     except (ValueError, ImportError) as e:
-        print(f"\n{e}", file=sys.stderr)
-        return 1
+        print(f"\nk31fn.data: {e}", file=sys.stderr)
+        return 2
     skipped = ", ".join(f"{n} {reason}" for reason, n in result.skipped.items()) or "none"
     print("{documents:,} documents, {tokens:,} tokens, {images:,} images".format_map(result.counts), end="")
     print(f" in {given.folder}; documents left out: {skipped}")

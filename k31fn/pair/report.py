@@ -74,7 +74,11 @@ def _more(listed: Sequence[str]) -> str:
 def _verdict(reasons: Sequence[str]) -> list[str]:
     if not reasons:
         return ["the sides agree"]
-    return [f"the sides differ:{_more(reasons)}", *(f"  {r}" for r in reasons[:_SHOWN])]
+    return [
+        "the sides differ:",
+        *(f"  {r}" for r in reasons[:_SHOWN]),
+        *([f" {more}"] if (more := _more(reasons)) else []),
+    ]
 
 
 def groups(paths: Sequence[str], cfg: model.Config) -> dict[str, list[str]]:

@@ -97,7 +97,9 @@ class Mesh:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
-                raise ValueError(f"mesh.{field.name}={getattr(self, field.name)}: a view has at least one rank")
+                raise ValueError(
+                    f"mesh.{field.name}={getattr(self, field.name)}: a view has at least one rank; leave it out for one"
+                )
         if self._expert_split(self.ep) is None:
             ranks = self.fsdp * self.cp * self.tp
             fitting = [n for n in range(1, ranks + 1) if self._expert_split(n) is not None]

@@ -17,7 +17,17 @@ from typing import Any
 
 from k31fn.config import Recipe, load_recipe, to_dict
 
-__all__ = ["CONFIG", "new", "newest", "open_existing", "recipe_of", "resolve", "resolve_step", "write"]
+__all__ = [
+    "CONFIG",
+    "drop_if_unused",
+    "new",
+    "newest",
+    "open_existing",
+    "recipe_of",
+    "resolve",
+    "resolve_step",
+    "write",
+]
 
 CONFIG = "config.json"
 _MAY_CHANGE = ("mesh", "pipeline", "trackers")  # no number of a run depends on them, but for rounding
@@ -40,6 +50,14 @@ def new(root: Path, recipe: Recipe) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
+
+
+def drop_if_unused(folder: Path) -> None:
+    """Removes a run that did not begin: no step, no checkpoint, whole or damaged, and no record of a failure."""
+    records, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+    saved = any(p.is_dir() for p in checkpoints.iterdir()) if checkpoints.is_dir() else False
+    if not (saved or (folder / "failure").exists() or (records.exists() and records.stat().st_size)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def newest(root: Path, recipe: Recipe) -> Path | None:

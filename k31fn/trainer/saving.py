@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from k31fn import data, tree
-from k31fn.checkpoint import Checkpointer
+from k31fn.checkpoint import Checkpointer, CheckpointError
 from k31fn.config import Recipe
 from k31fn.trainer.adapted import check_base, fingerprint
 from k31fn.trainer.console import View
@@ -47,8 +47,22 @@ class Saves:
         self._layout = layout_of(recipe)
 
     def latest(self) -> int | None:
-        """The newest complete step that is not damaged, or None."""
-        return self._ranks.alike(lambda: self._checkpoints.latest(on_damage=self._view.note))
+        """The newest complete step that is not damaged; None if nothing was ever saved.
+
+        Raises:
+            CheckpointError: all that was saved is damaged: a run that began anew would overwrite what it wrote down.
+        """
+        newest = self._ranks.alike(lambda: self._checkpoints.latest(on_damage=self._view.note))
+        if newest is None:
+            self._ranks.on_first(self._refuse_to_begin_anew)
+        return newest
+
+    def _refuse_to_begin_anew(self) -> None:
+        if aside := self._checkpoints.set_aside():
+            raise CheckpointError(
+                f"{self._checkpoints.directory} has no step that is intact, only {', '.join(aside)}; put a good copy "
+                "of one back under its number, or start a new run"
+            )
 
     def restore(self, step: int, device: torch.device) -> TrainState:
         """This rank's part of the state after that many steps.

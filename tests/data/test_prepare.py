@@ -271,7 +271,7 @@ def test_the_command(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "60 documents" in out
     assert "documents left out: none" in out
     assert "1 of 1 shards" in progress
-    assert main(["prepare", str(tmp_path / "absent"), str(tmp_path / "out2")]) == 1
+    assert main(["prepare", str(tmp_path / "absent"), str(tmp_path / "out2")]) == 2
     assert "does not exist" in capsys.readouterr().err
 
 

@@ -12,6 +12,7 @@ from k31fn.layers import latent_moe
 from k31fn.parallel import Mesh
 from k31fn.testing import assert_close_trees
 from k31fn.trainer import folder
+from k31fn.trainer.adapted import fingerprint
 from k31fn.trainer.initial import settled_base, with_base
 from tests.trainer import meshes, runs
 
@@ -183,6 +184,21 @@ def test_three_steps_on_a_mesh(text, mesh, held):
     pairs = list(meshes.replicas(dataclasses.replace(made, mesh=mesh), states))
     assert [path for path, a, b in pairs if not torch.equal(a, b)] == []
     assert all(bool(x.any()) for path, x in tree.flatten_with_paths(whole.params) if path.endswith(".b"))
+
+
+def test_a_byte_in_the_middle_of_a_base_is_seen(text, tmp_path):
+    """Of a small file all is read, of a large one (here of holes) its ends and pieces between."""
+    adapted = recipe(text, lora=lora.Config(pattern="attn", rank=2, base=str(tmp_path)))
+    for size, places in ((5_000_000, (2_500_000, 4_999_999)), (2**28, (0, 2**28 - 1))):
+        with (tmp_path / "model.safetensors").open("wb") as file:
+            file.truncate(size)
+        seen = {fingerprint(adapted)}
+        for place in places:
+            with (tmp_path / "model.safetensors").open("r+b") as file:
+                file.seek(place)
+                file.write(b"x")
+            seen.add(fingerprint(adapted))
+        assert len(seen) == 1 + len(places)
 
 
 def test_what_a_recipe_refuses(text):

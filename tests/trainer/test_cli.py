@@ -79,7 +79,7 @@ class TestWrongCalls:
         [
             ("smal.py", r"does not exist; in its directory: small\.py; nearest: .*small\.py"),
             ("nowhere/tiny.py", r"does not exist; in its directory: none; nearest: configs/tiny\.py"),
-            ("", r"configs' does not exist|must be a Python file"),
+            ("", r"configs' is a folder; name a config in it|must be a Python file"),
             ("config.json", r"config file '.*config.json' does not exist"),
         ],
     )

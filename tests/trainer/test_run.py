@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from k31fn import data, model, trainer
+from k31fn.checkpoint import CheckpointError
 from k31fn.trainer import run
 from tests.trainer import runs
 
@@ -187,6 +189,30 @@ def test_a_damaged_checkpoint_is_set_aside(straight, tmp_path, capsys):
     assert "set aside as 10.damaged" in out
     assert "goes on after step 8" in out
     assert same_run(copy, straight)
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_a_run_without_an_intact_checkpoint_does_not_begin_anew(straight, tmp_path, capsys):
+    """Nothing that it wrote down is lost, however often it is started."""
+    copy = shutil.copytree(straight, tmp_path / "copy")
+    for step in (copy / "checkpoints").glob("[0-9]*"):
+        (step / "manifest.json").write_text("{")
+    before = (copy / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        assert trainer.main([str(copy / "config.json")]) == 1
+        assert "has no step that is intact, only 10.damaged, " in capsys.readouterr().err
+        assert (copy / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_a_run_that_did_not_begin_leaves_no_folder(straight, tmp_path, config, monkeypatch, capsys):
+    def broken(*_: Any) -> Any:
+        raise CheckpointError("its weights cannot be read")
+
+    monkeypatch.setattr("k31fn.trainer.run.start_from", broken)
+    assert trainer.main([config, "--init", str(straight), "--runs", str(tmp_path / "runs")]) == 1
+    assert "its weights cannot be read" in capsys.readouterr().err
+    assert not list((tmp_path / "runs").glob("*/*"))
 
 
 @pytest.mark.usefixtures("no_plot")
