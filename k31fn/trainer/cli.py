@@ -174,7 +174,7 @@ def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process:
             how: Any = {"device": device, "view": view, "stop": stop, "ranks": ranks, "profile": steps}
             outcome = train(recipe, corpus, where, **how)
     except (ValueError, ImportError, OSError, *_FAILURES) as error:
-        if ranks.first and not existing:
+        if ranks.first and not existing and not isinstance(error, OSError):  # a full disk may have room again
             folder.drop_if_unused(where)
         alike = isinstance(error, NonFiniteError) and not ranks.first
         return 1 if alike else _fail(error, 1)
