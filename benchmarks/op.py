@@ -91,7 +91,7 @@ def repeats_alike(subject: Subject, inputs: Sequence[Tensor], cts: Sequence[Tens
 def measure(
     subject: Subject, where: torch.device, *, sets: int, repeats: int, each: Callable[[Row], None] | None = None
 ) -> list[Row]:
-    """A row per implementation, all on the same sets of inputs, which take turns.
+    """A row per implementation, one after the other, all on the same sets of inputs, which take turns.
 
     The forward is the one that a backward follows; of the fused op also that without gradients.
 

@@ -63,7 +63,7 @@ def decode(
 
 
 def scale_of(largest: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """The smallest power of two, at least 2^-126, by which numbers up to ``largest`` fit into the FP8 ``dtype``."""
+    """The smallest power of two, at least 2^-126, by which numbers up to ``largest`` fit into ``dtype``; 1 for 0."""
     mantissa, exponent = torch.frexp(upcast(largest) / torch.finfo(dtype).max)  # in [0.5, 1) times 2^exponent
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(SMALLEST, LARGEST)
     return power_of_two(exponent, island(largest.dtype))
