@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from k31fn import config, model, tree
+from k31fn.config.fits import check_split, split_share
 from k31fn.layers import attn_res, dsa, kda, latent_moe
 from k31fn.model.parts import PARTS, find_part
 from k31fn.parallel import Mesh
@@ -174,6 +175,9 @@ def render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
     lines = [
         f"mesh        {sizes or 'one rank'} = {mesh.world_size} ranks" + (f", ep {mesh.ep}" if mesh.ep > 1 else "")
     ]
+    if mesh.fsdp > 1:
+        share = split_share(mesh, recipe.model)
+        lines.append(f"fsdp        splits {share:.1%} of the parameters; each of its ranks holds all of the others")
     stage = f" of stage rank {most}, which holds most" if mesh.pp > 1 else ""
     lines += [
         "",
@@ -313,8 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cfg = config.load(args[0])
         options = config.override(_Options(), args[1:], prog=f"python -m k31fn.inspect {args[0]}")
         recipe = _recipe(args[0], cfg, options) if args[1:] else None
+        check_split(options.mesh, cfg)
     except (ValueError, ImportError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"k31fn.inspect: {e}", file=sys.stderr)
         return 2
     print(render(summarise(cfg)))
     if recipe is not None:

@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(args)
     except (ValueError, OSError, CheckpointError) as error:
-        print(f"sample: {error}", file=sys.stderr)
+        print(f"k31fn.sample: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print()

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from k31fn import config
-from k31fn.config.fits import check_mesh
+from k31fn import config, model, tree
+from k31fn.config.fits import check_mesh, check_split, split_share
 from k31fn.parallel import Mesh
 from tests import small
 
@@ -75,6 +75,35 @@ def test_stages():
         "mesh.pp=2 = 2 does not divide micro_batches=1; nearest: mesh.pp 1 or micro_batches 2"
     )
     assert "set mesh.pp=1 or num_mtp_layers=0" in refused(Mesh(pp=2), dataclasses.replace(MODEL, num_mtp_layers=1))
+
+
+class TestSplit:
+    """An ``fsdp`` that splits less than half of the parameters."""
+
+    @pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 24])
+    def test_share(self, n):
+        specs = tree.leaves(model.specs(MODEL))
+        split = sum(s.numel for s in specs if any(size % n == 0 for size in s.shape))
+        assert split_share(Mesh(fsdp=n), MODEL) == split / sum(s.numel for s in specs)
+        assert split_share(Mesh(dp=n), MODEL) == 1
+
+    def test_experts_that_ep_splits(self):
+        """Five over the inner ranks of fsdp; two outer ones split what each has, five cannot."""
+        leaves = tree.flatten_with_paths(model.specs(MODEL))
+        split = sum(s.numel for name, s in leaves if ".experts." in name or any(size % 10 == 0 for size in s.shape))
+        assert split_share(Mesh(fsdp=10, ep=5), MODEL) == split / sum(s.numel for _, s in leaves)
+        assert split_share(Mesh(fsdp=25, ep=5), MODEL) == 0
+
+    def test_refused(self):
+        with pytest.raises(ValueError, match=r"^mesh\.fsdp=3 splits 4\d\.\d% of .*; nearest: mesh\.fsdp 2, 4$"):
+            check_split(Mesh(fsdp=3), MODEL)
+        with pytest.raises(ValueError, match=r"^mesh\.fsdp=2 x mesh\.cp=9 = 18 splits 0\.0%.*; nearest: mesh\.fsdp 1$"):
+            check_split(Mesh(fsdp=2, cp=9), MODEL)
+        moe = dataclasses.replace(MODEL.moe, num_experts=4)
+        with pytest.raises(ValueError, match=r"^mesh\.fsdp=12 splits .*; nearest: mesh\.fsdp 8, 16$"):
+            check_split(Mesh(fsdp=12, ep=4), dataclasses.replace(MODEL, moe=moe))  # of those that ep divides
+        for mesh in (Mesh(cp=9), Mesh(fsdp=2), Mesh(fsdp=16)):
+            check_split(mesh, MODEL)
 
 
 def test_a_recipe_is_checked():

@@ -481,6 +481,12 @@ class TestExportRefuses:
         assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
         assert not list(tmp_path.parent.glob(".*.partial"))
 
+    def test_a_folder_that_cannot_be_made(self, golden, tmp_path):
+        cfg, weights, state = golden
+        (tmp_path / "file").touch()
+        with pytest.raises(ValueError, match=r"^no folder can be made in '.*/file': Not a directory; use another dir"):
+            hf.export(weights, state, cfg, tmp_path / "file" / "out")
+
 
 class TestConfigFromHf:
     def write(self, directory, change=None):

@@ -159,7 +159,7 @@ class TestCommand:
             assert inspect.main([str(path)]) == 2
             out, err = capsys.readouterr()
             assert out == ""
-            assert err.startswith("error: config file")
+            assert err.startswith("k31fn.inspect: config file")
             assert message in err
             assert err.count("\n") == 1
 
@@ -184,6 +184,8 @@ class TestOnAMesh:
             return next(text for text in lines if text.strip().startswith(start))
 
         assert line("mesh ").split()[1:] == ["fsdp", "2", "x", "tp", "2", "=", "4", "ranks,", "ep", "2"]
+        assert line("fsdp ").split()[:2] == ["fsdp", "splits"]
+        assert 99.9 <= float(line("fsdp ").split()[2].rstrip("%")) <= 100
         table = 264 * 128 // 4 * 4  # a quarter of the embedding, in float32; AdamW has two moments of it
         assert line("embedding  ").split()[1::2] == [f"{n * table / 1e3:.2f}" for n in (1, 1, 2)]
         experts = 3 * 3 * 8 * 64 * 96 // 4 * 4  # three layers, three matrices each; Muon has one momentum
@@ -215,8 +217,13 @@ class TestOnAMesh:
         assert inspect.main([str(CONFIGS / "k31_pro.py"), "--mesh.tp", "5"]) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert err.startswith("error: mesh.tp=5 does not divide model.kda.num_heads=96, model.full_attention.")
+        assert err.startswith("k31fn.inspect: mesh.tp=5 does not divide model.kda.num_heads=96, model.full_attention.")
         assert err.endswith("; nearest: 4\n")
+        assert inspect.main([str(CONFIGS / "tiny.py"), "--mesh.fsdp", "63", "--batch-size", "63"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("k31fn.inspect: mesh.fsdp=63 splits 0.0% of the parameters: ")
+        assert err.endswith("; nearest: mesh.fsdp 48, 64, 96\n")
 
     @pytest.mark.slow
     def test_the_full_model(self):

@@ -266,7 +266,7 @@ class TestCommandLine:
     )
     def test_wrong_calls(self, run, capsys, loaded, args, message):
         err = self.call(capsys, run, *args, status=2)
-        assert err.startswith("sample: ")
+        assert err.startswith("k31fn.sample: ")
         assert message in err
         assert err.count("\n") == 1
 

@@ -40,7 +40,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=2, help="of the wide model's step")
     parser.add_argument("--length", type=int, default=4096, help="of its rows, in tokens")
     parser.add_argument("--experts", type=int, default=32, help="of each of its layers")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("its processes are ranks: torchrun --nproc_per_node=2 -m benchmarks.meshes")
+    return options
 
 
 def main() -> None:

@@ -7,6 +7,6 @@ Files are written by orbax in a process of each rank's own (:mod:`k31fn.checkpoi
 
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.checkpoint.layout import Held, Layout
-from k31fn.checkpoint.together import CheckpointError, DamagedCheckpointError
+from k31fn.checkpoint.together import CheckpointError, DamagedCheckpointError, NotSavedError
 
-__all__ = ["CheckpointError", "Checkpointer", "DamagedCheckpointError", "Held", "Layout"]
+__all__ = ["CheckpointError", "Checkpointer", "DamagedCheckpointError", "Held", "Layout", "NotSavedError"]

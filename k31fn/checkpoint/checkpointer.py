@@ -20,7 +20,7 @@ from k31fn.checkpoint import files, process, structure
 from k31fn.checkpoint.layout import Layout
 from k31fn.checkpoint.lock import lock
 from k31fn.checkpoint.session import Session
-from k31fn.checkpoint.together import CheckpointError, DamagedCheckpointError, Together
+from k31fn.checkpoint.together import CheckpointError, DamagedCheckpointError, NotSavedError, Together
 from k31fn.parallel import MeshAxes
 
 __all__ = ["Checkpointer"]
@@ -57,6 +57,7 @@ class Checkpointer:
         keep_best: so many steps with the lowest scores also stay.
         read_only: changes nothing in the directory and may be used while a run writes there.
         axes: of the ranks' mesh, bound to this one; none: it is the only rank.
+        on_wait: is told if another process is writing there, before up to half a minute is waited for its end.
 
     Raises:
         ValueError: a bad argument.
@@ -72,6 +73,7 @@ class Checkpointer:
         keep_best: int = 0,
         read_only: bool = False,
         axes: MeshAxes = _ONE_RANK,
+        on_wait: Callable[[str], object] = lambda text: None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: the newest complete step is never deleted")
@@ -80,7 +82,7 @@ class Checkpointer:
         self.directory = Path(directory)
         self._together = Together(axes)
         self._lock: tuple[int, ...] = ()
-        self._together.all(lambda: self._enter(read_only))
+        self._together.all(lambda: self._enter(read_only, on_wait))
         self._token = "" if read_only else str(self._together.share(secrets.token_hex(4))[0])
         setup = {
             "directory": str(self.directory.resolve()),
@@ -92,12 +94,12 @@ class Checkpointer:
         self._session = Session(setup, self._lock)
         self._saving: _Saving | None = None
 
-    def _enter(self, read_only: bool) -> None:
+    def _enter(self, read_only: bool, on_wait: Callable[[str], object]) -> None:
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory={str(self.directory)!r} is a file; checkpoints need a folder")
         if self._together.first and not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = (lock(self.directory),)
+            self._lock = (lock(self.directory, on_wait),)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -260,7 +262,7 @@ class Checkpointer:
         """Waits for the save under way, if there is one: afterwards it is complete, on disk.
 
         Raises:
-            CheckpointError: it failed. Said once; the next save starts afresh.
+            NotSavedError: it failed. Said once; the next save starts afresh.
         """
         began, (shortest, longest) = time.monotonic(), _PAUSES_S
         while self._saving is not None:
@@ -312,7 +314,8 @@ class Checkpointer:
         became = "is saved, but cleaning up after it failed" if step in complete else "is not saved"
         if self._together.first and self._together.size > 1:
             shutil.rmtree(files.unfinished(self.directory, step, self._token), ignore_errors=True)
-        raise CheckpointError(f"{self.directory}: step {step} {became}: {error}; complete steps: {complete or 'none'}")
+        text = f"{self.directory}: step {step} {became}: {error}; complete steps: {complete or 'none'}"
+        raise NotSavedError(text, error)
 
     def restore(
         self,

@@ -9,7 +9,7 @@ from k31fn.parallel import MeshAxes, exchange_json
 from k31fn.parallel.collectives import axis_size
 from k31fn.parallel.point_to_point import own_index
 
-__all__ = ["CheckpointError", "DamagedCheckpointError", "Together"]
+__all__ = ["CheckpointError", "DamagedCheckpointError", "NotSavedError", "Together"]
 
 _T = TypeVar("_T")
 
@@ -20,6 +20,18 @@ class CheckpointError(RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """A complete checkpoint no longer holds what was saved."""
+
+
+class NotSavedError(CheckpointError):
+    """A step was not saved, or what comes after saving it failed.
+
+    Attributes:
+        cause: what failed, without the step.
+    """
+
+    def __init__(self, text: str, cause: str) -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 _KINDS: dict[str, type[Exception]] = {k.__name__: k for k in (CheckpointError, DamagedCheckpointError, ValueError)}

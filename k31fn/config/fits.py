@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 
-from k31fn import model
+from k31fn import model, tree
 from k31fn.layers import dsa, mla
 from k31fn.layers.patches import MERGE
-from k31fn.parallel import Mesh
+from k31fn.parallel import AxisRules, Mesh, partition
+from k31fn.parallel.partition import resolve
+from k31fn.params import ParamSpec
 
-__all__ = ["check_mesh"]
+__all__ = ["check_mesh", "check_split", "split_share"]
+
+_LEAST_SHARE = 0.5
 
 
 def check_mesh(
@@ -48,6 +54,46 @@ def check_mesh(
             f"that a convolution of model.kda.conv_width={cfg.kda.conv_width} looks back; "
             f"nearest: {_nearest(mesh.cp, fitting)}"
         )
+
+
+def check_split(mesh: Mesh, cfg: model.Config) -> None:
+    """Refuses an ``fsdp`` of whose ranks each would hold most of the model.
+
+    For the model of a run, not for a few of its layers, of which less may split than of all.
+
+    Raises:
+        ValueError: names the ranks, the share that they split, and the nearest values that split half or more.
+    """
+    specs = Counter(tree.leaves(model.specs(cfg)))
+    if (share := _share(mesh, specs)) >= _LEAST_SHARE:
+        return
+    fitting = []
+    for n in range(1, 2 * mesh.fsdp + 1):
+        try:
+            other = dataclasses.replace(mesh, fsdp=n)
+        except ValueError:  # mesh.ep does not fit it
+            continue
+        if _share(other, specs) >= _LEAST_SHARE:
+            fitting.append(n)
+    ranks = f"mesh.fsdp={mesh.fsdp}" + (f" x mesh.cp={mesh.cp} = {mesh.fsdp * mesh.cp}" if mesh.cp > 1 else "")
+    raise ValueError(
+        f"{ranks} splits {share:.1%} of the parameters: each of its ranks holds all of a weight of which it "
+        f"divides no size, and at least half must be split; nearest: mesh.fsdp {_nearest(mesh.fsdp, fitting)}"
+    )
+
+
+def split_share(mesh: Mesh, cfg: model.Config) -> float:
+    """The share of the parameters of which each rank of ``fsdp`` holds a part of its own; 1 without ``fsdp``."""
+    return _share(mesh, Counter(tree.leaves(model.specs(cfg))))
+
+
+def _share(mesh: Mesh, specs: Mapping[ParamSpec, int]) -> float:
+    """Of so many weights of each declaration: layers of one kind have the same, and are many."""
+    axes, split = mesh.axes(), 0
+    for spec, p in zip(specs, partition(list(specs), AxisRules(), mesh), strict=True):
+        names = {a.name for dim in resolve(p, axes, len(spec.shape)) for a in dim}
+        split += specs[spec] * spec.numel if names.issuperset(a.name for a in axes.fsdp) else 0
+    return split / sum(spec.numel * count for spec, count in specs.items())
 
 
 def _check_stages(mesh: Mesh, cfg: model.Config, micro_batches: int, num_chunks: int) -> None:

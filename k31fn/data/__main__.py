@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from k31fn.data import images
 from k31fn.data.prepare import Config, Progress, prepare
@@ -15,7 +16,7 @@ __all__ = ["bar", "main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prepares a source; 0 if all of it is there."""
+    """Prepares a source; returns the exit status: 0 if all of it is there, else 2."""
     parser = argparse.ArgumentParser(prog="python -m k31fn.data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("prepare", help="tokenise text and cut images; call it again to go on")
@@ -35,23 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--on-bad", choices=("refuse", "skip"), default="refuse", help="what a bad image does")
     command.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     given = parser.parse_args(arguments)
-    cfg = Config(
-        given.source,
-        given.tokenizer,
-        given.end,
-        given.text,
-        given.images,
-        given.chat,
-        given.max_length,
-        heldout_fraction=given.heldout,
-        image=images.Config(max_patches=given.max_patches, max_side=given.max_side, on_bad=given.on_bad),
-    )
     try:
-        result = prepare(
-            cfg, given.folder, workers=given.workers, report=bar(sys.stderr.write, terminal=sys.stderr.isatty())
-        )
-    except (ValueError, ImportError) as e:
-        print(f"\nk31fn.data: {e}", file=sys.stderr)
+        cfg = _config(given)
+        with bar(sys.stderr.write, terminal=sys.stderr.isatty()) as report:
+            result = prepare(cfg, given.folder, workers=given.workers, report=report)
+    except (ValueError, ImportError, OSError) as e:
+        print(f"k31fn.data: {e}", file=sys.stderr)
         return 2
     skipped = ", ".join(f"{n} {reason}" for reason, n in result.skipped.items()) or "none"
     print("{documents:,} documents, {tokens:,} tokens, {images:,} images".format_map(result.counts), end="")
@@ -65,12 +55,23 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _tell(text: str) -> None:
-    print(text, end="", file=sys.stderr, flush=True)
+def _config(given: argparse.Namespace) -> Config:
+    return Config(
+        given.source,
+        given.tokenizer,
+        given.end,
+        given.text,
+        given.images,
+        given.chat,
+        given.max_length,
+        heldout_fraction=given.heldout,
+        image=images.Config(max_patches=given.max_patches, max_side=given.max_side, on_bad=given.on_bad),
+    )
 
 
-def bar(write: Callable[[str], object], *, terminal: bool) -> Callable[[Progress], None]:
-    """Reports progress to a terminal as a bar, elsewhere as a line per tenth."""
+@contextlib.contextmanager
+def bar(write: Callable[[str], object], *, terminal: bool) -> Iterator[Callable[[Progress], None]]:
+    """Reports progress to a terminal as a bar, whose line ends with the block, elsewhere as a line per tenth."""
     began, shown = time.monotonic(), -1
 
     def show(progress: Progress) -> None:
@@ -80,13 +81,17 @@ def bar(write: Callable[[str], object], *, terminal: bool) -> Callable[[Progress
         left = f", about {seconds / done * (total - done):.0f} s left" if 0 < done < total else ""
         line = f"{done} of {total} shards, {progress.counts['tokens']:,} tokens, {seconds:.0f} s{left}"
         if terminal:
-            filled = 30 * done // total
-            write(f"\r\033[K[{'#' * filled}{'.' * (30 - filled)}] {line}" + "\n" * (done == total))
+            shown = filled = 30 * done // total
+            write(f"\r\033[K[{'#' * filled}{'.' * (30 - filled)}] {line}")
         elif 10 * done // total > shown:
             shown = 10 * done // total
             write(line + "\n")
 
-    return show
+    try:
+        yield show
+    finally:
+        if terminal and shown >= 0:
+            write("\n")
 
 
 if __name__ == "__main__":

@@ -108,8 +108,9 @@ def prepare(
         report: is called as shards are done, and now and then.
 
     Raises:
-        ValueError: the source cannot be read, a record or an image is bad (and ``cfg.image.on_bad`` says refuse), or
-            the folder was prepared with other settings.
+        ValueError: the source cannot be read, a record or an image is bad (and ``cfg.image.on_bad`` says refuse), the
+            folder cannot be made, or it was prepared with other settings.
+        OSError: it cannot be written.
     """
     root = Path(folder)
     found = units(cfg.source, cfg.suffixes)
@@ -136,7 +137,10 @@ def prepare(
 
 def _keep_plan(root: Path, cfg: Config, found: list[Unit]) -> None:
     """Notes the settings, or compares them with those of an earlier call: mixed shards would be no data set."""
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"folder {str(root)!r} cannot be made: {e.strerror}; give one that can be") from e
     plan = json.loads(json.dumps({"config": dataclasses.asdict(cfg), "units": found}))
     file = root / _PLAN
     if not file.exists():

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from k31fn import hf, lora, model, params, sample, trainer
-from k31fn.checkpoint import Checkpointer, CheckpointError
+from k31fn.checkpoint import Checkpointer
 from k31fn.config import load_recipe
 from k31fn.trainer import folder
 
@@ -26,13 +26,17 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status: 0, or 1 if something is wrong."""
+    """The command line; returns the exit status.
+
+    0: done. 1: what ``verify`` looked at is not right, or reading or writing failed. 2: a wrong call, of which nothing
+    was written.
+    """
     given = _parser().parse_args(arguments)
     try:
         return {"verify": _verify, "import": _import, "export": _export}[given.command](given)
-    except (ValueError, RuntimeError, OSError, CheckpointError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"k31fn.hf: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verify(given: argparse.Namespace) -> int:
+    if not given.folder.is_dir():
+        raise ValueError(f"{str(given.folder)!r} is no folder; give one of safetensors files and config.json")
     report = hf.verify(given.folder)
     tensors = f"{report.num_tensors:,} tensors ({report.num_quantised:,} of them MXFP4 codes)"
     print(f"{given.folder}: {report.num_weights:,} weights in {tensors} in {report.num_files} files")

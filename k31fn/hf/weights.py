@@ -61,8 +61,8 @@ def write_folder(
     The folder is made under another name beside ``target`` and renamed. Each rank writes its own tiles.
 
     Raises:
-        ValueError: a leaf has another shape than its tile, the folder is not empty, or an expert's tile is no whole
-            groups of MXFP4.
+        ValueError: a leaf has another shape than its tile, the folder is not empty or cannot be made, or an expert's
+            tile is no whole groups of MXFP4.
         RuntimeError: another rank failed.
     """
     layout = lay_out(_announced(table, leaves, quantise), shard_bytes)

@@ -98,8 +98,17 @@ def _lay_out_file(file: str, tensors: dict[str, tuple[tuple[int, ...], torch.dty
 
 
 def create(folder: Path, layout: Layout) -> None:
-    """Makes the folder and in it all files at their full length, with headers and without tensors."""
-    folder.mkdir(parents=True)
+    """Makes the folder and in it all files at their full length, with headers and without tensors.
+
+    Raises:
+        ValueError: the folder cannot be made.
+        OSError: a file cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        text = f"no folder can be made in {str(folder.parent)!r}: {error.strerror}; use another directory"
+        raise ValueError(text) from error
     for file, header in layout.headers.items():
         with open(folder / file, "wb") as out:
             out.write(header)

@@ -16,6 +16,7 @@ from k31fn import data, trackers
 from k31fn import device as devices
 from k31fn.checkpoint import CheckpointError
 from k31fn.config import Recipe, load_recipe, override
+from k31fn.config.fits import check_split
 from k31fn.kernels import choice
 from k31fn.kernels.registry import use_impl
 from k31fn.kernels.warmup import WarmUpError
@@ -146,7 +147,9 @@ def _parse(args: Sequence[str]) -> _Call:
     if args[0].startswith("-"):
         raise ValueError(f"the config comes first, then {args[0]}: train.py configs/tiny.py {shlex.join(args)}")
     call = _Call(_Options(), load_recipe(Path(args[0])))
-    return override(call, args[1:], prog=f"train.py {args[0]}", description=_DESCRIPTION)
+    call = override(call, args[1:], prog=f"train.py {args[0]}", description=_DESCRIPTION)
+    check_split(call.recipe.mesh, call.recipe.model)
+    return call
 
 
 def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process: Process) -> int:

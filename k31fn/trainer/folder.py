@@ -37,18 +37,21 @@ def new(root: Path, recipe: Recipe) -> Path:
     """A new folder for a run of ``recipe``, with its ``config.json``.
 
     Raises:
-        OSError: it cannot be made or written; nothing of it is left then.
+        ValueError: it cannot be made or written; nothing of it is left then.
     """
-    parent = root / recipe.name
-    parent.mkdir(parents=True, exist_ok=True)
+    folder = parent = root / recipe.name
     stamp = time.strftime("%Y%m%d-%H%M%S")
     names = itertools.chain([stamp], (f"{stamp}-{n}" for n in itertools.count(1)))
-    folder = next(parent / name for name in names if _made(parent / name))
     try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = next(parent / name for name in names if _made(parent / name))
         write(folder / CONFIG, json.dumps(to_dict(recipe), indent=2) + "\n")
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    except OSError as error:
+        if folder != parent:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise ValueError(
+            f"run folder {folder} cannot be made: {error.strerror}; give runs another place than {str(root)!r}"
+        ) from error
     return folder
 
 

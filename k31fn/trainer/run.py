@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from k31fn import data, metrics, plot, scopes, trackers
-from k31fn.checkpoint import CheckpointError
+from k31fn.checkpoint import CheckpointError, NotSavedError
 from k31fn.config import Recipe, to_dict
 from k31fn.parallel.point_to_point import own_index
 from k31fn.trainer.console import View
@@ -147,10 +147,14 @@ _FAILURES = (NonFiniteError, CheckpointError, OSError, OtherRankError)  # that l
 
 
 def _joined(first: _Error | None, another: Exception) -> _Error | Exception:
-    """``first`` with the other one as its note, if there is a first and they differ."""
+    """``first`` with the other one as its note, if there is a first and the other says more than it does.
+
+    A save that fails once more as the one before says nothing new.
+    """
     if first is None:
         return another
-    if str(another) not in (str(first), *getattr(first, "__notes__", ())):
+    again = isinstance(first, NotSavedError) and isinstance(another, NotSavedError) and another.cause == first.cause
+    if not again and str(another) not in (str(first), *getattr(first, "__notes__", ())):
         first.add_note(str(another))
     return first
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class Saves:
         recipe: the run.
         folder: its checkpoints'.
         text: the fingerprint of what it trains on.
-        view: is told of damaged checkpoints, and of another text.
+        view: is told of another run that writes there, of damaged checkpoints, and of another text.
         ranks: of the run.
 
     Raises:
@@ -40,10 +41,8 @@ class Saves:
     def __init__(self, recipe: Recipe, folder: Path, text: str, view: View, ranks: Ranks) -> None:
         self._recipe, self._text, self._view, self._ranks = recipe, text, view, ranks
         self._base = str(ranks.on_first(lambda: fingerprint(recipe)))  # as it is when the run reads it
-        last, every, best = recipe.keep, recipe.keep_every, recipe.keep_best
-        self._checkpoints = ranks.alike(
-            lambda: Checkpointer(folder, keep=last, keep_every=every, keep_best=best, axes=ranks.axes)
-        )
+        kept: Any = {"keep": recipe.keep, "keep_every": recipe.keep_every, "keep_best": recipe.keep_best}
+        self._checkpoints = ranks.alike(lambda: Checkpointer(folder, **kept, axes=ranks.axes, on_wait=view.note))
         self._layout = layout_of(recipe)
 
     def latest(self) -> int | None:

@@ -269,6 +269,21 @@ def test_a_complete_step_is_not_overwritten(shared: Shared) -> None:
     assert shared.ckpt.restore(step, {"x": torch.zeros(2)})["x"].eq(1).all()
 
 
+def test_a_second_writer_says_that_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once and before it waits: the first one lets go when it hears of it, or the second is refused."""
+    said: list[str] = []
+    monkeypatch.setattr(lock, "_WAIT_S", 0.35)
+    held = f"{tmp_path}: another process is writing checkpoints here"
+    with (
+        Checkpointer(tmp_path, on_wait=said.append),
+        pytest.raises(CheckpointError, match=rf"^{held}; end that run, or start one in another folder$"),
+    ):
+        Checkpointer(tmp_path, on_wait=said.append)
+    assert said == [f"{held}; waiting for its end, 0 s at most"]
+    first = Checkpointer(tmp_path)
+    Checkpointer(tmp_path, on_wait=lambda text: first.close()).close()
+
+
 @pytest.mark.slow
 def test_only_one_process_writes_but_others_may_read(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     step = shared.saved({"x": torch.ones(2)})

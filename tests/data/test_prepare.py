@@ -272,17 +272,50 @@ def test_the_command(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "documents left out: none" in out
     assert "1 of 1 shards" in progress
     assert main(["prepare", str(tmp_path / "absent"), str(tmp_path / "out2")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"k31fn.data: source '{tmp_path / 'absent'}' does not exist")
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "message"),
+    [
+        ("file/out", [], "folder '{}' cannot be made: Not a directory; give one that can be"),
+        ("out", ["--max-length", "-1"], "max_length=-1 must be at least 0"),
+        ("out", ["--tokenizer", "nope"], "tokenizer 'nope': neither 'bytes'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    lines: Path, tmp_path: Path, folder: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").touch()
+    assert main(["prepare", str(lines), str(tmp_path / folder), *options]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"k31fn.data: {message.format(tmp_path / folder)}")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_bar_on_a_terminal():
     out = io.StringIO()
-    show = bar(out.write, terminal=True)
-    for done in (0, 1, 2):
-        show(Progress(done, 2, Counter(tokens=1000 * done)))
+    with bar(out.write, terminal=True) as show:
+        for done in (0, 1, 2):
+            show(Progress(done, 2, Counter(tokens=1000 * done)))
     assert out.getvalue().count("\r") == 3
     assert "[###############...............] 1 of 2 shards, 1,000 tokens" in out.getvalue()
     assert out.getvalue().endswith("\n")
+    assert out.getvalue().count("\n") == 1
+
+
+def test_an_error_ends_the_bars_line_if_there_is_one():
+    def fail(out: io.StringIO, *shown: int):
+        with bar(out.write, terminal=True) as show:
+            for done in shown:
+                show(Progress(done, 2, Counter()))
+            raise ValueError("bad")
+
+    for shown, written in (((), ""), ((1,), "\n")):
+        out = io.StringIO()
+        with pytest.raises(ValueError, match="bad"):
+            fail(out, *shown)
+        assert out.getvalue()[-1:] == written
 
 
 def test_damaged_stores_are_refused(lines: Path, tmp_path: Path):

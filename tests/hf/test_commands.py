@@ -63,7 +63,7 @@ def test_there_and_back(checkpoint: Path, run: Path, tmp_path: Path, capsys: pyt
     same_files(checkpoint, tmp_path / "back")
     assert main(["export", str(run / "checkpoints" / "0"), str(tmp_path / "that")]) == 0
     same_files(checkpoint, tmp_path / "that")
-    assert main(["export", str(run / "checkpoints" / "7"), str(tmp_path / "none")]) == 1
+    assert main(["export", str(run / "checkpoints" / "7"), str(tmp_path / "none")]) == 2
     assert "step=7 is not complete in" in capsys.readouterr().err
 
 
@@ -108,8 +108,9 @@ def test_what_is_wrong_is_said(checkpoint: Path, recipe: str, tmp_path: Path, ca
         ["import", str(bad), recipe, "--runs", str(tmp_path / "runs")],
         ["export", str(tmp_path / "nothing"), str(tmp_path / "out")],
         ["import", str(tmp_path / "nothing"), recipe],
+        ["verify", str(tmp_path / "nothing")],
     ):
-        assert main(call) == 1
+        assert main(call) == 2
         assert capsys.readouterr().err.startswith("k31fn.hf: ")
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "out").exists()

@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from k31fn.checkpoint import Checkpointer
+from k31fn import trainer
+from k31fn.checkpoint import Checkpointer, NotSavedError, lock
 from k31fn.parallel import Mesh, each_rank
-from k31fn.trainer import saving
+from k31fn.trainer import folder, run, saving
 from k31fn.trainer.console import View
 from k31fn.trainer.ranks import Ranks
 from k31fn.trainer.state import init_state
-from tests.trainer import meshes
+from tests.trainer import meshes, runs
 
 
 @pytest.mark.usefixtures("direct", "unchecked")
@@ -36,3 +37,25 @@ def test_the_base_of_adapters_is_looked_at_once_in_a_run_and_by_one_rank(text, t
         found = [checkpoints.metadata(step) for step in checkpoints.steps()]
     assert found == [{"text": "text", "base": "number 1"}] * 3
     assert len(seen) == 1
+
+
+@pytest.mark.usefixtures("direct", "unchecked")
+def test_a_run_in_a_folder_that_another_holds_says_that_it_waits(text, tmp_path, monkeypatch, capsys):
+    where = folder.new(tmp_path, runs.recipe(text))
+    monkeypatch.setattr(lock, "_WAIT_S", 0.05)
+    with Checkpointer(where / "checkpoints"):
+        assert trainer.main([str(where / "config.json"), "--device", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    held = f"{where}/checkpoints: another process is writing checkpoints here; "
+    assert out == f"{held}waiting for its end, 0 s at most\n"
+    assert err == f"train.py: {held}end that run, or start one in another folder\n"
+
+
+def test_a_save_that_fails_again_is_told_once():
+    first = NotSavedError("step 3 is not saved: full", "full")
+    for another in (NotSavedError("step 6 is not saved: full", "full"), NotSavedError("step 6: gone", "gone")):
+        assert run._joined(first, another) is first
+    assert first.__notes__ == ["step 6: gone"]
+    other = OSError("full")  # of another file: that the step is not saved is new
+    run._joined(other, NotSavedError("step 6 is not saved: full", "full"))
+    assert other.__notes__ == ["step 6 is not saved: full"]
