@@ -82,7 +82,10 @@ def subject(tokens: int, n: int, width: int, where: torch.device, dtype: torch.d
 
 
 def main() -> int:
-    """Prints a table; with ``--tune`` also the best tiles, and returns 1 if those of the kernels are not among them."""
+    """Prints a table; with ``--tune`` also the best tiles, and returns 1 if those of the kernels are not among them.
+
+    The JSON file is written anew after each row, so a run that is stopped has left what it found.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default=str(devices.default()))
     parser.add_argument("--shapes", nargs="+", default=["1024x4x5120", "2048x4x2560"], help="tokens x streams x width")
@@ -100,14 +103,17 @@ def main() -> int:
     for shape in args.shapes:
         tokens, streams, width = map(int, shape.split("x"))
         big = subject(tokens, streams, width, where)
-        some = measure(big, where, sets=4, repeats=args.repeats)
-        print_rows(some, big.forward_bytes, big.both_bytes)
-        rows += some
+
+        def told(row: Row, of: Subject = big) -> None:
+            print_rows([row], of.forward_bytes, of.both_bytes)
+            rows.append(row)
+            write_json(args.json, "mHC round", where, rows, {"errors": errors})
+
+        measure(big, where, sets=4, repeats=args.repeats, each=told)
         if args.tune:
             for op, options in TUNED.items():
                 module = importlib.import_module(OPS[op].implementations["triton"].kernels)
                 tuned &= tune(big, module, where, options, repeats=args.repeats)
-    write_json(args.json, "mHC round", where, rows, {"errors": errors})
     return 0 if tuned else 1
 
 

@@ -96,7 +96,7 @@ def test_the_command(
     state = trainer.init_state(made, CPU)
     monkeypatch.setattr(sample, "load", lambda run, *, where: (made, state.params, state.balance))
     monkeypatch.setattr(sample.folder, "resolve", lambda run: run)
-    command = ["RUN", "--image", str(picture), "--prompt", "", "--tokens", "6", "--seed", "3"]
+    command = ["RUN", "--image", str(picture), "--prompt", "", "--tokens", "6", "--seed", "3", "--device", "cpu"]
     assert sample.main(command) == 0
     said = capsys.readouterr().out
     tokens, seen = sample.look([picture], "", made)

@@ -64,7 +64,7 @@ class _Options:
         kernels: implementations of operators, such as "reference", "triton" or "attn_res:triton,mhc_pre:reference"; if
             empty, the device's own. No number of a run depends on them, but for rounding.
         profile: FIRST:END records a trace of these steps, without the last; 10:12 are steps 10 and 11.
-        warmup: compile the kernels in parallel processes before the first step.
+        warmup: before the first step compile the kernels in parallel processes, and rehearse a step.
         warmup_processes: how many; 0: one per core.
         timeout: seconds that a rank waits for the others before the run ends with a report of who is missing.
         max_minutes: after which the run ends, once the step under way is through, saved.
@@ -175,7 +175,7 @@ def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process:
         with stop.listening(), ranks.watch:
             steps = parse_steps(options.profile)
             how: Any = {"device": device, "view": view, "stop": stop, "ranks": ranks, "profile": steps}
-            outcome = train(recipe, corpus, where, **how)
+            outcome = train(recipe, corpus, where, rehearsal=options.warmup, **how)
     except (ValueError, ImportError, OSError, *_FAILURES) as error:
         if ranks.first and not existing and not isinstance(error, OSError):  # a full disk may have room again
             folder.drop_if_unused(where)

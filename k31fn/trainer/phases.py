@@ -15,10 +15,10 @@ from k31fn.parallel import MeshAxes
 from k31fn.trainer.state import TrainState, abstract_state
 from k31fn.trainer.step import Metrics, make_step
 
-__all__ = ["learning_rate", "make_phase_step", "over_phases"]
+__all__ = ["Step", "learning_rate", "make_phase_step", "over_phases"]
 
 _Rows = data.Dataset | data.Mixture
-_Step = Callable[[TrainState, Sequence[model.Batch], float], tuple[TrainState, Metrics]]
+Step = Callable[[TrainState, Sequence[model.Batch], float], tuple[TrainState, Metrics]]
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -65,7 +65,7 @@ def over_phases(recipe: Recipe, make: Callable[[Recipe], _Rows]) -> data.Rows:
     return data.Curriculum(tuple(parts), tuple(starts))
 
 
-def make_phase_step(recipe: Recipe, step: int, axes: MeshAxes) -> _Step:
+def make_phase_step(recipe: Recipe, step: int, axes: MeshAxes) -> Step:
     """:func:`make_step` for the phase of ``step``, of the state of the whole recipe."""
     now = recipe.at(step)
     run = make_step(now, axes)

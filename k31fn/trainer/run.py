@@ -29,6 +29,7 @@ from k31fn.trainer.saving import Saves
 from k31fn.trainer.state import TrainState, init_state
 from k31fn.trainer.step import make_batches, rows_at
 from k31fn.trainer.stop import Stop
+from k31fn.trainer.warmup import rehearse
 
 __all__ = ["Corpus", "Outcome", "load_corpus", "train"]
 
@@ -108,6 +109,7 @@ def train(
     stop: Stop,
     ranks: Ranks | None = None,
     profile: range = range(0),
+    rehearsal: bool = False,
 ) -> Outcome:
     """Runs ``recipe`` in its ``folder``, from its newest complete checkpoint if there is one.
 
@@ -123,6 +125,7 @@ def train(
         stop: of this rank.
         ranks: of the run; None: this is the only one.
         profile: steps of which a trace is written (:mod:`k31fn.trainer.profile`).
+        rehearsal: whether a step that changes nothing comes first (:func:`k31fn.trainer.warmup.rehearse`).
 
     Raises:
         ValueError: the folder's checkpoint is not of this recipe.
@@ -133,6 +136,8 @@ def train(
     """
     ranks = ranks or Ranks()
     with _Run(recipe, corpus, folder, device, view, ranks, profile) as run:
+        if rehearsal:
+            run.rehearse()
         run.steps(stop)
         outcome = run.score(run.evaluate_all(stop))
     if outcome.step and ranks.first:
@@ -250,6 +255,17 @@ class _Run:
             except _FAILURES as another:
                 first = _joined(first, another)
         return first
+
+    def rehearse(self) -> None:
+        """A step that changes nothing, if any follows."""
+        if self.done == self._recipe.steps:
+            return
+        step, axes = make_phase_step(self._recipe, self.done, self._ranks.axes), self._ranks.axes
+        rows = rows_at(self._corpus.dataset, self.done, axes)
+        assert self.state is not None
+        state, self.state = self.state, None
+        self.state, seconds = rehearse(self._recipe.at(self.done), step, state, rows, self._device, axes)
+        self._view.note(f"rehearsed a step in {seconds:.1f} s")
 
     def steps(self, stop: Stop) -> None:
         """All steps that remain, with what happens between them; ends early after a signal."""

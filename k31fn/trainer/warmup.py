@@ -1,7 +1,9 @@
-"""Compiles the kernels of a run before its first step: ``train.py --warmup``.
+"""What a run does before its first step under ``train.py --warmup``: compiles its kernels, and rehearses a step.
 
-Which ones follows from the recipe: each rank runs its step on meta tensors and notes the calls of operators. The first
-process of each host compiles the kernels of all ranks, in processes of its own, into a cache that the others load.
+Which kernels follows from the recipe: each rank runs its step on meta tensors and notes the calls of operators. The
+first process of each host compiles the kernels of all ranks, in processes of its own, into a cache that the others
+load. The rehearsal is a step of rows without labels, which changes nothing: it makes the libraries of the device load
+and choose their own kernels, and the ranks connect.
 """
 
 from __future__ import annotations
@@ -16,19 +18,24 @@ from typing import NamedTuple
 
 import torch
 
+from k31fn import data
 from k31fn import device as devices
 from k31fn.config import Recipe, spans
 from k31fn.kernels.launch import INTERPRETED, missing_triton
 from k31fn.kernels.registry import watch_calls
 from k31fn.kernels.shapes import shapes_only
 from k31fn.kernels.warmup import Calls, Compilers, Launch, WarmUpError, launches
-from k31fn.parallel import exchange_json
+from k31fn.layers import losses
+from k31fn.parallel import MeshAxes, exchange_json
 from k31fn.parallel.point_to_point import own_index
 from k31fn.trainer import traffic
 from k31fn.trainer.console import View
+from k31fn.trainer.phases import Step
 from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.state import TrainState
+from k31fn.trainer.step import make_batches
 
-__all__ = ["Warmed", "calls_of", "of_all", "warm_up"]
+__all__ = ["Warmed", "calls_of", "of_all", "rehearse", "warm_up"]
 
 
 class Warmed(NamedTuple):
@@ -124,3 +131,27 @@ def of_all(own: list[Launch], ranks: Ranks) -> list[Launch]:
     for of_rank in exchange_json(own, ranks.axes.atoms):
         found |= dict.fromkeys(Launch(m, f, (t[0], t[1], t[2]), d) for m, f, t, d in of_rank)
     return list(found)
+
+
+def rehearse(
+    recipe: Recipe, step: Step, state: TrainState, rows: data.Example, device: torch.device, axes: MeshAxes
+) -> tuple[TrainState, float]:
+    """A step of these rows without their labels, so that it is skipped; all ranks call this.
+
+    Args:
+        recipe: of the phase that begins.
+        step: of that phase; gives up the state, as any step.
+        state: before.
+        rows: of this rank.
+        device: of this rank.
+        axes: of the run's mesh, bound to this rank.
+
+    Returns:
+        The state with the values that it had, and the seconds that it took.
+    """
+    began = time.perf_counter()
+    unlabelled = dataclasses.replace(rows, labels=torch.full_like(rows.labels, losses.IGNORED))
+    done = state.step
+    new, _ = step(state, make_batches(recipe, unlabelled, device, axes), 0.0)
+    devices.synchronize(device)
+    return dataclasses.replace(new, step=done), time.perf_counter() - began

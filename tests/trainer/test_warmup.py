@@ -1,18 +1,21 @@
 """What is compiled before the first step is what the steps of the run call."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from k31fn import data, random, segments
+from k31fn import config, data, model, random, segments, tree
 from k31fn.config import Recipe
 from k31fn.kernels.registry import watch_calls
 from k31fn.kernels.warmup import Calls, Launch
-from k31fn.trainer import init_state, main, make_batches, make_step
+from k31fn.parallel import MeshAxes
+from k31fn.trainer import Metrics, TrainState, init_state, main, make_batches, make_step
 from k31fn.trainer.ranks import Ranks
-from k31fn.trainer.warmup import calls_of, of_all
+from k31fn.trainer.warmup import calls_of, of_all, rehearse
 from tests.trainer import runs
 
 CPU = torch.device("cpu")
@@ -20,12 +23,16 @@ CPU = torch.device("cpu")
 
 def really(recipe: Recipe) -> Calls:
     """The calls of a step that has values."""
-    calls, tokens = Calls(), random.bits(random.key(0), (recipe.batch_size, recipe.length)) % recipe.model.vocab_size
-    packing = segments.from_lengths([[9, 10]] * recipe.batch_size, recipe.length)
-    rows = data.Example(tokens, segments.next_token_labels(tokens, packing), packing, ())
+    calls = Calls()
     with watch_calls(calls):
-        make_step(recipe)(init_state(recipe, CPU), make_batches(recipe, rows, CPU), 1e-3)
+        make_step(recipe)(init_state(recipe, CPU), make_batches(recipe, rows_of(recipe), CPU), 1e-3)
     return calls
+
+
+def rows_of(recipe: Recipe) -> data.Example:
+    tokens = random.bits(random.key(0), (recipe.batch_size, recipe.length)) % recipe.model.vocab_size
+    packing = segments.from_lengths([[9, 10]] * recipe.batch_size, recipe.length)
+    return data.Example(tokens, segments.next_token_labels(tokens, packing), packing, ())
 
 
 def kinds(calls: Calls) -> set[tuple[str, tuple[object, ...]]]:
@@ -45,6 +52,33 @@ def test_the_calls_found_on_meta_tensors_are_those_of_a_step(changes: dict[str, 
     assert kinds(calls_of(other)) != kinds(calls_of(recipe))
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"kind": "muon", "spike": 6.0, "qk_clip": 100.0},
+        pytest.param({"kind": "adamw", "state_dtype": "bfloat16", "norm": "inf"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rehearsed_step_changes_no_bit(optimizer: dict[str, Any], unchecked: None) -> None:
+    recipe = runs.recipe("unused", optimizer=config.Optimizer(peak_lr=0.02, **optimizer))
+    rows, steps = rows_of(recipe), make_step(recipe)
+    state, _ = steps(init_state(recipe, CPU), make_batches(recipe, rows, CPU), 1e-3)
+    before, skipped = tree.map(torch.clone, state), []
+
+    def step(state: TrainState, batches: Sequence[model.Batch], lr: float) -> tuple[TrainState, Metrics]:
+        new, numbers = steps(state, batches, lr)
+        skipped.append(float(numbers.skipped))
+        return new, numbers
+
+    state, seconds = rehearse(recipe, step, state, rows, CPU, MeshAxes())
+    same = tree.map(torch.equal, state, before)
+    assert all(tree.leaves(same)), same
+    assert skipped == [1.0]
+    assert seconds > 0
+    state, _ = step(state, make_batches(recipe, rows, CPU), 1e-3)
+    assert not all(tree.leaves(tree.map(torch.equal, state, before)))
+
+
 def test_ranks_tell_each_other_what_they_launch() -> None:
     own = [Launch("m", f, ("cuda", 90, 32), "{}") for f in "fgf"]
     assert of_all(own, Ranks()) == own[:2]
@@ -55,7 +89,9 @@ def test_on_a_device_without_kernels_a_warm_up_says_so(
 ) -> None:
     config = runs.write_config(tmp_path / "c.py", runs.recipe(text, steps=1))
     assert main([config, "--warmup", "--device", "cpu", "--runs", str(tmp_path)]) == 0
-    assert "warm-up: no kernels to compile on cpu" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "warm-up: no kernels to compile on cpu" in said
+    assert "rehearsed a step in" in said
     assert main([config, "--warmup-processes", "-1"]) == 2
     assert "warmup_processes=-1 must be at least 0" in capsys.readouterr().err
 
