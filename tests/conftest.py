@@ -4,6 +4,7 @@ jaxtyping and beartype check each annotation of each k31fn function while the te
 before the first import of k31fn, so nothing above it may import k31fn (nor may a pytest plugin).
 """
 
+import faulthandler
 import importlib.machinery
 import os
 import random
@@ -65,3 +66,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and (reason := _missing(device)):
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """No stacks are printed of a test that may take longer: a process that goes on while they are read can crash."""
+    marker = item.get_closest_marker("timeout")
+    if marker and marker.args[0] > float(item.config.getini("faulthandler_timeout")):
+        faulthandler.cancel_dump_traceback_later()
