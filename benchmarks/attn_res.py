@@ -27,17 +27,22 @@ __all__ = ["TUNED", "main", "subject", "two_phase_subject"]
 EPS = 1e-5
 TUNED = {
     "attn_res": (
+        {"warps": (4, 8), "per_core": (1, 2), "stages": (4, 5)},
         {"warps": (4, 8), "per_core": (1, 2), "stages": (3, 4)},
-        {"warps": (4, 8), "per_core": (1, 2), "stages": (3, 4)},
+        {"warps": (8, 16), "stages": (2, 3)},
     ),
     "attn_res_summarize": (
-        {"rows": (16, 32), "columns": (64, 128), "stages": (3, 4)},
-        {"columns": (1024, 2048), "per_core": (8, 16)},
-        {"columns": (2048, 4096), "per_core": (4, 8)},
-        {"columns": (1024, 2048), "per_core": (4, 8)},
-        {"rows": (32, 64), "columns": (64, 128)},
+        {"rows": (16, 64), "columns": (64, 128), "stages": (3, 4)},
+        {"columns": (4096, 8192), "per_core": (4, 8)},
+        {"warps": (2, 4), "columns": (32, 64), "per_core": (4, 6)},
+        {"columns": (4096, 8192), "per_core": (2, 4)},
+        {"rows": (16, 32), "columns": (64, 128)},
     ),
-    "attn_res_merge": ({"columns": (1024, 2048)},) * 3,
+    "attn_res_merge": (
+        *({"columns": (1024, 2048)},) * 3,
+        {"warps": (4, 8), "per_core": (1, 2)},
+        {"warps": (8, 16), "stages": (3, 4)},
+    ),
 }
 """What the tuner may choose, per op and kernel of its table."""
 
@@ -159,7 +164,7 @@ def main() -> int:
                 rows.append(row)
                 write_json(args.json, "AttnRes", where, rows, {"errors": errors})
 
-            measure(each, where, sets=2, repeats=args.repeats, each=told)
+            measure(each, where, repeats=args.repeats, each=told)
             for op in ops if args.tune else ():
                 module = importlib.import_module(OPS[op].implementations["triton"].kernels)
                 tuned &= tune(each, module, where, TUNED[op], repeats=args.repeats)

@@ -109,7 +109,7 @@ def main() -> int:
             rows.append(row)
             write_json(args.json, "mHC round", where, rows, {"errors": errors})
 
-        measure(big, where, sets=4, repeats=args.repeats, each=told)
+        measure(big, where, repeats=args.repeats, each=told)
         if args.tune:
             for op, options in TUNED.items():
                 module = importlib.import_module(OPS[op].implementations["triton"].kernels)

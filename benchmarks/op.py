@@ -89,20 +89,21 @@ def repeats_alike(subject: Subject, inputs: Sequence[Tensor], cts: Sequence[Tens
 
 
 def measure(
-    subject: Subject, where: torch.device, *, sets: int, repeats: int, each: Callable[[Row], None] | None = None
+    subject: Subject, where: torch.device, *, repeats: int, each: Callable[[Row], None] | None = None
 ) -> list[Row]:
     """A row per implementation, one after the other, all on the same sets of inputs, which take turns.
 
-    The forward is the one that a backward follows; of the fused op also that without gradients.
+    There are two sets, or as many as move half a GiB in the forward: no input is in a cache, and a graph, which runs
+    them all, takes long beside its own launch. The forward is the one that a backward follows; of the fused op also
+    that without gradients.
 
     Args:
         subject: what is measured.
         where: the device.
-        sets: of inputs.
         repeats: timed calls of each.
         each: called with every row as soon as it is there.
     """
-    drawn = [subject.draw() for _ in range(sets)]
+    drawn = [subject.draw() for _ in range(max(2, -(-(2**29) // subject.forward_bytes)))]
     cts = [cotangents(subject.plain, inputs) for inputs in drawn]
     candidates: dict[str, Function] = {"fused": subject.fused, "eager": subject.plain}
     if subject.compiled and where.type == "cuda":

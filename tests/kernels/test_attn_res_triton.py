@@ -43,8 +43,21 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels._TILES, DEVICE, (cut, cut))
 
 
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a program cannot hold all sources of a token."""
+    monkeypatch.setattr(kernels, "_HELD", 0)
+
+
 @pytest.mark.parametrize("n", [1, 3, pytest.param(12, marks=pytest.mark.slow)])
 def test_equals_the_reference(n: int) -> None:
+    with poisoned():
+        assert_op_matches(attn_res, "triton", inputs(n), **FLOAT32, reference_dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", [1, 3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("streamed")
+def test_streamed_equals_the_reference(n: int) -> None:
     with poisoned():
         assert_op_matches(attn_res, "triton", inputs(n), **FLOAT32, reference_dtype=torch.float64)
 
@@ -81,6 +94,11 @@ def assert_bfloat16(args: tuple[object, ...], own: float) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_bfloat16(n: int) -> None:
     assert_bfloat16(inputs(n, dtype=torch.bfloat16), 1e-5)
+
+
+@pytest.mark.usefixtures("streamed")
+def test_streamed_bfloat16() -> None:
+    assert_bfloat16(inputs(3, dtype=torch.bfloat16), 1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -209,27 +227,30 @@ def test_refusals() -> None:
                 attn_res(sources, query, norm, EPS)
 
 
-def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["_launch_backward_whole", "_launch_backward"])
+def test_a_wrong_gradient_is_found(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One gradient scaled by 1.01."""
-    launch = kernels._launch_backward
+    monkeypatch.setattr(kernels, "_HELD", kernels._HELD if form.endswith("whole") else 0)
+    launch = getattr(kernels, form)
 
     def off(*operands: Tensor) -> tuple[Tensor, ...]:
         first, *rest = launch(*operands)
         return 1.01 * first, *rest
 
-    monkeypatch.setattr(kernels, "_launch_backward", off)
+    monkeypatch.setattr(kernels, form, off)
     with pytest.raises(AssertionError, match="gradient"):
         assert_op_matches(attn_res, "triton", inputs(2), **FLOAT32)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.1])
+@pytest.mark.usefixtures("streamed")
 def test_a_wrong_mean_term_is_found_in_bfloat16(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """``<ct, out>`` left out, or a tenth too large."""
     launch = kernels._launch_backward
 
     def off(*operands: Tensor) -> tuple[Tensor, ...]:
-        *before, out, scores, rrms, ct = operands
-        return launch(*before, factor * out, scores, rrms, ct)
+        *before, out, ct = operands
+        return launch(*before, factor * out, ct)
 
     monkeypatch.setattr(kernels, "_launch_backward", off)
     with pytest.raises(AssertionError, match="over its bound"):

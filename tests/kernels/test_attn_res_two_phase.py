@@ -54,7 +54,10 @@ def test_summarize_equals_the_reference(n: int, queries: int) -> None:
         assert_op_matches(summarize, "triton", blocks(n, queries), **FLOAT32, reference_dtype=torch.float64)
 
 
-def test_merge_equals_the_reference() -> None:
+@pytest.mark.parametrize("widest", [8192, 0])
+def test_merge_equals_the_reference(widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is held, and one in pieces."""
+    monkeypatch.setattr(merging, "_WIDEST", widest)
     with poisoned():
         assert_op_matches(merge, "triton", running(), **FLOAT32, reference_dtype=torch.float64)
 
@@ -214,6 +217,9 @@ def wrong(launch: Callable[..., tuple[Tensor, ...]], result: int) -> Callable[..
         (summarizing, "_launch_d_scores", 0),
         (summarizing, "_launch_d_scores", 1),
         (summarizing, "_launch_d_keys", 0),
+        (merging, "_launch_backward", 1),
+        (merging, "_launch_backward", 2),
+        (merging, "_launch_backward", 4),
         (merging, "_launch_d_scores", 1),
         (merging, "_launch_d_sources", 0),
         (merging, "_launch_d_sources", 2),
@@ -222,19 +228,24 @@ def wrong(launch: Callable[..., tuple[Tensor, ...]], result: int) -> Callable[..
 def test_a_wrong_gradient_is_found(
     kernels: ModuleType, launch: str, result: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if kernels is merging and launch != "_launch_backward":
+        monkeypatch.setattr(merging, "_WIDEST", 0)
     monkeypatch.setattr(kernels, launch, wrong(getattr(kernels, launch), result))
     op, args = (summarize, blocks(2, 2)) if kernels is summarizing else (merge, running())
     with pytest.raises(AssertionError, match="gradient"):
         assert_op_matches(op, "triton", args, **FLOAT32, vmap_grad=False)
 
 
-def test_a_merge_that_leaves_its_result_out_is_found_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = merging._launch_d_scores
+@pytest.mark.parametrize(("form", "widest"), [("_launch_backward", 8192), ("_launch_d_scores", 0)])
+def test_a_merge_that_leaves_its_result_out_is_found_in_bfloat16(
+    form: str, widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, at = getattr(merging, form), {"_launch_backward": 4, "_launch_d_scores": 2}[form]
 
     def off(*operands: Tensor) -> tuple[Tensor, ...]:
-        total, prefix, out, *rest = operands
-        return launch(total, prefix, 0 * out, *rest)
+        return launch(*(0 * x if i == at else x for i, x in enumerate(operands)))
 
-    monkeypatch.setattr(merging, "_launch_d_scores", off)
+    monkeypatch.setattr(merging, "_WIDEST", widest)
+    monkeypatch.setattr(merging, form, off)
     with pytest.raises(AssertionError, match="over its bound"):
         assert_bfloat16_merge(running(dtype=torch.bfloat16), 1e-5)

@@ -52,10 +52,10 @@ class TestAheadOfTime:
 
     def test_what_a_launch_would_compile_is_found_and_compiled_in_parallel(self, seen: dict[str, Any]) -> None:
         assert seen["calls"] == 1
-        assert seen["functions"] == ["attn_res_forward", "attn_res_backward"]
+        assert seen["functions"] == ["attn_res_forward", "attn_res_backward_whole", "attn_res_d_weights"]
         assert seen["targets"] == [["cuda", 90, 32]]
-        assert seen["cold"] == seen["progress"] == ["compiled"] * 2
-        assert seen["warm"] == ["found"] * 2
+        assert seen["cold"] == seen["progress"] == ["compiled"] * 3
+        assert seen["warm"] == ["found"] * 3
 
     def test_a_launch_after_loading_compiles_nothing(self, seen: dict[str, Any]) -> None:
         assert seen["compiled_by_load"] == []
@@ -70,12 +70,12 @@ class TestAheadOfTime:
             assert second == "found", harm
 
     def test_two_at_once_compile_each_kernel_once(self, seen: dict[str, Any]) -> None:
-        assert seen["raced"] == [{"compiled": 2, "found": 2}, True]
+        assert seen["raced"] == [{"compiled": 3, "found": 3}, True]
 
     def test_a_killed_compiler_is_replaced_and_leaves_nothing_half(self, seen: dict[str, Any]) -> None:
         states, whole = seen["killed"]
         assert set(states) <= {"compiled", "rebuilt", "found"}
-        assert len(states) == 2
+        assert len(states) == 3
         assert whole
         assert "warmed.dies.kernel: the process that compiled it died, 2 times" in seen["dies"]
 

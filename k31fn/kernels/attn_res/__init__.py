@@ -19,8 +19,9 @@ their queries, ``merge`` adds the running sum by online softmax. Together they e
 of ``(N + 2) Q``. Take the summaries apart with ``unbind``: its backward makes one sum of their gradients.
 
 ``triton`` is in float32, for up to 12 sources and 32 queries, with first derivatives only. The one-pass form reads each
-source once each way. Its backward, and that of ``merge``, keep the rounded result too, and take from it what the
-gradients of the scores need: these are off by the size of rounding one source (:mod:`~.attn_res.triton.one_pass`).
+source once each way. For more than 4 sources its backward keeps the rounded result too, as that of ``merge`` does, and
+takes from it what the gradients of the scores need: these are off by the size of rounding one source
+(:mod:`~.attn_res.triton.one_pass`).
 """
 
 import torch

@@ -2,10 +2,12 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 """The second of the two phases: the running sum joins a summary of the blocks.
 
-A token is read in pieces of its features, twice in the forward (the second time from the cache). With the weight ``w``
-of the running sum ``p``, the blocks' mix ``b`` and the result ``o = b + w (p - b)``, the gradient of the score is
-``w (1 - w) <ct, p - b> = w <ct, p - o>``: the backward keeps the result and three numbers per token, and not the
-summary. The result is the rounded one, so with ``|e_d| <= u`` (2^-9 for bfloat16) that is off by at most
+Where a program can hold a token, one kernel each way reads everything once (:mod:`~.merge_whole`). A wider one is read
+in pieces, in the forward twice (the second time from the cache), and two kernels are the backward.
+
+With the weight ``w`` of the running sum ``p``, the blocks' mix ``b`` and the result ``o = b + w (p - b)``, the gradient
+of the score is ``w (1 - w) <ct, p - b> = w <ct, p - o>``: the backward keeps the result and three numbers per token,
+and not the summary. The result is the rounded one, so with ``|e_d| <= u`` (2^-9 for bfloat16) that is off by at most
 ``w u sum_d |ct_d o_d|``: what rounding the running sum does to ``<ct, p>`` too. First order only.
 """
 
@@ -21,20 +23,27 @@ from torch import Tensor
 
 from k31fn.autodiff import custom_vjp
 from k31fn.kernels.attn_res.reference import Summary
-from k31fn.kernels.attn_res.triton.shared import build, named, power
+from k31fn.kernels.attn_res.triton.merge_whole import attn_res_merge_backward_whole, attn_res_merge_forward_whole
+from k31fn.kernels.attn_res.triton.shared import build, named, power, staged
+from k31fn.kernels.attn_res.triton.weights import attn_res_d_weights, build_of_weights, of_weights
 from k31fn.kernels.launch import Build, Tile, grouped, programs, step
 
 __all__ = ["attn_res_merge", "attn_res_merge_accepts", "builds"]
 
-# per device kind: forward, gradient of the scores, of the sources; `columns` features at a time
+_WIDEST = 8192  # features that a program holds, where it does
+
+# per device kind: forward, gradient of the scores, of the sources, `columns` features at a time; and, where a program
+# can hold a token, forward and backward that do
 _TILES = {
     "cuda": (
         Tile(warps=4, per_core=8, columns=2048),
         Tile(warps=4, per_core=8, columns=2048),
         Tile(warps=4, per_core=8, columns=1024),
+        Tile(warps=4, per_core=1, stages=3),
+        Tile(warps=8, per_core=1, stages=4),
     ),
     "npu": (Tile(per_core=2, columns=4096),) * 3,
-    "cpu": (Tile(columns=16),) * 3,
+    "cpu": (*(Tile(columns=16),) * 3, Tile(), Tile()),
 }
 
 
@@ -146,43 +155,72 @@ def attn_res_merge_accepts(summary: Summary, prefix: Tensor, query: Tensor, norm
 def attn_res_merge(summary: Summary, prefix: Tensor, query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """The op; score, softmax and sums in float32."""
     rows = prefix.shape[:2]
-    key = (query.to(torch.float32) * norm_weight.to(torch.float32))[None]
     largest, total = (part.expand(rows).flatten()[None] for part in (summary.max, summary.sum))
     mix = summary.out.expand(prefix.shape).flatten(0, 1)[None]
-    return _merge(largest, total, mix, prefix.flatten(0, 1)[None], key, eps).view(prefix.shape)
+    return _merge(largest, total, mix, prefix.flatten(0, 1)[None], query[None], norm_weight[None], eps).view(
+        prefix.shape
+    )
 
 
 def _merge_fwd(
-    largest: Tensor, total: Tensor, mix: Tensor, prefix: Tensor, key: Tensor, eps: float
+    largest: Tensor, total: Tensor, mix: Tensor, prefix: Tensor, query: Tensor, norm: Tensor, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    out, *stats = grouped(functools.partial(_launch_forward, eps), largest, total, mix, prefix, key)
-    return out, (total, prefix, key, out, *stats)
+    out, *stats = grouped(functools.partial(_launch_forward, eps), largest, total, mix, prefix, query, norm)
+    return out, (total, prefix, query, norm, out, *stats)
 
 
 def _merge_bwd(eps: float, residuals: tuple[Tensor, ...], ct: Tensor) -> tuple[Tensor, ...]:
     del eps  # it is in rrms
-    total, prefix, key, out, weight, score, rrms = residuals
+    total, prefix, query, norm, out, weight, score, rrms = residuals
+    if _holds(prefix):
+        return grouped(_launch_backward, *residuals, ct)
     d_max, d_sum, *along = grouped(_launch_d_scores, total, prefix, out, weight, score, rrms, ct)
-    d_mix, d_prefix, d_key = grouped(_launch_d_sources, prefix, key, weight, *along, ct)
-    return d_max, d_sum, d_mix, d_prefix, d_key
+    return d_max, d_sum, *grouped(_launch_d_sources, prefix, query, norm, weight, *along, ct)
 
 
-_merge = custom_vjp(_merge_fwd, nondiff_argnums=(5,), opaque=True, name="attn_res_merge (triton)").defvjp(
+_merge = custom_vjp(_merge_fwd, nondiff_argnums=(6,), opaque=True, name="attn_res_merge (triton)").defvjp(
     _merge_fwd, _merge_bwd
 )
 
 
+def _holds(prefix: Tensor) -> bool:
+    """Whether a program holds a token."""
+    return prefix.shape[-1] <= _WIDEST and len(_TILES[prefix.device.type]) > 3
+
+
 def _launch_forward(eps: float, *operands: Tensor) -> tuple[Tensor, ...]:
-    largest, total, mix, prefix, key = (x.contiguous() for x in operands)
+    largest, total, mix, prefix, query, norm = (x.contiguous() for x in operands)
     groups, (_, tokens, width) = max(x.shape[0] for x in operands), prefix.shape
-    tile, out = _TILES[key.device.type][0], prefix.new_empty((groups, tokens, width))
-    weight, score, rrms = (key.new_empty((groups, tokens)) for _ in range(3))
-    per_group = programs(key.device, groups, tokens, tile.per_core)
-    attn_res_merge_forward[(groups * per_group,)](
-        largest, total, mix, prefix, key, out, weight, score, rrms, tokens, width, per_group,
-        *map(step, (largest, total, mix, prefix, key)), eps,
-        **named(attn_res_merge_forward, _cut(tile, width)))  # fmt: skip
+    out = prefix.new_empty((groups, tokens, width))
+    weight, score, rrms = (total.new_empty((groups, tokens)) for _ in range(3))
+    if _holds(prefix):
+        kernel, weights = attn_res_merge_forward_whole, (query, norm)
+        per_core, cut = _held(_TILES[prefix.device.type][3], width, prefix.itemsize + mix.itemsize)
+    else:
+        kernel, weights = attn_res_merge_forward, (query.to(torch.float32) * norm.to(torch.float32),)
+        tile = _TILES[prefix.device.type][0]
+        per_core, cut = tile.per_core, _cut(tile, width)
+    per_group = programs(prefix.device, groups, tokens, per_core)
+    kernel[(groups * per_group,)](
+        largest, total, mix, prefix, *weights, out, weight, score, rrms, tokens, width, per_group,
+        *map(step, (largest, total, mix, prefix, *weights)), eps,
+        **named(kernel, cut))  # fmt: skip
     return out, weight, score, rrms
+
+
+def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
+    total, prefix, query, norm, out, weight, score, rrms, ct = (x.contiguous() for x in operands)
+    groups, (_, tokens, width) = max(x.shape[0] for x in operands), prefix.shape
+    d_max, d_sum = (total.new_empty((groups, tokens)) for _ in range(2))
+    d_mix, d_prefix = total.new_empty((groups, tokens, width)), prefix.new_empty((groups, tokens, width))
+    per_core, cut = _held(_TILES[prefix.device.type][4], width, 3 * prefix.itemsize)
+    per_group = programs(prefix.device, groups, tokens, per_core)
+    d_key = total.new_empty((groups, per_group, width))
+    attn_res_merge_backward_whole[(groups * per_group,)](
+        total, prefix, query, norm, out, weight, score, rrms, ct, d_max, d_sum, d_mix, d_prefix, d_key,
+        tokens, width, per_group, *map(step, (total, prefix, query, norm, out, score, ct)),
+        **named(attn_res_merge_backward_whole, cut))  # fmt: skip
+    return d_max, d_sum, d_mix, d_prefix, *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm)
 
 
 def _launch_d_scores(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -199,9 +237,10 @@ def _launch_d_scores(*operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def _launch_d_sources(*operands: Tensor) -> tuple[Tensor, ...]:
-    prefix, key, weight, along, shrink, ct = (x.contiguous() for x in operands)
+    prefix, query, norm, weight, along, shrink, ct = (x.contiguous() for x in operands)
     groups, (_, tokens, width) = max(x.shape[0] for x in operands), prefix.shape
     weight, along, shrink = (x.expand(groups, -1).contiguous() for x in (weight, along, shrink))
+    key = query.to(torch.float32) * norm.to(torch.float32)
     tile = _TILES[ct.device.type][2]
     cut = _cut(tile, width)
     pieces = triton.cdiv(width, cut["BLOCK"])
@@ -212,7 +251,19 @@ def _launch_d_sources(*operands: Tensor) -> tuple[Tensor, ...]:
         prefix, key, weight, along, shrink, ct, d_mix, d_prefix, d_key,
         tokens, width, splits, pieces, *map(step, (prefix, key, ct)),
         **named(attn_res_merge_d_sources, cut))  # fmt: skip
-    return d_mix, d_prefix, d_key.sum(1)
+    return d_mix, d_prefix, *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm)
+
+
+def _held(tile: Tile, width: int, size: int) -> tuple[int, dict[str, Any]]:
+    """Programs per core, and what the kernels that hold a token are compiled with.
+
+    The tile is that of the widest token; ``size``: bytes that are loaded for a feature.
+    """
+    block = power(width)
+    share = max(1, _WIDEST // block)
+    per_core = tile.per_core * min(8, share)
+    stages = staged(tile.stages, per_core, size * block)
+    return per_core, {"BLOCK": block, "STAGES": stages, "num_warps": max(1, tile.warps // share)}
 
 
 def _cut(tile: Tile, width: int) -> dict[str, Any]:
@@ -222,10 +273,16 @@ def _cut(tile: Tile, width: int) -> dict[str, Any]:
 
 def builds(kind: str) -> list[Build]:
     """What is compiled for the hidden size of K3.1 on a kind of device."""
-    kernels = (attn_res_merge_forward, attn_res_merge_d_scores, attn_res_merge_d_sources)
+    pieces = attn_res_merge_forward, attn_res_merge_d_scores, attn_res_merge_d_sources
+    held = attn_res_merge_forward_whole, attn_res_merge_backward_whole
     found = []
-    for dtype in ("bf16", "fp32"):
-        for kernel, tile in zip(kernels, _TILES[kind], strict=True):
+    for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
+        at = f"{dtype} D7168"
+        for kernel, tile in zip(pieces, _TILES[kind], strict=False):
             direction = "forward" if kernel is attn_res_merge_forward else "backward"
-            found.append(build(kernel, f"{dtype} D7168", _cut(tile, 7168), direction, tile))
-    return found
+            found.append(build(kernel, at, _cut(tile, 7168), direction, tile))
+        for kernel, tile in zip(held, _TILES[kind][3:], strict=False):
+            direction = "forward" if kernel is attn_res_merge_forward_whole else "backward"
+            cut = {"width": 7168, **_held(tile, 7168, 3 * itemsize)[1]}
+            found.append(build(kernel, at, cut, direction, tile))
+    return [*found, build_of_weights(kind, "fp32 merge D7168", 132)]

@@ -3,9 +3,10 @@
 # pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
 """The residual attention in one pass over the sources: norm, score, online softmax and mix of a token in one program.
 
-The backward keeps the scores and the reciprocal norms (two numbers per token and source) and the result ``o``:
-``sum_j p_j <ct, v_j> = <ct, o>`` is known before the sources are read, and one pass gives all gradients. Where a token
-does not fit (Ascend), two kernels read the sources twice and need no result. The gradient of the key is summed over a
+The backward keeps the scores and the reciprocal norms, two numbers per token and source. Where a program holds all
+sources of a token (:mod:`~.whole`), that is all. Where they are too many, it keeps the result ``o`` too:
+``sum_j p_j <ct, v_j> = <ct, o>`` is known before the sources are read, and one pass gives all gradients. Where not
+even one fits (Ascend), two kernels read the sources twice and need no result. The gradient of the key is summed over a
 program's tokens in registers and over programs in a fixed order: no atomics, the same bits in every run. First order
 only.
 
@@ -15,11 +16,15 @@ by ``p_j E``, as rounding one source by ``u`` does to ``<ct, v_j>``; the gradien
 ``p_j E rho_j |key - s_j rho_j v_j / D|``. Roundings have signs of their own, so what is seen is
 ``u sqrt(sum_d (ct_d o_d)^2)`` in place of ``E``. The key's gradient, a sum over all tokens, is off by neither: when all
 sources are read, ``sum_j p_j <ct, v_j> - <ct, o>`` is known, and what it did is taken back.
+
+The width is a constant of the kernels that hold a token: it is seldom a power of two, as their tiles are, and what lies
+past it takes no register.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,20 +38,27 @@ from k31fn.kernels.attn_res.triton.pieces import (
     attn_res_backward_sources,
     attn_res_forward_pieces,
 )
-from k31fn.kernels.attn_res.triton.shared import alike, build, named, odd_shapes, padded, pick, power
+from k31fn.kernels.attn_res.triton.shared import alike, build, named, odd_shapes, padded, pick, power, staged
+from k31fn.kernels.attn_res.triton.weights import attn_res_d_weights, build_of_weights, of_weights
+from k31fn.kernels.attn_res.triton.whole import attn_res_backward_whole
 from k31fn.kernels.launch import Build, Tile, grouped, programs, step
 
 __all__ = ["attn_res", "attn_res_accepts", "builds"]
 
 _WIDEST = 16384
 _OF_TILE = 8192  # features for which _TILES has warps and programs per core
-_SHARED = 200 * 2**10  # bytes of shared memory of a core for sources on their way
+_HELD = 4  # sources of _OF_TILE features that a program of the backward holds, where it does
 
-# per device kind: (forward, backward). With columns, a token that is wider is read in pieces of so many features.
+# per device kind: forward, backward, and, where a program can hold all sources of a token, the backward that does. With
+# columns, a token that is wider is read in pieces of so many features.
 _TILES = {
-    "cuda": (Tile(warps=4, per_core=2, stages=4), Tile(warps=8, per_core=1, stages=4)),
+    "cuda": (
+        Tile(warps=4, per_core=2, stages=4),
+        Tile(warps=8, per_core=1, stages=4),
+        Tile(warps=8, per_core=1, stages=3),
+    ),
     "npu": (Tile(per_core=2, columns=4096), Tile(per_core=2, columns=4096)),
-    "cpu": (Tile(), Tile()),
+    "cpu": (Tile(), Tile(), Tile()),
 }
 
 
@@ -58,15 +70,16 @@ def _add(a, b, c, d):
 @triton.jit
 def attn_res_forward(
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
-    key_ptr, out_ptr, score_ptr, rrms_ptr,
-    tokens, width, per_group, source_group, key_group, eps,
+    query_ptr, norm_ptr, out_ptr, score_ptr, rrms_ptr,
+    tokens, width: tl.constexpr, per_group, source_group, query_group, norm_group, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     group = (tl.program_id(0) // per_group).to(tl.int64)
     first = tl.program_id(0) % per_group
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    key = tl.load((key_ptr + group * key_group) + columns, mask=inside, other=0.0)
+    key = tl.load((query_ptr + group * query_group) + columns, mask=inside, other=0.0).to(tl.float32)
+    key *= tl.load((norm_ptr + group * norm_group) + columns, mask=inside, other=0.0).to(tl.float32)
     # what is loaded follows from at, what it is used for from token and i: the compiler's pipeline would carry each
     # number that both need through all of its stages, a move for each stage and number
     largest = -1.0e30
@@ -103,8 +116,8 @@ def attn_res_forward(
 def attn_res_backward(
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
     d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11,
-    key_ptr, score_ptr, rrms_ptr, out_ptr, ct_ptr, d_key_ptr,
-    tokens, width, per_group, source_group, key_group, stat_group, out_group, ct_group,
+    query_ptr, norm_ptr, score_ptr, rrms_ptr, out_ptr, ct_ptr, d_key_ptr,
+    tokens, width: tl.constexpr, per_group, source_group, query_group, norm_group, stat_group, out_group, ct_group,
     N: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     group = (tl.program_id(0) // per_group).to(tl.int64)
@@ -112,7 +125,8 @@ def attn_res_backward(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     numbers = tl.arange(0, PADDED)
-    key = tl.load((key_ptr + group * key_group) + columns, mask=inside, other=0.0)
+    key = tl.load((query_ptr + group * query_group) + columns, mask=inside, other=0.0).to(tl.float32)
+    key *= tl.load((norm_ptr + group * norm_group) + columns, mask=inside, other=0.0).to(tl.float32)
     d_key = tl.zeros((BLOCK,), dtype=tl.float32)
     along = tl.zeros((BLOCK,), dtype=tl.float32)
     ct = tl.zeros((BLOCK,), dtype=ct_ptr.dtype.element_ty)
@@ -176,69 +190,108 @@ def attn_res_accepts(sources: tuple[Tensor, ...], query: Tensor, norm_weight: Te
 
 def attn_res(sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """The op; scores, softmax and sums in float32."""
-    key = (query.to(torch.float32) * norm_weight.to(torch.float32))[None]
-    return _mix(tuple(s.flatten(0, 1)[None] for s in sources), key, eps).view(sources[0].shape)
+    flat = tuple(s.flatten(0, 1)[None] for s in sources)
+    return _mix(flat, query[None], norm_weight[None], eps).view(sources[0].shape)
 
 
-def _mix_fwd(sources: tuple[Tensor, ...], key: Tensor, eps: float) -> tuple[Tensor, tuple[object, ...]]:
-    out, scores, rrms = grouped(functools.partial(_launch_forward, eps), *sources, key)
-    return out, (sources, key, out, scores, rrms)
+def _mix_fwd(sources: tuple[Tensor, ...], query: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, tuple[object, ...]]:
+    out, *stats = grouped(functools.partial(_launch_forward, eps), *sources, query, norm)
+    return out, (sources, query, norm, *stats, *(() if _holds(sources) else (out,)))
 
 
-def _mix_bwd(eps: float, residuals: tuple[Any, ...], ct: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+def _mix_bwd(eps: float, residuals: tuple[Any, ...], ct: Tensor) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     del eps  # it is in rrms
     sources, *rest = residuals
-    *d_sources, d_key = grouped(_launch_backward, *sources, *rest, ct)
-    return tuple(d_sources), d_key
+    launch = _launch_backward_whole if _holds(sources) else _launch_backward
+    *d_sources, d_query, d_norm = grouped(launch, *sources, *rest, ct)
+    return tuple(d_sources), d_query, d_norm
 
 
-_mix = custom_vjp(_mix_fwd, nondiff_argnums=(2,), opaque=True, name="attn_res (triton)").defvjp(_mix_fwd, _mix_bwd)
+_mix = custom_vjp(_mix_fwd, nondiff_argnums=(3,), opaque=True, name="attn_res (triton)").defvjp(_mix_fwd, _mix_bwd)
+
+
+def _holds(sources: Sequence[Tensor]) -> bool:
+    """Whether a program of the backward holds all sources of a token."""
+    few = len(sources) <= _HELD and sources[0].shape[-1] <= _OF_TILE
+    return few and len(_TILES[sources[0].device.type]) > 2
+
+
+def _key(query: Tensor, norm: Tensor) -> Tensor:
+    return query.to(torch.float32) * norm.to(torch.float32)
 
 
 def _launch_forward(eps: float, *operands: Tensor) -> tuple[Tensor, ...]:
-    *given, key = operands
+    *given, query, norm = operands
     groups, (_, tokens, width) = max(x.shape[0] for x in operands), given[0].shape
-    sources, key = alike(given), key.contiguous()
-    n, tile = len(sources), _TILES[key.device.type][0]
-    out = key.new_empty((groups, tokens, width), dtype=sources[0].dtype)
-    scores, rrms = (key.new_empty((groups, n, tokens)) for _ in range(2))
+    sources, n, tile = alike(given), len(given), _TILES[query.device.type][0]
+    out = sources[0].new_empty((groups, tokens, width))
+    scores, rrms = (query.new_empty((groups, n, tokens), dtype=torch.float32) for _ in range(2))
+    weights = (_key(query, norm),) if tile.columns else (query.contiguous(), norm.contiguous())
     per_core, cut = _cut(tile, n, width, out.itemsize)
-    per_group = programs(key.device, groups, tokens, per_core)
+    per_group = programs(query.device, groups, tokens, per_core)
     kernel = attn_res_forward_pieces if tile.columns else attn_res_forward
     kernel[(groups * per_group,)](
-        *padded(sources), key, out, scores, rrms, tokens, width, per_group, step(sources[0]), step(key), eps,
-        **named(kernel, cut))  # fmt: skip
+        *padded(sources), *weights, out, scores, rrms, tokens, width, per_group,
+        *map(step, (sources[0], *weights)), eps, **named(kernel, cut))  # fmt: skip
     return out, scores, rrms
 
 
-def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
-    *given, key, out, scores, rrms, ct = operands
+def _launch_backward_whole(*operands: Tensor) -> tuple[Tensor, ...]:
+    *given, query, norm, scores, rrms, ct = operands
     groups, (_, tokens, width) = max(x.shape[0] for x in operands), given[0].shape
-    sources = alike(given)
-    key, out, scores, rrms, ct = (x.contiguous() for x in (key, out, scores, rrms, ct))
-    n, tile = len(sources), _TILES[key.device.type][1]
+    sources, n = alike(given), len(given)
+    query, norm, scores, rrms, ct = (x.contiguous() for x in (query, norm, scores, rrms, ct))
     d_sources = [s.new_empty((groups, tokens, width)) for s in sources]
-    pointers = (*padded(sources), *padded(d_sources), key, scores, rrms)
-    steps = (step(sources[0]), step(key), step(scores))
+    per_core, cut = _held(_TILES[query.device.type][2], n, width, ct.itemsize)
+    per_group = programs(query.device, groups, tokens, per_core)
+    d_key = scores.new_empty((groups, per_group, width))
+    attn_res_backward_whole[(groups * per_group,)](
+        *padded(sources), *padded(d_sources), query, norm, scores, rrms, ct, d_key, tokens, width, per_group,
+        *map(step, (sources[0], query, norm, scores, ct)), **cut)  # fmt: skip
+    return *d_sources, *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm)
+
+
+def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
+    *given, query, norm, scores, rrms, out, ct = operands
+    groups, (_, tokens, width) = max(x.shape[0] for x in operands), given[0].shape
+    sources, n, tile = alike(given), len(given), _TILES[query.device.type][1]
+    query, norm, out, scores, rrms, ct = (x.contiguous() for x in (query, norm, out, scores, rrms, ct))
+    d_sources = [s.new_empty((groups, tokens, width)) for s in sources]
+    weights = (_key(query, norm),) if tile.columns else (query, norm)
+    pointers = (*padded(sources), *padded(d_sources), *weights, scores, rrms)
+    steps = tuple(map(step, (sources[0], *weights, scores)))
     per_core, cut = _cut(tile, n, width, ct.itemsize)
-    per_group = programs(key.device, groups, tokens, per_core)
+    per_group = programs(query.device, groups, tokens, per_core)
     if not tile.columns:
-        d_key = key.new_empty((groups, per_group, width))
+        d_key = scores.new_empty((groups, per_group, width))
         attn_res_backward[(groups * per_group,)](
             *pointers, out, ct, d_key, tokens, width, per_group, *steps, step(out), step(ct), **cut
         )
-        return *d_sources, d_key.sum(1)
-    d_scores = key.new_empty((groups, n, tokens))
+        return *d_sources, *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm)
+    d_scores = scores.new_empty((groups, n, tokens))
     attn_res_backward_scores[(groups * per_group,)](
-        *padded(sources), scores, ct, d_scores, tokens, width, per_group, steps[0], steps[2], step(ct), **cut
+        *padded(sources), scores, ct, d_scores, tokens, width, per_group, steps[0], steps[-1], step(ct), **cut
     )
     pieces = triton.cdiv(width, tile.columns)
-    splits = programs(key.device, groups * pieces, tokens, tile.per_core)
-    d_key = key.new_empty((groups, splits, width))
+    splits = programs(query.device, groups * pieces, tokens, tile.per_core)
+    d_key = scores.new_empty((groups, splits, width))
     attn_res_backward_sources[(groups * splits * pieces,)](
         *pointers, d_scores, ct, d_key, tokens, width, splits, pieces, *steps, step(ct), **cut
     )
-    return *d_sources, d_key.sum(1)
+    return *d_sources, *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm)
+
+
+def _held(tile: Tile, n: int, width: int, itemsize: int) -> tuple[int, dict[str, int]]:
+    """Programs per core, and what the kernel that holds a token is compiled with.
+
+    The tile is that of the largest token. A thread has the features of the sources, and of four rows besides.
+    """
+    block, rows = power(width), power(n)
+    share = (power(_HELD) + 4) * _OF_TILE // power((rows + 4) * block)
+    per_core = tile.per_core * min(8, share)
+    stages = staged(tile.stages, per_core, (rows + 1) * block * itemsize)
+    warps = max(1, tile.warps // share)
+    return per_core, {"N": n, "PADDED": rows, "BLOCK": block, "STAGES": stages, "num_warps": warps}
 
 
 def _cut(tile: Tile, n: int, width: int, itemsize: int) -> tuple[int, dict[str, int]]:
@@ -250,20 +303,24 @@ def _cut(tile: Tile, n: int, width: int, itemsize: int) -> tuple[int, dict[str, 
         return tile.per_core, {"N": n, "PADDED": power(n), "BLOCK": tile.columns}
     block = power(width)
     per_core = tile.per_core * max(1, min(8, _OF_TILE // block))
-    ring = _SHARED // (per_core * block * itemsize)
     warps = max(1, min(16, tile.warps * block // _OF_TILE))
-    stages = max(1, min(tile.stages, 1 + ring))
+    stages = staged(tile.stages, per_core, block * itemsize)
     return per_core, {"N": n, "PADDED": power(n), "BLOCK": block, "STAGES": stages, "num_warps": warps}
 
 
 def builds(kind: str) -> list[Build]:
     """What is compiled for the shapes of K3.1 (hidden size 7168, up to 9 sources) on a kind of device."""
-    one, other = _TILES[kind]
+    one, other, *held = _TILES[kind]
     forward = [attn_res_forward_pieces if one.columns else attn_res_forward]
     backward = [attn_res_backward_scores, attn_res_backward_sources] if other.columns else [attn_res_backward]
     found = []
     for dtype, itemsize, n in (("bf16", 2, 9), ("fp32", 4, 2)):
         at = f"{dtype} N{n} D7168"
-        found += [build(k, at, _cut(one, n, 7168, itemsize)[1], "forward", one) for k in forward]
-        found += [build(k, at, _cut(other, n, 7168, itemsize)[1], "backward", other) for k in backward]
-    return found
+        fixed = {} if one.columns else {"width": 7168}
+        found += [build(k, at, {**fixed, **_cut(one, n, 7168, itemsize)[1]}, "forward", one) for k in forward]
+        found += [build(k, at, {**fixed, **_cut(other, n, 7168, itemsize)[1]}, "backward", other) for k in backward]
+        for tile in held:
+            few = min(n, _HELD)
+            cut = {**fixed, **_held(tile, few, 7168, itemsize)[1]}
+            found.append(build(attn_res_backward_whole, f"{dtype} N{few} D7168", cut, "backward", tile))
+    return [*found, build_of_weights(kind, "fp32 D7168", 132)]

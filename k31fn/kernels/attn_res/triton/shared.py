@@ -13,9 +13,23 @@ from torch import Tensor
 
 from k31fn.kernels.launch import Build, Tile
 
-__all__ = ["MOST_SOURCES", "alike", "at", "build", "named", "odd_shapes", "padded", "pick", "power", "product"]
+__all__ = [
+    "MOST_SOURCES",
+    "alike",
+    "at",
+    "build",
+    "named",
+    "odd_shapes",
+    "padded",
+    "pick",
+    "power",
+    "product",
+    "stacked",
+    "staged",
+]
 
 MOST_SOURCES = 12
+_SHARED = 200 * 2**10  # bytes of a core for what is on its way
 _ALIGNED = ("width", *(f"{x}_group" for x in ("source", "key", "out", "ct", "d_mix", "mix", "prefix")))
 _OF_MODEL = ("out_ptr", "ct_ptr", "prefix_ptr", "d_prefix_ptr")
 
@@ -80,6 +94,25 @@ def pick(i, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, N: tl.constexpr):
 
 
 @triton.jit
+def stacked(
+    numbers, row, columns, inside, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
+    N: tl.constexpr, CHOOSE: tl.constexpr,
+):  # fmt: skip
+    """A token's features in all sources; rows past the sources are zero. CHOOSE: one load, between pointers."""
+    if CHOOSE:
+        sources = pick(numbers[:, None], s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, N)
+        here = (numbers < N)[:, None] & inside[None, :]
+        rows = tl.load(sources + row + columns[None, :], mask=here, other=0.0)
+    else:
+        rows = tl.zeros((numbers.shape[0], columns.shape[0]), dtype=s0.dtype.element_ty)
+        for i in tl.static_range(N):
+            source = at(i, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11)
+            value = tl.load(source + row + columns, mask=inside, other=0.0)
+            rows = tl.where((numbers == i)[:, None], value[None, :], rows)
+    return rows
+
+
+@triton.jit
 def product(a, b, acc, PARTS: tl.constexpr, WIDE: tl.constexpr):
     """``acc + a b``, float32 ``a`` as the sum of so many numbers of b's dtype. WIDE: the interpreter's dot.
 
@@ -112,6 +145,17 @@ def named(kernel: Any, constants: Mapping[str, Any]) -> dict[str, Any]:
     """The constants that the kernel has, and options of the launch, whose names are in small letters."""
     names = getattr(kernel, "arg_names", constants)
     return {k: v for k, v in constants.items() if k in names or k.islower()}
+
+
+def staged(stages: int, per_core: int, size: int) -> int:
+    """Stages of the compiler's pipeline, as many as a core's shared memory has room for.
+
+    Args:
+        stages: at most; all but one wait in shared memory.
+        per_core: programs that share it.
+        size: bytes that a stage of one loads.
+    """
+    return max(1, min(stages, 1 + _SHARED // (per_core * size)))
 
 
 def power(n: int) -> int:

@@ -21,33 +21,40 @@ from torch import Tensor
 from k31fn.autodiff import custom_vjp, stop_gradient
 from k31fn.kernels.attn_res.reference import Summary
 from k31fn.kernels.attn_res.reference import summarize as reference
-from k31fn.kernels.attn_res.triton.shared import alike, at, build, odd_shapes, padded, pick, power, product
+from k31fn.kernels.attn_res.triton.shared import alike, build, named, odd_shapes, padded, pick, power, product, stacked
+from k31fn.kernels.attn_res.triton.summarize_backward import (
+    attn_res_summarize_d_blocks,
+    attn_res_summarize_d_keys,
+    attn_res_summarize_d_scores,
+)
+from k31fn.kernels.attn_res.triton.weights import attn_res_d_weights, build_of_weights, of_weights
 from k31fn.kernels.launch import INTERPRETED, Build, Tile, grouped, programs, step
 
 __all__ = ["MOST_QUERIES", "attn_res_summarize", "attn_res_summarize_accepts", "builds"]
 
 MOST_QUERIES = 32
-_TOGETHER = 8  # queries of which a step of the scores' gradients has the cotangents
 
 # per device kind: scores, mix, gradients of the scores, of the blocks, of the keys. Of the first and the last, rows are
-# tokens; a step of the third has `columns` elements, of some queries.
+# tokens; columns of the second and the fourth are those of all sources together.
 _TILES = {
     "cuda": (
-        Tile(warps=4, per_core=4, rows=32, columns=64, stages=4),
-        Tile(warps=4, per_core=8, columns=2048),
-        Tile(warps=4, per_core=8, columns=4096),
-        Tile(warps=4, per_core=8, columns=1024),
-        Tile(warps=4, per_core=4, rows=32, columns=64, stages=3),
+        Tile(warps=4, per_core=4, rows=64, columns=64, stages=4),
+        Tile(warps=4, per_core=4, columns=8192, stages=1),
+        Tile(warps=2, per_core=6, columns=32, stages=4),
+        Tile(warps=4, per_core=4, columns=8192, stages=3),
+        Tile(warps=4, per_core=4, rows=16, columns=64, stages=4),
     ),
     "npu": (
         Tile(rows=32, columns=128),
         Tile(per_core=2, columns=4096),
-        Tile(per_core=2, columns=4096),
+        Tile(columns=128),
         Tile(per_core=2, columns=4096),
         Tile(rows=32, columns=128),
     ),
-    "cpu": (Tile(rows=16, columns=16), *(Tile(columns=64),) * 3, Tile(rows=16, columns=16)),
-}
+    "cpu": (
+        Tile(rows=16, columns=16), Tile(columns=64), Tile(columns=16), Tile(columns=64), Tile(rows=16, columns=16),
+    ),
+}  # fmt: skip
 
 
 @triton.jit
@@ -92,136 +99,30 @@ def attn_res_summarize_mix(
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
     score_ptr, max_ptr, sum_ptr, mix_ptr,
     tokens, width, queries, pieces, per_group, source_group,
-    N: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, CHOOSE: tl.constexpr,
 ):  # fmt: skip
     group = (tl.program_id(0) // per_group).to(tl.int64)
+    numbers = tl.arange(0, SOURCES)
     for p in range(tl.program_id(0) % per_group, tokens * pieces, per_group):
         token = group * 0 + p // pieces  # 64 bits
         columns = (p % pieces) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         row = group * source_group + token * width
-        for q in range(0, queries):
-            scores = score_ptr + ((group * N * queries + q) * tokens + token)
-            largest = tl.load(scores)
-            for i in tl.static_range(1, N):
-                largest = tl.maximum(largest, tl.load(scores + i * queries * tokens))
-            total = 0.0
-            mixed = tl.zeros((BLOCK,), dtype=tl.float32)
-            for i in tl.static_range(N):
-                weight = tl.exp(tl.load(scores + i * queries * tokens) - largest)
-                source = at(i, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11)
-                total += weight
-                mixed += weight * tl.load(source + row + columns, mask=inside, other=0.0).to(tl.float32)
+        value = stacked(
+            numbers, row, columns, inside, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, N, CHOOSE
+        ).to(tl.float32)  # fmt: skip
+        for q in tl.range(0, queries, num_stages=STAGES):
+            at_score = (group * N * queries + q) * tokens + token
+            scores = tl.load(score_ptr + at_score + numbers * (queries * tokens), mask=numbers < N, other=-1.0e30)
+            largest = tl.max(scores, axis=0)
+            weights = tl.exp(scores - largest)
+            total = tl.sum(weights, axis=0)
+            mixed = tl.sum(value * (weights * (1.0 / total))[:, None], axis=0)
             written = (group * queries + q) * tokens + token
-            tl.store(mix_ptr + written * width + columns, mixed * (1.0 / total), mask=inside)
+            tl.store(mix_ptr + written * width + columns, mixed, mask=inside)
             if p % pieces == 0:
                 tl.store(max_ptr + written, largest)
                 tl.store(sum_ptr + written, total)
-
-
-@triton.jit
-def attn_res_summarize_d_scores(
-    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
-    score_ptr, rrms_ptr, d_sum_ptr, d_mix_ptr, prob_ptr, along_ptr,
-    tokens, width, queries, per_group, source_group, stat_group, score_group, d_sum_group, d_mix_group,
-    N: tl.constexpr, SOURCES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    group = (tl.program_id(0) // per_group).to(tl.int64)
-    numbers = tl.arange(0, SOURCES)
-    steps = tl.cdiv(queries, TOGETHER)
-    for p in range(tl.program_id(0) % per_group, tokens * steps, per_group):
-        token = group * 0 + p // steps  # 64 bits
-        first = (p % steps) * TOGETHER
-        asked = first + tl.arange(0, TOGETHER)
-        there = asked < queries
-        d_mix_row = d_mix_ptr + (group * d_mix_group + token * width)
-        d_probs = tl.zeros((SOURCES, TOGETHER), dtype=tl.float32)
-        for start in range(0, width, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = columns < width
-            d_mix = tl.load(
-                d_mix_row + (asked.to(tl.int64) * tokens * width)[:, None] + columns[None, :],
-                mask=there[:, None] & inside[None, :], other=0.0)  # fmt: skip
-            for i in tl.static_range(N):
-                source = at(i, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11)
-                row = source + (group * source_group + token * width)
-                value = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
-                product = tl.sum(d_mix * value[None, :], axis=1)
-                d_probs = tl.where(numbers[:, None] == i, d_probs + product[None, :], d_probs)
-        both = (numbers < N)[:, None] & there[None, :]
-        tile = numbers[:, None] * (queries * tokens) + asked[None, :] * tokens
-        scores = tl.load(score_ptr + (group * score_group + token) + tile, mask=both, other=-1.0e30)
-        rrms = tl.load(rrms_ptr + (group * stat_group + token) + numbers * tokens, mask=numbers < N, other=0.0)
-        d_sum = tl.load(d_sum_ptr + (group * d_sum_group + token) + asked * tokens, mask=there, other=0.0)
-        weights = tl.exp(scores - tl.max(scores, axis=0)[None, :])
-        probs = weights * (1.0 / tl.sum(weights, axis=0))[None, :]
-        d_scores = probs * (d_probs - tl.sum(probs * d_probs, axis=0)[None, :]) + d_sum[None, :] * weights
-        written = (group * N * queries * tokens + token) + tile
-        tl.store(prob_ptr + written, probs, mask=both)
-        tl.store(along_ptr + written, d_scores * rrms[:, None], mask=both)
-
-
-@triton.jit
-def attn_res_summarize_d_blocks(
-    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
-    d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11,
-    key_ptr, score_ptr, rrms_ptr, prob_ptr, along_ptr, d_mix_ptr,
-    tokens, width, queries, pieces, per_group, source_group, key_group, stat_group, score_group, d_mix_group,
-    N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    group = (tl.program_id(0) // per_group).to(tl.int64)
-    for p in range(tl.program_id(0) % per_group, tokens * pieces, per_group):
-        token = group * 0 + p // pieces  # 64 bits
-        columns = (p % pieces) * BLOCK + tl.arange(0, BLOCK)
-        inside = columns < width
-        for i in tl.static_range(N):
-            y = tl.zeros((BLOCK,), dtype=tl.float32)
-            shrink = 0.0
-            for q in range(0, queries):
-                at_score = (i * queries + q) * tokens + token
-                along = tl.load(along_ptr + group * N * queries * tokens + at_score)
-                prob = tl.load(prob_ptr + group * N * queries * tokens + at_score)
-                shrink += along * tl.load(score_ptr + group * score_group + at_score)
-                key = tl.load(key_ptr + (group * key_group + q * width) + columns, mask=inside, other=0.0)
-                d_mix = d_mix_ptr + (group * d_mix_group + (group * 0 + q * tokens + token) * width)
-                y += prob * tl.load(d_mix + columns, mask=inside, other=0.0) + along * key
-            source = at(i, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11) + (group * source_group + token * width)
-            value = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-            y -= shrink * tl.load(rrms_ptr + (group * stat_group + i * tokens + token)) / width * value
-            d_source = at(i, d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11) + (group * tokens + token) * width
-            tl.store(d_source + columns, y.to(d0.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def attn_res_summarize_d_keys(
-    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
-    along_ptr, d_key_ptr,
-    tokens, width, queries, splits, pieces, source_group,
-    N: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    PARTS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    group = (tl.program_id(0) // (splits * pieces)).to(tl.int64)
-    split = (tl.program_id(0) // pieces) % splits
-    columns = (tl.program_id(0) % pieces) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    asked = tl.arange(0, PADDED)
-    rows = tl.arange(0, ROWS)
-    d_keys = tl.zeros((PADDED, BLOCK), dtype=tl.float32)
-    for p in tl.range(split, tl.cdiv(tokens, ROWS), splits, num_stages=STAGES):
-        first = group * 0 + p * ROWS  # 64 bits
-        here = rows < tokens - first
-        for i in tl.static_range(N):
-            source = at(i, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11) + (group * source_group + first * width)
-            value = tl.load(
-                source + rows[:, None] * width + columns[None, :], mask=here[:, None] & inside[None, :], other=0.0
-            )
-            along = tl.load(
-                along_ptr + ((group * N + i) * queries * tokens + first) + asked[:, None] * tokens + rows[None, :],
-                mask=(asked < queries)[:, None] & here[None, :], other=0.0)  # fmt: skip
-            d_keys = product(along, value, d_keys, PARTS, WIDE)
-    tl.store(
-        d_key_ptr + (group * splits + split) * queries * width + asked[:, None] * width + columns[None, :], d_keys,
-        mask=(asked < queries)[:, None] & inside[None, :])  # fmt: skip
 
 
 def attn_res_summarize_accepts(blocks: tuple[Tensor, ...], queries: Tensor, norm_weights: Tensor, eps: float) -> str:
@@ -236,28 +137,30 @@ def attn_res_summarize(blocks: tuple[Tensor, ...], queries: Tensor, norm_weights
     """The op; scores, softmax and sums in float32."""
     if not blocks:
         return reference(blocks, queries, norm_weights, eps)  # constants
-    keys = (queries.to(torch.float32) * norm_weights.to(torch.float32))[None]
-    summary = _summarize(tuple(b.flatten(0, 1)[None] for b in blocks), keys, eps)
+    summary = _summarize(tuple(b.flatten(0, 1)[None] for b in blocks), queries[None], norm_weights[None], eps)
     rows = blocks[0].shape[:2]
-    largest, total, out = (part[0].unflatten(1, rows) for part in summary)
+    largest, total, out = (part.squeeze(0).unflatten(1, rows) for part in summary)
     return Summary(stop_gradient(largest), total, out)
 
 
-def _summarize_fwd(blocks: tuple[Tensor, ...], keys: Tensor, eps: float) -> tuple[Summary, tuple[object, ...]]:
+def _summarize_fwd(
+    blocks: tuple[Tensor, ...], queries: Tensor, norms: Tensor, eps: float
+) -> tuple[Summary, tuple[object, ...]]:
+    keys = queries.to(torch.float32) * norms.to(torch.float32)
     scores, rrms = grouped(functools.partial(_launch_scores, eps), *blocks, keys)
-    return Summary(*grouped(_launch_mix, *blocks, scores)), (blocks, keys, scores, rrms)
+    return Summary(*grouped(_launch_mix, *blocks, scores)), (blocks, queries, norms, keys, scores, rrms)
 
 
-def _summarize_bwd(eps: float, residuals: tuple[Any, ...], ct: Summary) -> tuple[tuple[Tensor, ...], Tensor]:
+def _summarize_bwd(eps: float, residuals: tuple[Any, ...], ct: Summary) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     del eps  # it is in rrms
-    blocks, keys, scores, rrms = residuals
+    blocks, queries, norms, keys, scores, rrms = residuals
     probs, along = grouped(_launch_d_scores, *blocks, scores, rrms, ct.sum, ct.out)
     d_blocks = grouped(_launch_d_blocks, *blocks, keys, scores, rrms, probs, along, ct.out)
-    (d_keys,) = grouped(_launch_d_keys, *blocks, along)
-    return d_blocks, d_keys
+    d_queries, d_norms = grouped(_launch_d_keys, *blocks, queries, norms, along)
+    return d_blocks, d_queries, d_norms
 
 
-_summarize = custom_vjp(_summarize_fwd, nondiff_argnums=(2,), opaque=True, name="attn_res_summarize (triton)").defvjp(
+_summarize = custom_vjp(_summarize_fwd, nondiff_argnums=(3,), opaque=True, name="attn_res_summarize (triton)").defvjp(
     _summarize_fwd, _summarize_bwd
 )
 
@@ -269,12 +172,12 @@ def _launch_scores(eps: float, *operands: Tensor) -> tuple[Tensor, ...]:
     tile, kind = _TILES[keys.device.type][0], keys.device.type
     scores, rrms = keys.new_empty((groups, n, queries, tokens)), keys.new_empty((groups, n, tokens))
     once = _at_once(kind, n)
-    cut = _of_product(tile, once, queries, sources[0].itemsize)
+    cut = _of_product(kind, tile, once, queries, sources[0].itemsize)
     per_group = programs(keys.device, groups, triton.cdiv(tokens, tile.rows) * once, tile.per_core)
     for i in range(0, n, once):
         attn_res_summarize_scores[(groups * per_group,)](
             *padded(sources[i : i + once]), keys, scores, rrms, i, n, tokens, width, queries, per_group,
-            step(sources[0]), step(keys), eps, **cut)  # fmt: skip
+            step(sources[0]), step(keys), eps, **named(attn_res_summarize_scores, cut))  # fmt: skip
     return scores, rrms
 
 
@@ -285,12 +188,12 @@ def _launch_mix(*operands: Tensor) -> tuple[Tensor, ...]:
     tile = _TILES[scores.device.type][1]
     largest, total = (scores.new_empty((groups, queries, tokens)) for _ in range(2))
     out = scores.new_empty((groups, queries, tokens, width))
-    cut = _of_width(tile, n, width)
+    cut = _of_width(scores.device.type, tile, n, width)
     pieces = triton.cdiv(width, cut["BLOCK"])
     per_group = programs(scores.device, groups, tokens * pieces, tile.per_core)
     attn_res_summarize_mix[(groups * per_group,)](
         *padded(sources), scores, largest, total, out, tokens, width, queries, pieces, per_group, step(sources[0]),
-        **cut)  # fmt: skip
+        **named(attn_res_summarize_mix, cut))  # fmt: skip
     return largest, total, out
 
 
@@ -301,11 +204,12 @@ def _launch_d_scores(*operands: Tensor) -> tuple[Tensor, ...]:
     scores, rrms, d_sum, d_mix = (x.contiguous() for x in (scores, rrms, d_sum, d_mix))
     tile = _TILES[scores.device.type][2]
     probs, along = (scores.new_empty((groups, n, queries, tokens)) for _ in range(2))
-    cut = _of_queries(tile, n, queries)
-    per_group = programs(scores.device, groups, tokens * triton.cdiv(queries, cut["TOGETHER"]), tile.per_core)
+    cut = _of_product(scores.device.type, tile, n, queries, sources[0].itemsize)
+    per_group = programs(scores.device, groups, tokens, tile.per_core)
     attn_res_summarize_d_scores[(groups * per_group,)](
         *padded(sources), scores, rrms, d_sum, d_mix, probs, along, tokens, width, queries, per_group,
-        *map(step, (sources[0], rrms, scores, d_sum, d_mix)), **cut)  # fmt: skip
+        *map(step, (sources[0], rrms, scores, d_sum, d_mix)),
+        **named(attn_res_summarize_d_scores, cut))  # fmt: skip
     return probs, along
 
 
@@ -316,30 +220,33 @@ def _launch_d_blocks(*operands: Tensor) -> tuple[Tensor, ...]:
     keys, scores, rrms, d_mix = (x.contiguous() for x in (keys, scores, rrms, d_mix))
     probs, along = (x.expand(groups, -1, -1, -1).contiguous() for x in (probs, along))
     tile = _TILES[keys.device.type][3]
-    cut = _of_width(tile, n, width)
+    cut = _of_width(keys.device.type, tile, n, width)
     pieces = triton.cdiv(width, cut["BLOCK"])
     per_group = programs(keys.device, groups, tokens * pieces, tile.per_core)
     d_sources = [s.new_empty((groups, tokens, width)) for s in sources]
     attn_res_summarize_d_blocks[(groups * per_group,)](
         *padded(sources), *padded(d_sources), keys, scores, rrms, probs, along, d_mix,
-        tokens, width, queries, pieces, per_group, *map(step, (sources[0], keys, rrms, scores, d_mix)), **cut
-    )  # fmt: skip
+        tokens, width, queries, pieces, per_group, *map(step, (sources[0], keys, rrms, scores, d_mix)),
+        **named(attn_res_summarize_d_blocks, cut))  # fmt: skip
     return tuple(d_sources)
 
 
 def _launch_d_keys(*operands: Tensor) -> tuple[Tensor, ...]:
-    *given, along = operands
+    *given, asked, norms, along = operands
     groups, (_, n, queries, tokens), width = max(x.shape[0] for x in operands), along.shape, given[0].shape[-1]
     sources, along = alike(given), along.expand(groups, -1, -1, -1).contiguous()
     tile = _TILES[along.device.type][4]
-    cut = _of_product(tile, n, queries, sources[0].itemsize)
+    cut = _of_product(along.device.type, tile, n, queries, sources[0].itemsize)
     pieces = triton.cdiv(width, cut["BLOCK"])
     splits = programs(along.device, groups * pieces, triton.cdiv(tokens, tile.rows), tile.per_core)
     d_keys = along.new_empty((groups, splits, queries, width))
     attn_res_summarize_d_keys[(groups * splits * pieces,)](
-        *padded(sources), along, d_keys, tokens, width, queries, splits, pieces, step(sources[0]), **cut
+        *padded(sources), along, d_keys, tokens, width, queries, splits, pieces, step(sources[0]),
+        **named(attn_res_summarize_d_keys, cut))  # fmt: skip
+    found = of_weights(
+        along.device.type, attn_res_d_weights, d_keys.flatten(2), *(x.contiguous().flatten(1) for x in (asked, norms))
     )
-    return (d_keys.sum(1),)
+    return tuple(x.unflatten(1, (queries, width)) for x in found)
 
 
 def _at_once(kind: str, n: int) -> int:
@@ -347,30 +254,37 @@ def _at_once(kind: str, n: int) -> int:
     return 1 if kind == "npu" else n
 
 
-def _of_product(tile: Tile, n: int, queries: int, itemsize: int) -> dict[str, Any]:
+def _of_product(kind: str, tile: Tile, n: int, queries: int, itemsize: int) -> dict[str, Any]:
     """What the kernels with products, whose sides are at least 16, are compiled with."""
     return {
         "N": n,
+        "SOURCES": max(16, power(n)),
         "PADDED": max(16, power(queries)),
         "ROWS": tile.rows,
         "BLOCK": max(16, tile.columns * 2 // itemsize),
         "STAGES": tile.stages,
         "PARTS": 3 if itemsize == 2 else 1,
         "WIDE": INTERPRETED,
+        "CHOOSE": kind != "npu",
         "num_warps": tile.warps,
     }
 
 
-def _of_queries(tile: Tile, n: int, queries: int) -> dict[str, Any]:
-    """What the kernel of the scores' gradients is compiled with."""
-    together = min(_TOGETHER, power(queries))
-    block = tile.columns // together
-    return {"N": n, "SOURCES": power(n), "TOGETHER": together, "BLOCK": block, "num_warps": tile.warps}
+def _of_width(kind: str, tile: Tile, n: int, width: int) -> dict[str, Any]:
+    """What the kernels of one query after the other are compiled with; a narrow token is one piece.
 
-
-def _of_width(tile: Tile, n: int, width: int) -> dict[str, Any]:
-    """What the kernels of one query after the other are compiled with; a narrow token is one piece."""
-    return {"N": n, "BLOCK": min(tile.columns, power(width)), "num_warps": tile.warps}
+    A thread has 8 features of all sources, so that sums over sources stay in it.
+    """
+    sources = power(n)
+    block = min(tile.columns // sources, power(width))
+    return {
+        "N": n,
+        "SOURCES": sources,
+        "BLOCK": block,
+        "STAGES": tile.stages,
+        "CHOOSE": kind != "npu",
+        "num_warps": max(1, min(tile.warps, block // 256)),
+    }
 
 
 def builds(kind: str) -> list[Build]:
@@ -379,14 +293,13 @@ def builds(kind: str) -> list[Build]:
     found = []
     for dtype, itemsize, n, queries in (("bf16", 2, 8, 24), ("fp32", 4, 2, 3)):
         shapes = f"{dtype} N{n} Q{queries}"
-        of_scores = _of_product(scores, _at_once(kind, n), queries, itemsize)
-        of_keys = _of_product(d_keys, n, queries, itemsize)
-        of_queries = _of_queries(d_scores, n, queries)
+        of_scores = _of_product(kind, scores, _at_once(kind, n), queries, itemsize)
+        of_d_scores, of_keys = (_of_product(kind, tile, n, queries, itemsize) for tile in (d_scores, d_keys))
         found += [
             build(attn_res_summarize_scores, shapes, of_scores, "forward", scores),
-            build(attn_res_summarize_mix, shapes, _of_width(mix, n, 7168), "forward", mix),
-            build(attn_res_summarize_d_scores, shapes, of_queries, "backward", d_scores),
-            build(attn_res_summarize_d_blocks, shapes, _of_width(d_blocks, n, 7168), "backward", d_blocks),
+            build(attn_res_summarize_mix, shapes, _of_width(kind, mix, n, 7168), "forward", mix),
+            build(attn_res_summarize_d_scores, shapes, of_d_scores, "backward", d_scores),
+            build(attn_res_summarize_d_blocks, shapes, _of_width(kind, d_blocks, n, 7168), "backward", d_blocks),
             build(attn_res_summarize_d_keys, shapes, of_keys, "backward", d_keys),
         ]
-    return found
+    return [*found, build_of_weights(kind, "fp32 Q24 D7168", 4)]
