@@ -42,7 +42,7 @@ def bare(recipe: config.Recipe, weights: Any) -> Callable[[model.Batch], Any]:
     return lambda batch: gradient(weights, batch)
 
 
-def full(recipe: config.Recipe, dataset: data.Dataset, folder: Path) -> Iterator[None]:
+def full(recipe: config.Recipe, dataset: data.Rows, folder: Path) -> Iterator[None]:
     """The trainer's steps."""
     state, step_fn = trainer.init_state(recipe, CPU), trainer.make_step(recipe)
     view = View(Console(file=io.StringIO(), soft_wrap=True, highlight=False))
@@ -70,7 +70,7 @@ def timed(times: dict[str, list[float]], name: str, f: Callable[[], Any]) -> Non
     times[name].append(time.perf_counter() - started)
 
 
-def measure(recipe: config.Recipe, dataset: data.Dataset, warmup: int) -> dict[str, float]:
+def measure(recipe: config.Recipe, dataset: data.Rows, warmup: int) -> dict[str, float]:
     """Median seconds of each part."""
     specs = trainer.trained_specs(recipe)
     weights = params.init(specs, torch.zeros(2, dtype=torch.int64), dtype=torch.float32)
