@@ -24,6 +24,7 @@ __all__ = [
     "missing_operators",
     "name",
     "num_cores",
+    "num_devices",
     "of_rank",
     "parse",
     "peak_memory",
@@ -65,7 +66,7 @@ def keep_heap(device: torch.device) -> None:
 
 def default() -> torch.device:
     """The best device of this machine: cuda, else npu, else cpu."""
-    return torch.device(next(kind for kind in ("cuda", "npu", "cpu") if _count(kind)))
+    return torch.device(next(kind for kind in ("cuda", "npu", "cpu") if num_devices(kind)))
 
 
 def parse(name: str) -> torch.device:
@@ -77,10 +78,10 @@ def parse(name: str) -> torch.device:
     kind, colon, index = name.partition(":")
     if kind not in _BACKENDS or (colon and not index.isdecimal()):
         raise ValueError(f"device={name!r} must be one of {list(_BACKENDS)}, with an index if need be: 'cuda:0'")
-    count = _count(kind)
+    count = num_devices(kind)
     if not count or (colon and int(index) >= count):
         raise ValueError(f"device={name!r} is not on this machine ({count} of kind {kind!r}); use '{default()}'")
-    return torch.device(name)  # for an NPU, torch knows the name since _count imported torch_npu
+    return torch.device(name)  # for an NPU, torch knows the name since num_devices imported torch_npu
 
 
 def of_rank(device: torch.device, local_rank: int) -> torch.device:
@@ -91,7 +92,7 @@ def of_rank(device: torch.device, local_rank: int) -> torch.device:
     """
     if device.type == "cpu":
         return device
-    count = _count(device.type)
+    count = num_devices(device.type)
     if str(device) != device.type or local_rank >= count:
         raise ValueError(
             f"device='{device}' for process {local_rank} of this machine, which has {count} of kind {device.type!r}: "
@@ -164,6 +165,17 @@ def num_cores(device: torch.device) -> int:
     return properties.cube_core_num if device.type == "npu" else properties.multi_processor_count
 
 
+def num_devices(kind: str) -> int:
+    """How many devices of a kind this machine has."""
+    if kind == "cpu":
+        return 1
+    try:
+        module = _module(kind)
+    except ImportError:  # no torch_npu: a machine without NPUs
+        return 0
+    return module.device_count() if module.is_available() else 0
+
+
 def missing_operators(*names: str) -> str:
     """``""`` if torch_npu is here and has these operators, else what is missing and how to get it."""
     try:
@@ -198,14 +210,3 @@ def _module(kind: str) -> Any:
 
         return torch_npu.npu
     raise ValueError(f"device.type={kind!r} must be one of {list(_BACKENDS)}")
-
-
-def _count(kind: str) -> int:
-    """How many devices of a kind this machine has."""
-    if kind == "cpu":
-        return 1
-    try:
-        module = _module(kind)
-    except ImportError:  # no torch_npu: a machine without NPUs
-        return 0
-    return module.device_count() if module.is_available() else 0

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import k31fn.kernels
-from k31fn.kernels.__main__ import load_all
 from k31fn.kernels.launch import Build
-from k31fn.kernels.registry import OPS
+from k31fn.kernels.registry import OPS, load_all
 
 __all__ = ["KINDS", "builds", "dialect", "files", "modules"]
 

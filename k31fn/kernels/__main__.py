@@ -8,21 +8,11 @@ those dtypes raises: the reference is not taken silently.
 from __future__ import annotations
 
 import argparse
-import importlib
-import pkgutil
 
-import k31fn.kernels
 from k31fn import device
-from k31fn.kernels.registry import OPS, Implementation, Op
+from k31fn.kernels.registry import OPS, Implementation, Op, load_all
 
-__all__ = ["load_all", "main", "table"]
-
-
-def load_all() -> None:
-    """Imports every op's package, so that all ops are in ``OPS``."""
-    for module in pkgutil.iter_modules(k31fn.kernels.__path__):
-        if module.ispkg:
-            importlib.import_module(f"k31fn.kernels.{module.name}")
+__all__ = ["main", "table"]
 
 
 def table(kind: str) -> list[tuple[str, str, str, str]]:
@@ -65,7 +55,10 @@ def main() -> None:
     parser.add_argument(
         "--device", default=device.default().type, choices=sorted(kinds), help="device type (default: the best here)"
     )
-    rows = table(parser.parse_args().device)
+    kind = parser.parse_args().device
+    if not device.num_devices(kind):
+        print(f"no {kind} device on this machine; what would run on one, with the packages that are here:")
+    rows = table(kind)
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     for *cells, last in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), last, sep="  ")

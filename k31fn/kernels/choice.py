@@ -8,8 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from k31fn.kernels.__main__ import load_all
-from k31fn.kernels.registry import OPS
+from k31fn.kernels.registry import OPS, load_all
 
 __all__ = ["check", "parse"]
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,11 +31,11 @@ from typing import Any
 
 import torch
 
-from k31fn import _functorch, tree
+from k31fn import _functorch, kernels, tree
 from k31fn.autodiff import carry
 from k31fn.kernels import shapes
 
-__all__ = ["OPS", "Implementation", "Op", "record_impls", "use_impl", "watch_calls"]
+__all__ = ["OPS", "Implementation", "Op", "load_all", "record_impls", "use_impl", "watch_calls"]
 
 OPS: dict[str, Op] = {}
 _OVERRIDES: contextvars.ContextVar[Mapping[str, str]] = carry(
@@ -175,6 +177,13 @@ class Op:
         return "reference", self.reference
 
 
+def load_all() -> None:
+    """Imports every op's package, so that all ops are in ``OPS``."""
+    for module in pkgutil.iter_modules(kernels.__path__):
+        if module.ispkg:
+            importlib.import_module(f"{kernels.__name__}.{module.name}")
+
+
 @contextlib.contextmanager
 def use_impl(**names: str) -> Iterator[None]:
     """Chooses implementations by op name: ``with use_impl(grouped_matmul="reference"): ...``.
@@ -182,6 +191,8 @@ def use_impl(**names: str) -> Iterator[None]:
     Raises:
         ValueError: an unknown op or implementation; the message lists the known ones.
     """
+    if not names.keys() <= OPS.keys():
+        load_all()
     for op, name in names.items():
         if op not in OPS:
             raise ValueError(f"use_impl: unknown op {op!r}; known: {', '.join(sorted(OPS))}")

@@ -209,7 +209,7 @@ def _report(outcome: Outcome, recipe: Recipe, where: Path, stop: Stop, process: 
             python = Process().command().removesuffix(" train.py")
             print(f"sample:  {python} {shlex.join(['-m', 'k31fn.sample', str(where), '--prompt', 'def '])}")
     else:
-        print(f"stopped by {stop.cause} after {outcome.step} steps, saved; to go on:")
+        print(f"stopped by {stop.cause} after {outcome.step} steps{', saved' * (outcome.step > 0)}; to go on:")
         began = dataclasses.asdict(folder.recipe_of(where).mesh)
         changed = [(f"--mesh.{k}", str(v)) for k, v in dataclasses.asdict(recipe.mesh).items() if v != began[k]]
         arguments = [str(where / folder.CONFIG), *(word for pair in changed for word in pair)]

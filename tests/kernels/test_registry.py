@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from k31fn import autodiff, device, kernels
-from k31fn.kernels.__main__ import load_all, table
+from k31fn.kernels.__main__ import main as kernels_main
+from k31fn.kernels.__main__ import table
 from k31fn.kernels.launch import missing_triton
-from k31fn.kernels.registry import OPS, Implementation, Op, record_impls, use_impl
+from k31fn.kernels.registry import OPS, Implementation, Op, load_all, record_impls, use_impl
 
 
 def scale(x: Tensor, by: float = 1.0, *, parts: Any = ()) -> Tensor:
@@ -129,6 +130,20 @@ def test_the_table_says_what_runs_here_and_why_the_rest_does_not():
     assert "runs on cuda" in rows["grouped_matmul", "grouped_mm"]
     packages = {p.parent.name for p in Path(kernels.__file__).parent.glob("*/reference.py")}
     assert len(rows) >= len(packages) >= 15
+
+
+def test_an_op_is_chosen_before_its_package_is_imported():
+    begin = "from k31fn.kernels.registry import OPS, use_impl"
+    program = f"{begin}\nassert 'kda' not in OPS\nwith use_impl(kda='reference'): pass"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_of_a_device_that_is_not_here_the_table_says_so(monkeypatch: pytest.MonkeyPatch, capsys):
+    for here, first in ((0, "no npu device on this machine; what would run"), (1, "op ")):
+        monkeypatch.setattr(device, "num_devices", lambda kind, n=here: n if kind == "npu" else 1)
+        monkeypatch.setattr(sys, "argv", ["k31fn.kernels", "--device", "npu"])
+        kernels_main()
+        assert capsys.readouterr().out.startswith(first)
 
 
 def test_the_table_has_the_adapters_and_why_they_do_not_run(monkeypatch: pytest.MonkeyPatch):

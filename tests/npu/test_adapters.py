@@ -17,9 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from k31fn import autodiff, device, tree
-from k31fn.kernels.__main__ import load_all
 from k31fn.kernels.experts import plan
-from k31fn.kernels.registry import OPS, use_impl
+from k31fn.kernels.registry import OPS, load_all, use_impl
 from k31fn.precision import upcast
 from tests.npu.fake_torch_npu import OPERATORS, install
 
