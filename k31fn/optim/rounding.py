@@ -23,7 +23,7 @@ __all__ = ["RoundedState", "rounded"]
 
 @tree.dataclass
 class RoundedState:
-    """What :func:`rounded` remembers: updates made, int64, and the state of the optimiser inside."""
+    """What :func:`rounded` remembers: updates made (not skipped ones), int64, and the state of the optimiser inside."""
 
     updates: Int[Tensor, ""]
     inner: Any
@@ -83,6 +83,7 @@ def rounded(
             own = declared.leaf_key(key, path)
             return random.stochastic_round(x, dtype, own, shape=None if tile is None else spec.shape, tile=place)
 
-        return tree.map_with_path(narrow, params), RoundedState(state.updates + 1, kept)
+        taken = torch.ones_like(state.updates) if skip is None else (~skip).to(torch.int64)
+        return tree.map_with_path(narrow, params), RoundedState(state.updates + taken, kept)
 
     return Transform(init, update, inner.paths)

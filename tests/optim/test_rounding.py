@@ -52,9 +52,13 @@ def test_both_updates_agree_and_a_skipped_one_changes_nothing():
         p, state = transform.update(grads(step), state, p, lr=0.01, donate=True)
         q, other = transform.update(grads(step), other, q, lr=0.01, donate=False)
         assert_close_trees(p, q, rtol=0, atol=0)
-    before = tree.map(torch.clone, p)
+    before = tree.map(torch.clone, (p, state))
     p, state = transform.update(grads(9), state, p, lr=0.01, skip=torch.tensor(True))
-    assert_close_trees(p, before, rtol=0, atol=0)
+    assert_close_trees((p, state), before, rtol=0, atol=0)
+    p, state = transform.update(grads(3), state, p, lr=0.01, skip=torch.tensor(False))
+    q, other = transform.update(grads(3), other, q, lr=0.01)
+    assert_close_trees(p, q, rtol=0, atol=0)
+    assert int(state.updates) == int(other.updates) == 4
     again, _ = optim.rounded(optim.adamw(SPECS), SPECS, 1).update(grads(0), transform.init(start()), start(), lr=0.01)
     first, _ = transform.update(grads(0), transform.init(start()), start(), lr=0.01)
     assert not torch.equal(again["w"], first["w"]), "another seed"

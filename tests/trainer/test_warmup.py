@@ -53,14 +53,14 @@ def test_the_calls_found_on_meta_tensors_are_those_of_a_step(changes: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "optimizer",
+    ("optimizer", "changes"),
     [
-        {"kind": "muon", "spike": 6.0, "qk_clip": 100.0},
-        pytest.param({"kind": "adamw", "state_dtype": "bfloat16", "norm": "inf"}, marks=pytest.mark.slow),
+        ({"kind": "muon", "spike": 6.0, "qk_clip": 100.0}, {"compute": "bfloat16", "master": "bfloat16"}),
+        pytest.param({"kind": "adamw", "state_dtype": "bfloat16", "norm": "inf"}, {}, marks=pytest.mark.slow),
     ],
 )
-def test_a_rehearsed_step_changes_no_bit(optimizer: dict[str, Any], unchecked: None) -> None:
-    recipe = runs.recipe("unused", optimizer=config.Optimizer(peak_lr=0.02, **optimizer))
+def test_a_rehearsed_step_changes_no_bit(optimizer: dict[str, Any], changes: dict[str, Any], unchecked: None) -> None:
+    recipe = runs.recipe("unused", optimizer=config.Optimizer(peak_lr=0.02, **optimizer), **changes)
     rows, steps = rows_of(recipe), make_step(recipe)
     state, _ = steps(init_state(recipe, CPU), make_batches(recipe, rows, CPU), 1e-3)
     before, skipped = tree.map(torch.clone, state), []
