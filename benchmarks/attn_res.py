@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Row, print_rows, write_json
+from benchmarks.measure import Row, cuda_device, print_rows, write_json
 from benchmarks.op import Subject, check, measure, tune
 from k31fn import device as devices
 from k31fn.kernels.attn_res import Summary, attn_res, merge, summarize
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
-    where = devices.parse(args.device)
+    where = cuda_device(parser, args.device)
     errors, rows, tuned = dict[str, float](), list[Row](), True
     for small in (
         subject(2, 17, 37, where),

@@ -249,6 +249,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw the losses here, at least 10 steps")
     given = parser.parse_args()
     where = devices.parse(given.device) if given.device else devices.default()
+    if where.type == "cpu" and not given.small:
+        parser.error("on the cpu only --small: the products of K3.1 take minutes each there")
     found: dict[str, Any] = {"hardware": devices.name(where), "versions": {"torch": torch.__version__}}
 
     def keep(**more: Any) -> None:

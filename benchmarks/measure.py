@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import platform
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from k31fn import device as devices
 
-__all__ = ["Row", "error", "graphed", "print_rows", "take_turns", "write_json"]
+__all__ = ["Row", "cuda_device", "error", "graphed", "print_rows", "take_turns", "write_json"]
 
 Work = Callable[[], Any]
 
@@ -37,6 +38,17 @@ class Row(NamedTuple):
     peak_bytes: int
     note: str = ""
     inference: float = float("nan")
+
+
+def cuda_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
+    """The CUDA device of ``--device``; of any other the parser says that the kernels do not run there, and exits."""
+    try:
+        where = devices.parse(name)
+    except ValueError as e:
+        parser.error(str(e))
+    if where.type != "cuda":
+        parser.error(f"--device {name}: times kernels, which need a CUDA device")
+    return where
 
 
 def error(actual: Tensor, exact: Tensor) -> float:

@@ -13,7 +13,7 @@ import sys
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Row, print_rows, write_json
+from benchmarks.measure import Row, cuda_device, print_rows, write_json
 from benchmarks.op import Subject, check, measure, tune
 from k31fn import device as devices
 from k31fn.kernels.mhc_post import mhc_post
@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
-    where = devices.parse(args.device)
+    where = cuda_device(parser, args.device)
     errors, rows, tuned = {}, list[Row](), True
     for shape in ((17, 2, 37), (130, 4, 1000), (33, 8, 264)):
         small = subject(*shape, where)

@@ -22,8 +22,10 @@ import argparse
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -252,7 +254,10 @@ def main() -> None:
     where = devices.parse(args.device)
     if where.type == "cpu":
         torch.set_num_threads(1)
-    rows = [kept(form, policy) for form in FORMS for policy in POLICIES]
+    rows: list[Kept] = []
+    for form, policy in itertools.product(FORMS, POLICIES):
+        rows.append(kept(form, policy))
+        print(f"{form}, {policy}: {rows[-1].kept:.1f} bytes kept", file=sys.stderr, flush=True)
     times = timed(where, args.repeats) if args.repeats else []
     print(markdown(rows, times))
     if args.json:

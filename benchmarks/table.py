@@ -84,6 +84,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of JSON files")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
+    if not args.file.is_file():
+        parser.error(f"{args.file}: no such file")
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(args.results.glob("*.json"))]
     if not (found := [r for r in found if "rows" in r and "op" in r]):
         parser.error(f"--results {args.results}: no result of an operator in it")

@@ -102,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with use_impl(**choice.parse(given.kernels)):
             print(json.dumps(one(recipe, given.one)))
         return 0
+    if devices.default().type == "cpu":
+        parser.error("this machine has no device with kernels to compile; needs a CUDA device")
     again, results = [str(given.config), "--kernels", given.kernels, *fields], {}
     with tempfile.TemporaryDirectory() as folder:
         results["cold"] = _measured(again, f"{folder}/cold", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -164,8 +165,8 @@ def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
     for i, name in enumerate(("a", "b")):
         top.plot(numbers, [s.losses[name] for s in steps], color=f"C{i}", linewidth=1, label=runs.runs[name].side.text)
     for i, name in enumerate(n for n in ("b", "noise") if n in runs.runs):
-        gaps = [abs(s.losses[name] - s.losses["a"]) for s in steps]
-        between.plot(numbers, gaps, color=f"C{1 + i}", linewidth=0.9, label=f"|{name} - a|")
+        gaps = [abs(s.losses[name] - s.losses["a"]) or math.nan for s in steps]
+        between.plot(numbers, gaps, color=f"C{1 + i}", linewidth=0.9, label=f"|{name} - a|, where not 0")
     probed = [s.number for s in steps if s.probe]
     apart = [s.probe.apart for s in steps if s.probe]
     grads.plot(probed, [x[""] for x in apart], "o-", markersize=3, linewidth=1, label="all parameters")
@@ -200,6 +201,7 @@ def _draw_scales(axes: Any, leaves: Sequence[Leaf]) -> None:
 def _finish(axes: Any, label: str, below: str, *, log: bool = False) -> None:
     if log:
         axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(below, fontsize=9)
     axes.set_title(label, fontsize=9, loc="left")
     axes.tick_params(labelsize=8)
