@@ -166,7 +166,9 @@ def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
         top.plot(numbers, [s.losses[name] for s in steps], color=f"C{i}", linewidth=1, label=runs.runs[name].side.text)
     for i, name in enumerate(n for n in ("b", "noise") if n in runs.runs):
         gaps = [abs(s.losses[name] - s.losses["a"]) or math.nan for s in steps]
-        between.plot(numbers, gaps, color=f"C{1 + i}", linewidth=0.9, label=f"|{name} - a|, where not 0")
+        style: Any = {"color": f"C{1 + i}", "linewidth": 0.9, "markersize": 3}
+        between.plot(numbers, gaps, ".-", **style, label=f"|{name} - a|, where not 0")
+    between.sharex(top)
     probed = [s.number for s in steps if s.probe]
     apart = [s.probe.apart for s in steps if s.probe]
     grads.plot(probed, [x[""] for x in apart], "o-", markersize=3, linewidth=1, label="all parameters")
