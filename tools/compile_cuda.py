@@ -23,9 +23,15 @@ from tools.kernel_builds import builds
 
 __all__ = ["compile_one", "main"]
 
+_SHARED = {90: 227 * 2**10}  # bytes of shared memory that a program can have, by compute capability
+
 
 def compile_one(build: Build, capability: int) -> str:
-    """Compiles one kernel and returns what it takes."""
+    """Compiles one kernel and returns what it takes.
+
+    Raises:
+        ValueError: more shared memory than there is, so that it would not be launched.
+    """
     started = time.perf_counter()
     signature = {**build.signature, **dict.fromkeys(build.constants, "constexpr")}
     names = build.kernel.arg_names
@@ -34,9 +40,11 @@ def compile_one(build: Build, capability: int) -> str:
     source = ASTSource(fn=build.kernel, signature=signature, constexprs=dict(build.constants), attrs=attributes)
     options = {"num_warps": build.tile.warps, "num_stages": build.tile.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return (
-        f"{len(compiled.asm['cubin'])} bytes, shared {compiled.metadata.shared}, {time.perf_counter() - started:.1f} s"
-    )
+    if (shared := compiled.metadata.shared) > _SHARED.get(capability, shared):
+        raise ValueError(
+            f"{build.name} needs {shared} bytes of shared memory, sm_{capability} has {_SHARED[capability]}"
+        )
+    return f"{len(compiled.asm['cubin'])} bytes, shared {shared}, {time.perf_counter() - started:.1f} s"
 
 
 def main() -> int:

@@ -227,7 +227,7 @@ def _launch_forward(eps: float, *operands: Tensor) -> tuple[Tensor, ...]:
     out = sources[0].new_empty((groups, tokens, width))
     scores, rrms = (query.new_empty((groups, n, tokens), dtype=torch.float32) for _ in range(2))
     weights = (_key(query, norm),) if tile.columns else (query.contiguous(), norm.contiguous())
-    per_core, cut = _cut(tile, n, width, out.itemsize)
+    per_core, cut = _cut(tile, n, width, out.itemsize, beside=1)
     per_group = programs(query.device, groups, tokens, per_core)
     kernel = attn_res_forward_pieces if tile.columns else attn_res_forward
     kernel[(groups * per_group,)](
@@ -260,7 +260,7 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     weights = (_key(query, norm),) if tile.columns else (query, norm)
     pointers = (*padded(sources), *padded(d_sources), *weights, scores, rrms)
     steps = tuple(map(step, (sources[0], *weights, scores)))
-    per_core, cut = _cut(tile, n, width, ct.itemsize)
+    per_core, cut = _cut(tile, n, width, ct.itemsize, beside=0)
     per_group = programs(query.device, groups, tokens, per_core)
     if not tile.columns:
         d_key = scores.new_empty((groups, per_group, width))
@@ -294,33 +294,36 @@ def _held(tile: Tile, n: int, width: int, itemsize: int) -> tuple[int, dict[str,
     return per_core, {"N": n, "PADDED": rows, "BLOCK": block, "STAGES": stages, "num_warps": warps}
 
 
-def _cut(tile: Tile, n: int, width: int, itemsize: int) -> tuple[int, dict[str, int]]:
+def _cut(tile: Tile, n: int, width: int, itemsize: int, *, beside: int) -> tuple[int, dict[str, int]]:
     """Programs per core, and what the kernels of ``n`` sources are compiled with.
 
-    Where a token is held whole, the tile is that of 8192 features; shared memory has the sources on their way.
+    Where a token is held whole, the tile is that of 8192 features; shared memory has the sources on their way, but for
+    so many ``beside``: the forward's last stage, none of the backward's.
     """
     if tile.columns:
         return tile.per_core, {"N": n, "PADDED": power(n), "BLOCK": tile.columns}
     block = power(width)
     per_core = tile.per_core * max(1, min(8, _OF_TILE // block))
     warps = max(1, min(16, tile.warps * block // _OF_TILE))
-    stages = staged(tile.stages, per_core, block * itemsize)
+    stages = staged(tile.stages, per_core, block * itemsize, beside=beside)
     return per_core, {"N": n, "PADDED": power(n), "BLOCK": block, "STAGES": stages, "num_warps": warps}
 
 
 def builds(kind: str) -> list[Build]:
-    """What is compiled for the shapes of K3.1 (hidden size 7168, up to 9 sources) on a kind of device."""
+    """What is compiled on a kind of device: for K3.1 (hidden size 7168, up to 9 sources), and the widest tokens."""
     one, other, *held = _TILES[kind]
     forward = [attn_res_forward_pieces if one.columns else attn_res_forward]
     backward = [attn_res_backward_scores, attn_res_backward_sources] if other.columns else [attn_res_backward]
     found = []
-    for dtype, itemsize, n in (("bf16", 2, 9), ("fp32", 4, 2)):
-        at = f"{dtype} N{n} D7168"
-        fixed = {} if one.columns else {"width": 7168}
-        found += [build(k, at, {**fixed, **_cut(one, n, 7168, itemsize)[1]}, "forward", one) for k in forward]
-        found += [build(k, at, {**fixed, **_cut(other, n, 7168, itemsize)[1]}, "backward", other) for k in backward]
-        for tile in held:
+    shapes = [("bf16", 2, 9, 7168), ("fp32", 4, 2, 7168)]
+    for dtype, itemsize, n, width in shapes if one.columns else [*shapes, ("fp32", 4, 2, _WIDEST)]:
+        at = f"{dtype} N{n} D{width}"
+        fixed = {} if one.columns else {"width": width}
+        cuts = ({**fixed, **_cut(t, n, width, itemsize, beside=b)[1]} for t, b in ((one, 1), (other, 0)))
+        ways = zip((forward, backward), cuts, ("forward", "backward"), (one, other), strict=True)
+        found += [build(k, at, cut, way, tile) for kernels, cut, way, tile in ways for k in kernels]
+        for tile in held if width <= _OF_TILE else ():
             few = min(n, _HELD)
-            cut = {**fixed, **_held(tile, few, 7168, itemsize)[1]}
-            found.append(build(attn_res_backward_whole, f"{dtype} N{few} D7168", cut, "backward", tile))
+            cut = {**fixed, **_held(tile, few, width, itemsize)[1]}
+            found.append(build(attn_res_backward_whole, f"{dtype} N{few} D{width}", cut, "backward", tile))
     return [*found, build_of_weights(kind, "fp32 D7168", 132)]

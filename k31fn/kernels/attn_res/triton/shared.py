@@ -147,15 +147,16 @@ def named(kernel: Any, constants: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in constants.items() if k in names or k.islower()}
 
 
-def staged(stages: int, per_core: int, size: int) -> int:
+def staged(stages: int, per_core: int, size: int, *, beside: int = 1) -> int:
     """Stages of the compiler's pipeline, as many as a core's shared memory has room for.
 
     Args:
-        stages: at most; all but one wait in shared memory.
+        stages: at most.
         per_core: programs that share it.
         size: bytes that a stage of one loads.
+        beside: stages that need no shared memory.
     """
-    return max(1, min(stages, 1 + _SHARED // (per_core * size)))
+    return max(1, min(stages, beside + _SHARED // (per_core * size)))
 
 
 def power(n: int) -> int:
