@@ -171,7 +171,7 @@ def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
     between.sharex(top)
     probed = [s.number for s in steps if s.probe]
     apart = [s.probe.apart for s in steps if s.probe]
-    grads.plot(probed, [x[""] for x in apart], "o-", markersize=3, linewidth=1, label="all parameters")
+    grads.plot(probed, [x[""] or math.nan for x in apart], "o-", markersize=3, linewidth=1, label="all parameters")
     grads.plot(probed, [max(x[p] for p in runs.probes.rows) for x in apart], ".", markersize=3, label="the worst")
     _draw_scales(scales, runs.probes.judged())
     _finish(top, "loss, nats per token", "step")

@@ -7,12 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from k31fn.kernels.attn_res.triton.shared import add_pairs
+
 __all__ = ["attn_res_merge_backward_whole", "attn_res_merge_forward_whole"]
-
-
-@triton.jit
-def _add(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
@@ -34,7 +31,7 @@ def attn_res_merge_forward_whole(
         before = tl.load(max_ptr + (group * max_group + token))
         total = tl.load(sum_ptr + (group * sum_group + token))
         value = value.to(tl.float32)
-        square, product = tl.reduce((value * value, value * key), 0, _add)
+        square, product = tl.reduce((value * value, value * key), 0, add_pairs)
         rrms = 1.0 / tl.sqrt(square / width + eps)
         score = product * rrms
         largest = tl.maximum(before, score)

@@ -38,7 +38,7 @@ from k31fn.kernels.attn_res.triton.pieces import (
     attn_res_backward_sources,
     attn_res_forward_pieces,
 )
-from k31fn.kernels.attn_res.triton.shared import alike, build, named, odd_shapes, padded, pick, power, staged
+from k31fn.kernels.attn_res.triton.shared import add_pairs, alike, build, named, odd_shapes, padded, pick, power, staged
 from k31fn.kernels.attn_res.triton.weights import attn_res_d_weights, build_of_weights, of_weights
 from k31fn.kernels.attn_res.triton.whole import attn_res_backward_whole
 from k31fn.kernels.launch import Build, Tile, grouped, programs, step
@@ -60,11 +60,6 @@ _TILES = {
     "npu": (Tile(per_core=2, columns=4096), Tile(per_core=2, columns=4096)),
     "cpu": (Tile(), Tile(), Tile()),
 }
-
-
-@triton.jit
-def _add(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
@@ -92,7 +87,7 @@ def attn_res_forward(
         row = group * source_group + (group * 0 + first + (at // N) * per_group) * width
         source = pick(loads, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, N)
         value = tl.load(source + row + columns, mask=inside, other=0.0).to(tl.float32)
-        square, product = tl.reduce((value * value, value * key), 0, _add)
+        square, product = tl.reduce((value * value, value * key), 0, add_pairs)
         rrms = 1.0 / tl.sqrt(square / width + eps)
         score = product * rrms
         tl.store(score_ptr + (group * N + i) * tokens + token, score)

@@ -15,6 +15,7 @@ from k31fn.kernels.launch import Build, Tile
 
 __all__ = [
     "MOST_SOURCES",
+    "add_pairs",
     "alike",
     "at",
     "build",
@@ -32,6 +33,12 @@ MOST_SOURCES = 12
 _SHARED = 200 * 2**10  # bytes of a core for what is on its way
 _ALIGNED = ("width", *(f"{x}_group" for x in ("source", "key", "out", "ct", "d_mix", "mix", "prefix")))
 _OF_MODEL = ("out_ptr", "ct_ptr", "prefix_ptr", "d_prefix_ptr")
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    """How a reduction adds two sums at once."""
+    return a + c, b + d
 
 
 @triton.jit
