@@ -1,13 +1,15 @@
 """Residual attention: ``python -m benchmarks.attn_res [--tune] [--json FILE]`` on a CUDA device.
 
 Checks values, gradients and repeatability, then times the fused op beside its peers: plain torch, the same from a CUDA
-graph, torch.compile, and fla-core's Triton kernels where that package is installed. The same for the two phases, beside
-the one pass for each query. The forward is that of training, which keeps what the backward needs.
+graph, torch.compile, fla-core's Triton kernels where that package is installed; and a compiled sum of the sources,
+which moves the forward's bytes and does little else. The same for the two phases, beside the one pass for each query.
+The forward is that of training, which keeps what the backward needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -62,6 +64,12 @@ def fused(query: Tensor, norm: Tensor, *sources: Tensor) -> Tensor:
         return attn_res(sources, query, norm, EPS)
 
 
+def added(query: Tensor, norm: Tensor, *sources: Tensor) -> Tensor:
+    """The sum of the sources: the same bytes, no norm, no weights."""
+    del query, norm
+    return functools.reduce(torch.add, sources)
+
+
 def peers() -> dict[str, Callable[..., Tensor]]:
     """fla-core's, if it is installed."""
     try:
@@ -80,7 +88,7 @@ def subject(n: int, tokens: int, width: int, where: torch.device, dtype: torch.d
 
     size = tokens * width * dtype.itemsize
     name = f"N{n} T{tokens} D{width}"
-    return Subject(name, draw, fused, plain, plain, (n + 1) * size, (3 * n + 2) * size)
+    return Subject(name, draw, fused, plain, plain, (n + 1) * size, (3 * n + 2) * size, bare=added)
 
 
 def fused_two_phase(queries: Tensor, norms: Tensor, n: int, *sources: Tensor) -> tuple[Tensor, ...]:

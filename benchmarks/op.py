@@ -39,6 +39,8 @@ class Subject:
         both_bytes: that must move in forward and backward.
         peers: more functions of the same inputs, by name.
         compiled: whether the plain form under torch.compile is a peer too.
+        bare: moves what the forward must move and computes next to nothing; its time under torch.compile says how
+            near to the floor the device comes.
     """
 
     shape: str
@@ -50,6 +52,7 @@ class Subject:
     both_bytes: int
     peers: dict[str, Function] = field(default_factory=dict)
     compiled: bool = True
+    bare: Function | None = None
 
 
 def _both(f: Function, inputs: Sequence[Tensor], cts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -93,9 +96,9 @@ def measure(
 ) -> list[Row]:
     """A row per implementation, one after the other, all on the same sets of inputs, which take turns.
 
-    There are two sets, or as many as move half a GiB in the forward: no input is in a cache, and a graph, which runs
-    them all, takes long beside its own launch. The forward is the one that a backward follows; of the fused op also
-    that without gradients.
+    There are two sets, or as many as move 2 GiB in the forward: no input is in a cache, and a graph, which runs them
+    all, takes long beside its own launch. The forward is the one that a backward follows; of the fused op also that
+    without gradients. The bare form has a forward only.
 
     Args:
         subject: what is measured.
@@ -103,7 +106,7 @@ def measure(
         repeats: timed calls of each.
         each: called with every row as soon as it is there.
     """
-    drawn = [subject.draw() for _ in range(max(2, -(-(2**29) // subject.forward_bytes)))]
+    drawn = [subject.draw() for _ in range(max(2, -(-(2**31) // subject.forward_bytes)))]
     cts = [cotangents(subject.plain, inputs) for inputs in drawn]
     candidates: dict[str, Function] = {"fused": subject.fused, "eager": subject.plain}
     if subject.compiled and where.type == "cuda":
@@ -126,7 +129,18 @@ def measure(
             rows.append(Row(subject.shape, form, forward, both, *floors, peak, note, inference))
             if each is not None:
                 each(rows[-1])
+    if subject.bare is not None:
+        forward = _replayed(torch.compile(subject.bare, dynamic=False), drawn, where, repeats)
+        rows.append(Row(subject.shape, "bare, graph", forward, float("nan"), *floors, 0))
+        if each is not None:
+            each(rows[-1])
     return rows
+
+
+def _replayed(f: Function, drawn: Sequence[Sequence[Tensor]], where: torch.device, repeats: int) -> float:
+    """Milliseconds of one call without gradients, from a graph of a call on each set."""
+    work = graphed(lambda: [_without_gradients(f, x) for x in drawn], where)
+    return take_turns({"": [work]}, where, repeats)[""] / len(drawn)
 
 
 def _times(

@@ -62,7 +62,7 @@ def _share(milliseconds: float, floor: float) -> str:
 def _peer(row: Mapping[str, Any] | None) -> str:
     if row is None or row["both"] is None:
         return "-"
-    return f"{row['forward']:.2f} / {row['both']:.2f}"
+    return " / ".join(f"{t:.3f}" if t < 0.1 else f"{t:.2f}" for t in (row["forward"], row["both"]))
 
 
 def replaced(text: str, table: str) -> str:

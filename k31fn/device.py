@@ -7,9 +7,11 @@ and only when the device is an NPU.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import resource
 import sys
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +38,8 @@ __all__ = [
 
 # Beside the device's own, gloo: for what ranks agree on and exchange on the host, without waiting for the device.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+
+_LOADING = threading.Lock()
 
 
 class PeakRates(NamedTuple):
@@ -103,9 +107,22 @@ def of_rank(device: torch.device, local_rank: int) -> torch.device:
 
 
 def attach_thread() -> None:
-    """Binds this thread to the GPU's context. Its first kernel would; but cuBLAS, if that comes first, warns."""
+    """Makes this thread ready for a GPU that the process already uses; each of several threads calls it first.
+
+    It is bound to the GPU's context: its first kernel would do that, but cuBLAS, if that comes first, warns. And the
+    linear algebra for GPUs is there: torch loads it at the first call, and fails in a thread that calls meanwhile
+    (pytorch/pytorch#90613).
+    """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+        with _LOADING:
+            _load_linear_algebra()
+
+
+@functools.cache
+def _load_linear_algebra() -> None:
+    one = torch.eye(1, device="cuda")
+    torch.linalg.solve_triangular(one, one, upper=False)
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,9 +1,12 @@
 """The device functions on the CPU, with a stand-in for torch_npu, and on CUDA where there is one."""
 
+import concurrent.futures
 import ctypes
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -146,6 +149,48 @@ def test_peak_rates_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rates == device.PeakRates(bf16_flops=790e12, bytes=4.3e12)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL")  # other clocks: not measured
     assert device.peak_rates(torch.device("cuda", 0)) is None
+
+
+def test_linear_algebra_is_loaded_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for torch's loader, which fails in a thread that calls while another's first call loads."""
+    loads: list[str] = []
+
+    def solve(*args: object, **kwargs: object) -> None:
+        loads.append(threading.current_thread().name)
+        if len(loads) > 1:
+            raise RuntimeError("lazy wrapper should be called at most once")
+        time.sleep(0.05)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "eye", lambda n, device: torch.ones(n, n))
+    monkeypatch.setattr(torch.linalg, "solve_triangular", solve)
+    device._load_linear_algebra.cache_clear()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: device.attach_thread(), range(8)))
+    finally:
+        device._load_linear_algebra.cache_clear()
+    assert len(loads) == 1
+
+
+FIRST_USE = """
+import torch
+from k31fn.parallel import Mesh, P, shard_map
+
+def solve(axes, x):
+    return torch.linalg.solve_triangular(x, x, upper=False)
+
+eyes = torch.eye(5, device="cuda").expand(8, 5, 5)
+found = shard_map(solve, Mesh(dp=8), (P("dp"),), P("dp"), backend="threads")(eyes)
+assert torch.equal(found, eyes)
+"""
+
+
+@pytest.mark.cuda
+def test_ranks_as_threads_use_linear_algebra_first() -> None:
+    """In a process where nothing has called it yet."""
+    subprocess.run([sys.executable, "-c", FIRST_USE], check=True, timeout=100)
 
 
 @pytest.mark.cuda
