@@ -129,7 +129,8 @@ def test_cpu_memory_is_that_of_the_process() -> None:
     after = device.memory_allocated(CPU)
     assert after - before > 60 << 20
     cores = os.cpu_count() or 1
-    uncounted = cores * max(32, 2 * cores) * 4096  # the kernel counts pages in batches, which grow with the cores
+    # The peak sums three of the kernel's counters, each behind by a batch on each core; a batch grows with the cores.
+    uncounted = 3 * cores * max(32, 2 * cores) * 4096
     assert device.peak_memory(CPU) >= after - uncounted
     peak = device.peak_memory(CPU)
     del held
