@@ -1,4 +1,4 @@
-"""What a checkpoint costs: ``python benchmarks/checkpoint.py``.
+"""What a checkpoint costs: ``python -m benchmarks.checkpoint``.
 
 A state of 1 GB (bfloat16 weights and float32 moments, as of a model of some hundred layers) is saved by
 :class:`k31fn.checkpoint.Checkpointer`, on one rank and, each rank a thread with a writer of its own, on several.

@@ -1,4 +1,4 @@
-"""Implementations of the experts' grouped product: ``python benchmarks/grouped_experts.py --device cuda``.
+"""Implementations of the experts' grouped product: ``python -m benchmarks.grouped_experts --device cuda``.
 
 For several numbers of experts and of rows per expert, balanced (every expert as likely) and skewed (likelihoods are
 exponentially distributed), the milliseconds of one product with its two gradients, the implementations taking turns;
@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.measure import told
+from k31fn import device as devices
 from k31fn.autodiff import vjp
 from k31fn.kernels.experts import grouped_matmul
 from k31fn.kernels.experts.buckets import split
@@ -66,14 +68,14 @@ def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float64")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"))
     parser.add_argument("--experts", type=int, nargs="+", default=[16, 128, 896])
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 8, 32, 128], help="mean rows per expert")
     parser.add_argument("--inner", type=int, default=256, help="width of a row")
     parser.add_argument("--outer", type=int, default=256, help="width of a product")
     parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    device, dtype = told(parser, lambda: devices.parse(args.device)), getattr(torch, args.dtype)
     names = [*grouped_matmul.implementations, "reference"]
     print(f"{'experts':>7} {'rows':>5} {'routes':>8} {'batches':>7} {'padding':>7}", *(f"{n:>10}" for n in names))
     for num_experts in args.experts:

@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from k31fn import device as devices
 
-__all__ = ["Row", "cuda_device", "error", "graphed", "print_rows", "take_turns", "write_json"]
+__all__ = ["Row", "cuda_device", "error", "graphed", "print_rows", "take_turns", "told", "write_json"]
 
 Work = Callable[[], Any]
+T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -40,12 +41,17 @@ class Row(NamedTuple):
     inference: float = float("nan")
 
 
-def cuda_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
-    """The CUDA device of ``--device``; of any other the parser says that the kernels do not run there, and exits."""
+def told(parser: argparse.ArgumentParser, call: Callable[[], T]) -> T:
+    """What ``call`` returns; its ValueError is said in the parser's line, and ends the program."""
     try:
-        where = devices.parse(name)
+        return call()
     except ValueError as e:
         parser.error(str(e))
+
+
+def cuda_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
+    """The CUDA device of ``--device``; of any other the parser says that the kernels do not run there, and exits."""
+    where = told(parser, lambda: devices.parse(name))
     if where.type != "cuda":
         parser.error(f"--device {name}: times kernels, which need a CUDA device")
     return where

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.measure import told
 from k31fn import config, data, trainer
 from k31fn.trainer.phases import learning_rate
 
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "optimizers"), help="without a suffix")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    told(parser, lambda: config.load_recipe(args.config))
     if args.run:
         print(json.dumps(losses(args.config, Run(*json.loads(args.run)))))
         return

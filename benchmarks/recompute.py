@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from benchmarks.measure import told
 from k31fn import config, model, params, random, tree
 from k31fn import device as devices
 from k31fn.autodiff import keepable, value_and_grad, vjp
@@ -206,6 +207,7 @@ def timed(where: torch.device, repeats: int) -> list[Timed]:
         def gradient(policy: Remat, cfg: Any = cfg, batch: Any = batch, state: Any = state, w: Any = weights) -> Any:
             return value_and_grad(lambda w: model.loss(w, batch, cfg, balance=state, remat=policy)[0])(w)
 
+        print(f"timing {kind}", file=sys.stderr, flush=True)
         times: dict[str, list[float]] = {p: [] for p in POLICIES}
         peaks = {}
         for p in POLICIES:
@@ -251,7 +253,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed gradients of each policy; 0: none")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
-    where = devices.parse(args.device)
+    where = told(parser, lambda: devices.parse(args.device))
     if where.type == "cpu":
         torch.set_num_threads(1)
     rows: list[Kept] = []

@@ -1,4 +1,4 @@
-"""What training costs beyond the loss and its gradient: ``python benchmarks/trainer_overhead.py``.
+"""What training costs beyond the loss and its gradient: ``python -m benchmarks.trainer_overhead``.
 
 A step of the trainer (rows, batches, loss and gradient, clipping, optimiser, balance, metrics file, TensorBoard, a line
 on the terminal) against the same loss and gradient of the same rows called in a bare loop. The two take turns, so a
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.measure import told
 from k31fn import config, data, model, optim, params, trackers, trainer
 from k31fn.autodiff import value_and_grad
 from k31fn.trainer.console import View
@@ -97,7 +98,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    base = config.load_recipe(args.config)
+    base = told(parser, lambda: config.load_recipe(args.config))
     dataset = trainer.load_corpus(base).dataset
     over = False
     for kind in ("adamw", "muon"):

@@ -20,6 +20,7 @@ import torch
 from k31fn import hf, lora, model, params, sample, trainer
 from k31fn.checkpoint import Checkpointer
 from k31fn.config import load_recipe
+from k31fn.hf.weights import check_new
 from k31fn.trainer import folder
 
 __all__ = ["main"]
@@ -89,6 +90,7 @@ def _import(given: argparse.Namespace) -> int:
 
 def _export(given: argparse.Namespace) -> int:
     run, step = folder.resolve_step(given.run)
+    check_new(given.folder)
     recipe, weights, biases = sample.load(run, where=torch.device("cpu"), step=step)
     weights = params.cast(lora.merge(weights), model.specs(recipe.model), getattr(torch, given.dtype))
     hf.export(weights, biases, recipe.model, given.folder, quantise=given.quantise)

@@ -21,7 +21,7 @@ from k31fn.hf.transforms import Tile
 from k31fn.hf.writing import Layout, Writer, create, lay_out, open_writer, write_json
 from k31fn.typing import Tensor
 
-__all__ = ["SHARD_BYTES", "pieces", "read_leaf", "read_leaves", "tile_of", "write_folder"]
+__all__ = ["SHARD_BYTES", "check_new", "pieces", "read_leaf", "read_leaves", "tile_of", "write_folder"]
 
 SHARD_BYTES = 16 * 2**30  # of one file: K3 has 96 files for 1.56 TB
 _PARAMS = "params."
@@ -74,8 +74,7 @@ def write_folder(
             _check_groups(table, part)
 
     def begin() -> None:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ValueError(f"{target} is not empty; use another directory")
+        check_new(target)
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         create(partial, layout)
 
@@ -93,6 +92,16 @@ def write_folder(
         if part.first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def check_new(target: Path) -> None:
+    """Refuses a folder in which there is something.
+
+    Raises:
+        ValueError: names it.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is not empty; use another directory")
 
 
 def _nothing() -> None:

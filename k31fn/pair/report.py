@@ -172,7 +172,9 @@ def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
     probed = [s.number for s in steps if s.probe]
     apart = [s.probe.apart for s in steps if s.probe]
     grads.plot(probed, [x[""] or math.nan for x in apart], "o-", markersize=3, linewidth=1, label="all parameters")
-    grads.plot(probed, [max(x[p] for p in runs.probes.rows) for x in apart], ".", markersize=3, label="the worst")
+    grads.plot(
+        probed, [max(x[p] for p in runs.probes.rows) or math.nan for x in apart], ".", markersize=3, label="the worst"
+    )
     _draw_scales(scales, runs.probes.judged())
     _finish(top, "loss, nats per token", "step")
     _finish(between, "loss apart, nats", "step", log=any(s.losses["a"] != s.losses["b"] for s in steps))

@@ -67,6 +67,14 @@ def test_there_and_back(checkpoint: Path, run: Path, tmp_path: Path, capsys: pyt
     assert "step=7 is not complete in" in capsys.readouterr().err
 
 
+def test_a_folder_in_use_is_refused_before_the_model_is_read(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sample, "load", lambda *_, **__: pytest.fail("the model was read"))
+    assert main(["export", str(run), str(run)]) == 2
+    assert capsys.readouterr().err == f"k31fn.hf: {run} is not empty; use another directory\n"
+
+
 @pytest.mark.slow
 def test_quantised(run: Path, tmp_path: Path):
     """A run from an MXFP4 checkpoint is written as the same one."""

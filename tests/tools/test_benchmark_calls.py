@@ -19,6 +19,11 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "tiny.py")
         ("mhc", ["--device", "gpu"], "device='gpu' must be one of"),
         ("fp8", ["--device", "cpu"], "on the cpu only --small"),
         ("table", ["nowhere.md"], "nowhere.md: no such file"),
+        ("grouped_experts", ["--device", "gpu"], "device='gpu' must be one of"),
+        ("grouped_experts", ["--dtype", "float8"], "invalid choice: 'float8'"),
+        ("recompute", ["--device", "gpu"], "device='gpu' must be one of"),
+        ("optimizers", ["--config", "nowhere.py"], "nowhere.py"),
+        ("trainer_overhead", ["--config", "nowhere.py"], "nowhere.py"),
         ("warmup", [CONFIG], "no device with kernels to compile"),
     ],
 )
