@@ -254,6 +254,8 @@ def main() -> None:
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     where = told(parser, lambda: devices.parse(args.device))
+    if args.repeats < 0:
+        parser.error(f"--repeats {args.repeats} must be at least 0")
     if where.type == "cpu":
         torch.set_num_threads(1)
     rows: list[Kept] = []

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import told
+
 __all__ = ["BEGIN", "END", "RESULTS", "main", "render", "replaced"]
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -90,7 +92,7 @@ def main() -> int:
     if not (found := [r for r in found if "rows" in r and "op" in r]):
         parser.error(f"--results {args.results}: no result of an operator in it")
     text = args.file.read_text(encoding="utf-8")
-    wanted = replaced(text, render(found))
+    wanted = told(parser, lambda: replaced(text, render(found)))
     if args.check and text != wanted:
         print(f"{args.file}: the table is not that of {args.results}; run python -m benchmarks.table {args.file}")
         return 1

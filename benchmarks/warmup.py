@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure import told
 from k31fn import data, random, segments
 from k31fn import device as devices
 from k31fn.config import Recipe, load_recipe, override
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", default="", help="where the numbers go")
     parser.add_argument("--one", type=int, default=-1, help=argparse.SUPPRESS)
     given, fields = parser.parse_known_args(argv)
-    recipe = override(load_recipe(given.config), fields, prog="benchmarks.warmup")
+    recipe = told(parser, lambda: override(load_recipe(given.config), fields, prog="benchmarks.warmup"))
     if given.one >= 0:
         with use_impl(**choice.parse(given.kernels)):
             print(json.dumps(one(recipe, given.one)))

@@ -73,6 +73,9 @@ def test_another_class_by_its_name():
     model = dataclasses.replace(tiny.model, residual=mhc.Config(num_streams=2))
     assert got == dataclasses.replace(tiny, model=model, steps=3)
     assert override(got, "--model.residual", "attn_res").model.residual == attn_res.Config()
+    assert override(got, "--model.residual", "mhc", "--model.residual.iterations", "7").model.residual == mhc.Config(
+        num_streams=2, iterations=7
+    )
 
 
 def test_a_class_that_is_none_or_has_no_defaults_is_refused():

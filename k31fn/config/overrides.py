@@ -20,6 +20,7 @@ def override(config: _T, args: Sequence[str], *, prog: str, description: str = "
 
     Where a field allows several classes (attention, residual), the config's own class stays and its fields can be set,
     or another is chosen by its name as in the config's JSON, with all its default values: ``--model.residual mhc``.
+    The name of its own class changes nothing.
     A part that is absent (the vision of a model of text) stays so.
     A field declared with ``field(metadata={"flat": True})`` adds its own fields without its name before them.
     ``--help`` in ``args`` prints every field with its value and exits. An unknown or mistyped field prints what is
@@ -49,30 +50,31 @@ def _choose(config: _T, args: Sequence[str]) -> tuple[_T, list[str]]:
     for argument in args:
         name, _, value = argument.partition("=")
         path = name.removeprefix("--").replace("-", "_").split(".")
-        kinds = _kinds_at(config, path) if name.startswith("--") else {}
+        kinds, own = _kinds_at(config, path) if name.startswith("--") else ({}, None)
         if not kinds:
             continue
         at = rest.index(argument)
         given = [value] if value else rest[at + 1 : at + 2]
         if not given or given[0] not in kinds:
             raise ValueError(f"{name}: {''.join(given)!r} must be one of {', '.join(sorted(kinds))}")
-        try:
-            chosen = kinds[given[0]]()
-        except TypeError as e:
-            raise ValueError(f"{name} {given[0]}: {e}; it has no defaults, so write a config that sets it") from e
-        config = _with(config, path, chosen)
+        if kinds[given[0]] is not own:
+            try:
+                chosen = kinds[given[0]]()
+            except TypeError as e:
+                raise ValueError(f"{name} {given[0]}: {e}; it has no defaults, so write a config that sets it") from e
+            config = _with(config, path, chosen)
         del rest[at : at + 1 + (not value)]
     return config, rest
 
 
-def _kinds_at(config: Any, path: Sequence[str]) -> dict[str, type]:
-    """The classes that a field allows, by name, if there are several and it is not absent."""
+def _kinds_at(config: Any, path: Sequence[str]) -> tuple[dict[str, type], type]:
+    """The classes that a field allows, by name, if there are several and it is not absent; and its own."""
     hint = None
     for part in _full(config, path):
         if part not in _names(config):
-            return {}
+            return {}, type(None)
         hint, config = typing.get_type_hints(type(config))[part], getattr(config, part)
-    return codec.classes(hint) if dataclasses.is_dataclass(config) else {}
+    return codec.classes(hint) if dataclasses.is_dataclass(config) else {}, type(config)
 
 
 def _with(config: Any, path: Sequence[str], value: Any) -> Any:

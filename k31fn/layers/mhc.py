@@ -16,6 +16,7 @@ residual stream. See :mod:`k31fn.layers.attn_res`, which says what a residual sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -53,12 +54,16 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("num_streams", "iterations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"mhc.Config.{name}={getattr(self, name)} must be positive; set it to 1 or more")
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"mhc.Config.{name}={value} must be a positive integer; set it to 1 or more")
         if not self.eps > 0:
             raise ValueError(f"mhc.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, such as 1e-6")
-        if not self.init_std > 0:
-            raise ValueError(f"mhc.Config.init_std={self.init_std}: a standard deviation; set init_std > 0")
+        if not 0 < self.init_std < math.inf:
+            raise ValueError(
+                f"mhc.Config.init_std={self.init_std}: a standard deviation; set init_std > 0, such as 0.02"
+            )
+        if not math.isfinite(self.init_scale):
+            raise ValueError(f"mhc.Config.init_scale={self.init_scale} must be finite; set it to some 0.01")
 
 
 @tree.dataclass

@@ -88,7 +88,7 @@ class Log:
         self._tracker.log(record["step"], record)
 
     def restart_clock(self) -> None:
-        """Leaves what was done since the last step (an evaluation) out of tokens per second."""
+        """Leaves what was done since the last step (an evaluation, a rehearsal) out of tokens per second."""
         self._clock = time.perf_counter()
 
     def _write_step(self, pending: _Pending, numbers: list[float]) -> None:

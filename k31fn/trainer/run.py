@@ -266,6 +266,7 @@ class _Run:
         state, self.state = self.state, None
         self.state, seconds = rehearse(self._recipe.at(self.done), step, state, rows, self._device, axes)
         self._view.note(f"rehearsed a step in {seconds:.1f} s")
+        self._log.restart_clock()
 
     def steps(self, stop: Stop) -> None:
         """All steps that remain, with what happens between them; ends early after a signal."""

@@ -224,9 +224,13 @@ def test_refusals() -> None:
             ((source, source[:, :1]), "have one shape"),
             ((source.double(), other.double()), "got torch.float64"),
             ((wide,), "at most 16384 features, got 16385"),
+            ((source[0], other[0]), r"one shape \[B, T, D\], .* got \[3\], \[3\], \[3, 3\]"),
+            ((source[..., :0], other[..., :0]), r"one shape \[B, T, D\]"),
         ):
             with pytest.raises(ValueError, match=reason):
                 attn_res(sources, query, norm, EPS)
+        with pytest.raises(ValueError, match=r"query and norm_weight \[D\], got \[2, 3\], \[2, 3\], \[2, 3, 3\]"):
+            attn_res((source, other), query.expand(2, 3), norm.expand(2, 3), EPS)
 
 
 @pytest.mark.parametrize("form", ["_launch_backward_whole", "_launch_backward"])

@@ -193,13 +193,18 @@ def test_refusals() -> None:
             ((block,), queries.expand(33, 3), "1 to 32 queries, got 33"),
             ((block, other.bfloat16()), queries, "have one dtype"),
             ((block, other[:, :1]), queries, "have one shape"),
+            ((block[0],), queries, r"one shape \[B, T, D\]"),
+            ((block,), queries[0], r"query and norm_weight \[3, D\], got \[3\]"),
+            ((block,), queries.expand(2, 1, 3), r"query and norm_weight \[2, D\], got \[2, 1, 3\]"),
         ):
             with pytest.raises(ValueError, match=reason):
                 summarize(some, q, norms, EPS)
         with pytest.raises(ValueError, match=r"bfloat16 or float32, got torch\.float64"):
             merge(summary, prefix.double(), query, norm, EPS)
-        with pytest.raises(ValueError, match="the width of the running sum"):
+        with pytest.raises(ValueError, match=r"query and norm_weight \[D\], got \[2\], \[3\]"):
             merge(summary, prefix, query[:2], norm, EPS)
+        with pytest.raises(ValueError, match=r"the running sum is \[B, T, D\]"):
+            merge(summary, prefix[0], query, norm, EPS)
 
 
 def wrong(launch: Callable[..., tuple[Tensor, ...]], result: int) -> Callable[..., tuple[Tensor, ...]]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -181,11 +182,21 @@ def test_only_the_arguments_are_kept() -> None:
     assert sum(n for pointer, n in kept.items() if pointer not in given) <= 2 * 3 * (4 + 16) * 4  # h_post and h_res
 
 
+def test_wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where annotations are not checked; the scale of a head would be broadcast."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    x, phi, scale, base = arguments(4)
+    with pytest.raises(ValueError, match=r"scale \[1\] and base \[4\], got .* scale \[3\]"):
+        mhc_head(x, phi[:, :4], scale, base[:4], EPS)
+    with pytest.raises(ValueError, match=r"mhc_pre: .* scale \[3\] and base \[24\], got .* scale \[2\]"):
+        mhc_pre(x, phi, scale[:2], base, EPS, 20)
+
+
 def test_wrong_sizes() -> None:
     x, phi, scale, base = arguments(4)
     with pytest.raises(ValueError, match=r"4 streams of width 5 need phi \[20, 24\]"):
         mhc_pre(x, phi.mT, scale, base, EPS, 20)
-    with pytest.raises(ValueError, match=r"mhc_head: .* phi \[20, 4\] and base \[4\]"):
+    with pytest.raises(ValueError, match=r"mhc_head: .* phi \[20, 4\], scale \[1\] and base \[4\]"):
         mhc_head(x, phi, scale[:1], base, EPS)
     with pytest.raises(ValueError, match="iterations=0"):
         sinkhorn(torch.zeros(2, 2), 0)

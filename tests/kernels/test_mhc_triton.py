@@ -193,6 +193,7 @@ def test_refusals() -> None:
             (pre_inputs(1), "2, 4 or 8 streams, got 1"),
             (pre_inputs(2, iterations=65), "1 to 64 iterations, got 65"),
             (pre_inputs(2, dtype=torch.float64), r"got torch.float64"),
+            ((pre_inputs(2)[0][0], *pre_inputs(2)[1:]), r"streams are \[B, T, N, D\], got"),
             ((*pre_inputs(2)[:3], torch.zeros(9, device=DEVICE), EPS, 6), r"base \[9\] are not those of streams"),
         ):
             with pytest.raises(ValueError, match=reason):
@@ -202,6 +203,8 @@ def test_refusals() -> None:
             mhc_post(x, f.bfloat16(), h_post, h_res)
         with pytest.raises(ValueError, match="f, h_post and h_res must be"):
             mhc_post(x, f, h_post[:, :-1], h_res)
+        with pytest.raises(ValueError, match=r"streams are \[B, T, N, D\], got"):
+            mhc_post(x[0], f[0], h_post[0], h_res[0])
 
 
 def test_how_work_is_dealt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import inspect
+import math
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -95,7 +97,14 @@ def test_interchangeable_with_the_other_schemes() -> None:
         assert name in mhc.__all__
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_streams", 0), ("iterations", 0), ("eps", 0.0), ("init_std", 0.0)])
-def test_refused_configs(field: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_streams", 0), ("num_streams", 2.5), ("iterations", 0), ("eps", 0.0),
+        ("init_std", 0.0), ("init_std", math.inf), ("init_scale", math.nan),
+    ],
+)  # fmt: skip
+def test_refused_configs(field: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for a user, who gives 2.5 for an integer
     with pytest.raises(ValueError, match=f"mhc.Config.{field}={value}"):
         dataclasses.replace(CFG, **{field: value})

@@ -22,6 +22,8 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "tiny.py")
         ("grouped_experts", ["--device", "gpu"], "device='gpu' must be one of"),
         ("grouped_experts", ["--dtype", "float8"], "invalid choice: 'float8'"),
         ("recompute", ["--device", "gpu"], "device='gpu' must be one of"),
+        ("recompute", ["--repeats", "-1"], "--repeats -1 must be at least 0"),
+        ("warmup", ["nowhere.py"], "nowhere.py"),
         ("optimizers", ["--config", "nowhere.py"], "nowhere.py"),
         ("trainer_overhead", ["--config", "nowhere.py"], "nowhere.py"),
         ("warmup", [CONFIG], "no device with kernels to compile"),

@@ -61,11 +61,15 @@ def test_written_and_checked(places: tuple[Path, Path], monkeypatch: pytest.Monk
     assert run(monkeypatch, readme, "--results", results, "--check") == 1
 
 
-def test_no_place(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_place(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     readme, results = places
     readme.write_text(table.BEGIN)
-    with pytest.raises(ValueError, match=r"no place for the table; write a line <!-- benchmarks: begin -->"):
+    with pytest.raises(SystemExit):
         run(monkeypatch, readme, "--results", results)
+    assert "no place for the table; write a line <!-- benchmarks: begin -->" in capsys.readouterr().err
+    assert readme.read_text() == table.BEGIN
 
 
 def test_no_result_is_refused(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

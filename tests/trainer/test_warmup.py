@@ -1,6 +1,7 @@
 """What is compiled before the first step is what the steps of the run call."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from k31fn import config, data, model, random, segments, tree
+from k31fn import config, data, metrics, model, random, segments, tree
 from k31fn.config import Recipe
 from k31fn.kernels.registry import watch_calls
 from k31fn.kernels.warmup import Calls, Launch
@@ -94,6 +95,21 @@ def test_on_a_device_without_kernels_a_warm_up_says_so(
     assert "rehearsed a step in" in said
     assert main([config, "--warmup-processes", "-1"]) == 2
     assert "warmup_processes=-1 must be at least 0" in capsys.readouterr().err
+
+
+def test_the_first_step_is_timed_without_its_rehearsal(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
+) -> None:
+    def slow(recipe: Recipe, step: object, state: TrainState, *_: object) -> tuple[TrainState, float]:
+        time.sleep(5.0)
+        return state, 5.0
+
+    monkeypatch.setattr("k31fn.trainer.run.rehearse", slow)
+    recipe = runs.recipe(text, steps=1)
+    config = runs.write_config(tmp_path / "c.py", recipe)
+    assert main([config, "--warmup", "--device", "cpu", "--runs", str(tmp_path / "runs")]) == 0
+    first, *_ = metrics.read(runs.only_run(tmp_path / "runs") / "metrics.jsonl")
+    assert first["tokens_per_second"] > recipe.batch_size * recipe.length / 5.0
 
 
 def test_kernels_are_chosen_by_name(

@@ -105,6 +105,8 @@ def mhc_post_backward(
 
 def mhc_post_accepts(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> str:
     """Why :func:`mhc_post` cannot run, or nothing."""
+    if x.ndim != 4 or not x.shape[-1]:
+        return f"streams are [B, T, N, D], got {list(x.shape)}"
     *tokens, n, width = x.shape
     found = [list(a.shape) for a in (f, h_post, h_res)]
     if found != (wanted := [[*tokens, width], [*tokens, n], [*tokens, n, n]]):

@@ -36,10 +36,10 @@ def mhc_pre(
     """What the sublayer reads, the streams handed through, and how they go on.
 
     Raises:
-        ValueError: ``phi`` or ``base`` is not that of so many streams.
+        ValueError: ``phi``, ``scale`` or ``base`` is not that of so many streams.
     """
     streams = x.shape[-2]
-    _check("mhc_pre", x, phi, base, 2 * streams + streams**2)
+    _check("mhc_pre", x, (phi, scale, base), 2 * streams + streams**2, 3)
     y, h_post, h_res = remat(_pre)(x, phi, scale, base, eps, iterations)
     return Pre(y, x, h_post, h_res)
 
@@ -54,9 +54,9 @@ def mhc_head(
     """The read before the final norm.
 
     Raises:
-        ValueError: ``phi`` or ``base`` is not that of so many streams.
+        ValueError: ``phi``, ``scale`` or ``base`` is not that of so many streams.
     """
-    _check("mhc_head", x, phi, base, x.shape[-2])
+    _check("mhc_head", x, (phi, scale, base), x.shape[-2], 1)
     return remat(_head)(x, phi, scale, base, eps)
 
 
@@ -103,10 +103,9 @@ def _weighted(x: Tensor, a: Tensor) -> Tensor:
     return torch.einsum("btn,btnd->btd", h_pre, upcast(x)).to(x.dtype)
 
 
-def _check(name: str, x: Tensor, phi: Tensor, base: Tensor, columns: int) -> None:
+def _check(name: str, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], columns: int, scales: int) -> None:
     streams, width = x.shape[-2:]
-    if phi.shape != (streams * width, columns) or base.shape != (columns,):
-        raise ValueError(
-            f"{name}: {streams} streams of width {width} need phi [{streams * width}, {columns}] and base [{columns}], "
-            f"got {list(phi.shape)} and {list(base.shape)}"
-        )
+    found, wanted = [list(w.shape) for w in weights], [[streams * width, columns], [scales], [columns]]
+    if found != wanted:
+        texts = ("phi {}, scale {} and base {}".format(*shapes) for shapes in (wanted, found))
+        raise ValueError(f"{name}: {streams} streams of width {width} need {next(texts)}, got {next(texts)}")

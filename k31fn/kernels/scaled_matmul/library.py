@@ -27,10 +27,9 @@ def missing() -> str:
     """Why this machine cannot run it, or nothing."""
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    have = torch.cuda.get_device_capability()
-    return "" if have >= _CAPABILITY else f"capability {_CAPABILITY} is needed, the device has {have}"
+    if torch.cuda.is_available() and (have := torch.cuda.get_device_capability()) < _CAPABILITY:
+        return f"capability {_CAPABILITY} is needed, the device has {have}"
+    return ""
 
 
 def accepts(a: Tensor, b: Tensor, scaling: Scaling = "rows", b_blocks: bool = False) -> str:

@@ -27,9 +27,14 @@ class Compilers:
     """Compiles kernels into a folder, in ``processes`` processes, which start at once and end with the block.
 
     They do not see a device. One that dies is replaced, and its kernel given to another one.
+
+    Raises:
+        ValueError: ``processes`` is less than 1.
     """
 
     def __init__(self, processes: int, folder: Path) -> None:
+        if processes < 1:
+            raise ValueError(f"processes={processes} compile nothing; use 1 or more")
         self._folder = folder
         self._processes = [_Process(folder) for _ in range(processes)]
 

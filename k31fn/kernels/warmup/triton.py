@@ -30,7 +30,14 @@ __all__ = ["ahead_of_time", "compilations", "ensure", "folder", "load", "record"
 
 _BASE = Path(knobs.cache.dir)  # before use_folder
 _SUMS = "k31fn-sha256.json"
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, StopIteration)  # what Triton raises on half an entry
+_DAMAGED = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    StopIteration,
+)  # what Triton raises on half an entry
 
 
 def folder(device: str) -> Path:
@@ -116,6 +123,7 @@ def ensure(launch: Launch) -> tuple[Any, str]:
             kernel = kernel_of.preload(launch.data)
         except _DAMAGED:
             kernel = None
+            _drop_odd_groups()
         if kernel is None or (not made and _sums(kernel) != _written(kernel)):
             with _always_compiling():
                 kernel = kernel_of.preload(launch.data)
@@ -157,6 +165,15 @@ def _always_compiling() -> Iterator[None]:
         yield
     finally:
         knobs.compilation.always_compile = before
+
+
+def _drop_odd_groups() -> None:
+    """Removes lists of an entry's files that are JSON and no such list: Triton fails on them even where it compiles."""
+    for file in Path(knobs.cache.dir).glob("*/__grp__*"):
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(file.read_text())
+            if not isinstance(found, dict) or not isinstance(found.get("child_paths", {}), dict):
+                file.unlink(missing_ok=True)
 
 
 def _sums(kernel: Any) -> dict[str, str]:

@@ -67,6 +67,9 @@ def damaged(wanted: list[Launch], folder: Path, compilers: Compilers) -> dict[st
     def swapped(at: Path) -> None:
         at.write_text(json.dumps({"child_paths": {}}))
 
+    def odd(at: Path) -> None:
+        at.write_text("[]")
+
     harms = {
         "cut binary": ("*.cubin", cut),
         "flipped bit": ("*.cubin", flipped),
@@ -74,6 +77,7 @@ def damaged(wanted: list[Launch], folder: Path, compilers: Compilers) -> dict[st
         "no sums": ("k31fn-sha256.json", Path.unlink),
         "missing file": ("*.ptx", Path.unlink),
         "empty group": ("__grp__*", swapped),
+        "odd group": ("__grp__*", odd),
     }
     states, one = {}, wanted[:1]
     cache.use_folder(folder)

@@ -146,9 +146,10 @@ def attn_res_merge_accepts(summary: Summary, prefix: Tensor, query: Tensor, norm
     del eps
     if prefix.dtype not in (torch.bfloat16, torch.float32):
         return f"the running sum is bfloat16 or float32, got {prefix.dtype}"
-    if not query.shape == norm_weight.shape == prefix.shape[-1:]:
+    shape = prefix.shape
+    if len(shape) != 3 or not shape[-1] or not query.shape == norm_weight.shape == shape[-1:]:
         found = ", ".join(str(list(x.shape)) for x in (query, norm_weight, prefix))
-        return f"query and norm_weight have the width of the running sum, got {found}"
+        return f"the running sum is [B, T, D], query and norm_weight [D], got {found}"
     return ""
 
 

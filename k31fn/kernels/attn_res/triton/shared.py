@@ -171,16 +171,18 @@ def power(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
-def odd_shapes(sources: Sequence[Tensor], weights: Sequence[Tensor]) -> str:
-    """Why sources, and weights of their width, do not go together, or nothing."""
+def odd_shapes(sources: Sequence[Tensor], weights: Sequence[Tensor], leading: tuple[int, ...] = ()) -> str:
+    """Why sources ``[B, T, D]`` and weights ``[*leading, D]`` do not go together, or nothing."""
     if not 1 <= len(sources) <= MOST_SOURCES:
         return f"it mixes 1 to {MOST_SOURCES} sources, got {len(sources)}"
     if len({s.dtype for s in sources}) > 1:
         return f"the sources have one dtype, got {sorted({str(s.dtype) for s in sources})}"
-    width = sources[0].shape[-1:]
-    if len({s.shape for s in sources}) > 1 or len({w.shape for w in weights}) > 1 or weights[0].shape[-1:] != width:
+    shape = sources[0].shape
+    wanted = [shape] * len(sources) + [(*leading, *shape[-1:])] * len(weights)
+    if len(shape) != 3 or not shape[-1] or [x.shape for x in (*sources, *weights)] != wanted:
         found = ", ".join(str(list(x.shape)) for x in (*weights, *sources))
-        return f"the sources have one shape, and query and norm_weight their width, got {found}"
+        of_weights = str([*leading, "D"]).replace("'", "")
+        return f"the sources have one shape [B, T, D], query and norm_weight {of_weights}, got {found}"
     return ""
 
 

@@ -130,7 +130,7 @@ def attn_res_summarize_accepts(blocks: tuple[Tensor, ...], queries: Tensor, norm
     del eps
     if not 1 <= len(queries) <= MOST_QUERIES:
         return f"it takes 1 to {MOST_QUERIES} queries, got {len(queries)}"
-    return odd_shapes(blocks, (queries, norm_weights)) if blocks else ""
+    return odd_shapes(blocks, (queries, norm_weights), tuple(queries.shape[:1])) if blocks else ""
 
 
 def attn_res_summarize(blocks: tuple[Tensor, ...], queries: Tensor, norm_weights: Tensor, eps: float) -> Summary:

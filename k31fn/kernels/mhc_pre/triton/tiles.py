@@ -68,6 +68,8 @@ TILES = {
 def accepts(x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int) -> str:
     """Why the kernels cannot run, or nothing."""
     del eps
+    if x.ndim != 4 or not x.shape[-1]:
+        return f"streams are [B, T, N, D], got {list(x.shape)}"
     n = x.shape[-2]
     if n not in (2, 4, 8):
         return f"it has 2, 4 or 8 streams, got {n}"
