@@ -196,7 +196,7 @@ def test_both_start_from_a_checkpoint(text: Path, tmp_path: Path, capsys: pytest
         (["--b", "kernels=tritn"], "--b kernels='tritn': no op has an implementation 'tritn'; there are"),
         (["--b", "kernels=grouped_matmul:grouped_mm"], "--b kernels: grouped_matmul:grouped_mm runs on cuda"),
         (["--b", "remat"], "--b 'remat' must be kernels=WHAT or FIELD=VALUE"),
-        (["--b", "seed=3"], "seed differs between the sides"),
+        (["--b", "seed=3"], "--b seed=3: both sides train on the same rows; set it for both, with --seed"),
         (["--b", "model.moe.num-experts=6"], "the sides have other parameters"),
         (["--steps", "3"], "steps=3 with probe_every=1: gradients are compared 3 times"),
         (["--start", "nowhere"], "nowhere is neither a run folder nor a folder of runs"),

@@ -19,8 +19,9 @@ from k31fn.config import Recipe, load_recipe, override
 from k31fn.kernels import choice
 from k31fn.pair.judge import LEAST_PROBES
 from k31fn.pair.report import Report, groups, record, save_plot
-from k31fn.pair.runs import Runs, Step, start
+from k31fn.pair.runs import Runs, Step
 from k31fn.pair.sides import check_alike, parse_side
+from k31fn.pair.start import start
 from k31fn.trainer import folder, load_corpus
 
 __all__ = ["main"]
@@ -34,7 +35,7 @@ WHAT is kernels=... or a field of the recipe:
   kernels=reference                   every operator by its reference
   kernels=triton                      Triton where an operator has it, else as the device does by default
   kernels=attn_res:triton,mhc_pre:reference
-  remat=layer  compute=bfloat16  model.residual.block-size=4
+  remat=layer  compute=bfloat16  model.residual.block-size=4  optimizer.peak-lr=1e-3  model.moe.qat=true
 
   python -m k31fn.pair configs/tiny.py --a kernels=reference --b kernels=triton --steps 300 --compute bfloat16
   python -m k31fn.pair configs/tiny.py --b remat=layer --steps 40          --a alone: as the config says
@@ -101,10 +102,11 @@ def _main(args: Sequence[str]) -> int:
         if args[0].startswith("-"):
             raise ValueError(f"the config comes first, then {args[0]}: configs/tiny.py {shlex.join(args)}")
         prog = f"python -m k31fn.pair {args[0]}"
+        _check_once(args)
         call = override(_Call(_Options(), load_recipe(Path(args[0]))), args[1:], prog=prog, description=_DESCRIPTION)
         options = call.options
         a, b = parse_side("a", options.a, call.recipe), parse_side("b", options.b, call.recipe)
-        check_alike(a, b)
+        check_alike(a, b, call.recipe)
         every = _every(options, call.recipe)
         device = devices.parse(options.device) if options.device else devices.default()
         for side in (a, b):
@@ -113,20 +115,28 @@ def _main(args: Sequence[str]) -> int:
             torch.set_num_threads(options.threads)
         devices.keep_heap(device)
         corpus = load_corpus(call.recipe)
-        done, state = start(a.recipe, device, Path(options.start) if options.start else None)
+        done, states = start(a, b, device, Path(options.start) if options.start else None)
         recipe = dataclasses.replace(call.recipe, steps=done + call.recipe.steps)
+        runs = Runs(a.until(recipe.steps), b.until(recipe.steps), states, done, device, every)
         where = folder.new(options.out, recipe)
-        runs = Runs(a, b, state, done, device, every)
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         return _fail(error, 2)
     print(f"pair {where}: {recipe.steps - done} steps of {recipe.batch_size} x {recipe.length} on {device}")
     for side in (a, b):
         print(f"  {side.name}: {side.text}, {side.recipe.compute}")
     try:
-        steps = _steps(runs, corpus.dataset, recipe, where / "pair.jsonl")
-        return _report(runs, steps, recipe, where)
+        steps = _steps(runs, corpus.dataset, recipe.steps, where / "pair.jsonl")
+        return _report(runs, steps, where)
     except (ValueError, OSError, ImportError) as error:
         return _fail(error, 1)
+
+
+def _check_once(args: Sequence[str]) -> None:
+    for flag in ("--a", "--b"):
+        if sum(arg.partition("=")[0] == flag for arg in args) > 1:
+            raise ValueError(
+                f"{flag} is given twice, and the last would replace the first; put all its words after one"
+            )
 
 
 def _every(options: _Options, recipe: Recipe) -> int:
@@ -139,16 +149,16 @@ def _every(options: _Options, recipe: Recipe) -> int:
     return every
 
 
-def _steps(runs: Runs, dataset: object, recipe: Recipe, file: Path) -> list[Step]:
+def _steps(runs: Runs, dataset: object, stop: int, file: Path) -> list[Step]:
     """Takes all steps; a line for each in ``file``, for some on the screen."""
     steps, parts = [], {}
-    shown = max(1, recipe.steps // 20)
-    for step in runs.steps(dataset, recipe):  # pyright: ignore[reportArgumentType]
+    shown = max(1, stop // 20)
+    for step in runs.steps(dataset):  # pyright: ignore[reportArgumentType]
         steps.append(step)
-        parts = parts or groups(list(runs.probes.rows), recipe.model)
+        parts = parts or groups(list(runs.probes.rows), runs.model)
         line = record(step, runs, parts)
         metrics.append(file, line)
-        if step.number % shown == 0 or step.number == recipe.steps - 1:
+        if step.number % shown == 0 or step.number == stop - 1:
             a, b = step.losses["a"], step.losses["b"]
             noise = f"  noise {step.losses['noise'] - a:+.1e}" if "noise" in step.losses else ""
             grads = (
@@ -158,9 +168,9 @@ def _steps(runs: Runs, dataset: object, recipe: Recipe, file: Path) -> list[Step
     return steps
 
 
-def _report(runs: Runs, steps: Sequence[Step], recipe: Recipe, where: Path) -> int:
-    report = Report.of(runs, steps, recipe.model)
-    folder.write(where / "report.json", json.dumps(report.data, indent=2) + "\n")
+def _report(runs: Runs, steps: Sequence[Step], where: Path) -> int:
+    report = Report.of(runs, steps)
+    folder.write(where / "report.json", json.dumps(report.data, indent=2, allow_nan=False) + "\n")
     print("\n".join(report.lines))
     try:
         save_plot(where / "pair.png", runs, steps)

@@ -16,6 +16,9 @@ A parameter differs if its scale is off by more than 0.004 and by more than chan
 is no rounding of larger gradients that cancelled. If its noise is larger than its gradient, or 1% is less than 1.5
 times what chance allows, it is ``unresolved``: a gradient of 1.01 times its value might not be seen in it.
 
+A gradient or a loss that is not finite, of either side or by the references, in any probe, is a difference: nothing
+can be said of it, so the sides do not agree.
+
 A gradient of an operator may be a small part of those that a parameter adds up. So each operator that the sides compute
 differently is also compared alone (:mod:`k31fn.pair.operators`), by the same rule, with its arguments as parameters.
 """
@@ -33,9 +36,10 @@ from torch import Tensor
 
 from k31fn import tree
 
-__all__ = ["LEAST_PROBES", "Leaf", "Probes", "loss_differs", "losses_apart"]
+__all__ = ["LEAST_PROBES", "REVERSED", "Leaf", "Probes", "loss_differs", "losses_apart", "not_finite", "size"]
 
 LEAST_PROBES = 6
+REVERSED = "on side a with the rows reversed"
 
 _BLOCKS = 12
 _SCALE, _ERROR = 0.004, 0.005
@@ -50,7 +54,7 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: of the parameter.
-        scale: by how much side b's gradient is larger, relative.
+        scale: by how much side b's gradient is larger, relative; like the other numbers NaN where one is not finite.
         deviation: standard error of ``scale``.
         error_a: side a's relative error, of the median probe.
         error_b: side b's.
@@ -74,7 +78,7 @@ class Probes:
     Attributes:
         rounding: of the sides' dtype, relative.
         rows: by parameter, per probe that has it: ``|g|^2``, ``<g, g_b - g_a>``, ``|g_a - g|^2``, ``|g_b - g|^2``,
-            ``|g_b - g_a|^2``, and ``|g|^2`` of all parameters of that probe.
+            ``|g_b - g_a|^2``, ``|g|^2`` of all parameters of that probe (that are finite), ``|g_a|^2`` and ``|g_b|^2``.
     """
 
     rounding: float
@@ -89,23 +93,28 @@ class Probes:
         paths = tree.paths(a)
         leaves = zip(*(tree.leaves(g) for g in (a, b, exact)), strict=True)
         sums = torch.stack([_products(*leaf) for leaf in leaves]).cpu().numpy()
-        whole = sums[:, 0].sum()
+        whole = sums[np.isfinite(sums[:, 0]), 0].sum()
         for path, row in zip(paths, sums, strict=True):
-            self.rows.setdefault(path, []).append(np.append(row, whole))
+            self.rows.setdefault(path, []).append(np.insert(row, 5, whole))
         apart = {path: _ratio(row[4], row[0]) for path, row in zip(paths, sums, strict=True)}
-        return {**apart, "": _ratio(sums[:, 4].sum(), whole)}
+        return {**apart, "": _ratio(sums[:, 4].sum(), sums[:, 0].sum())}
 
     def judged(self) -> list[Leaf]:
-        """Every parameter that was probed often enough, the most suspicious first."""
-        found = [self._judge(path, np.stack(r)) for path, r in self.rows.items() if len(r) >= LEAST_PROBES]
-        return sorted(found, key=lambda leaf: (not leaf.differs, leaf.unresolved, -abs(leaf.scale)))
+        """Every parameter that was probed often enough, or was not finite once; the most suspicious first."""
+        found = [self._judge(path, np.stack(r)) for path, r in self.rows.items() if len(r) >= LEAST_PROBES or _lost(r)]
+        return sorted(found, key=lambda leaf: (not leaf.differs, leaf.unresolved, -size(leaf.scale)))
 
     def group(self, paths: Sequence[str]) -> Leaf:
         """Some parameters, which every probe has, as one."""
-        rows = np.stack([np.stack(self.rows[path]) for path in paths])  # [parameters probes 6]
-        return self._judge("", np.concatenate([rows[..., :5].sum(0), rows[0, :, 5:]], axis=1))
+        rows = np.stack([np.stack(self.rows[path]) for path in paths])  # [parameters probes 8]
+        with np.errstate(invalid="ignore"):  # inf - inf
+            sums = rows.sum(0)
+        sums[:, 5] = rows[0, :, 5]
+        return self._judge("", sums)
 
     def _judge(self, path: str, rows: np.ndarray) -> Leaf:
+        if lost := _lost(rows):
+            return Leaf(path, math.nan, math.nan, math.nan, math.nan, lost, unresolved=False)
         if not rows[:, 0].any():
             moved = math.sqrt(float(np.median(rows[:, 4])))
             differs = (
@@ -120,17 +129,19 @@ class Probes:
         scale, deviation = float(np.mean(medians)), float(np.std(medians, ddof=1)) / math.sqrt(len(medians))
         chance = _DEVIATIONS[len(medians)] * deviation
         cancelled = self.rounding * _median_root(rows[:, 5] / rows[:, 0])
-        lost = error_a > 1.0
+        drowned = error_a > 1.0
         differs = ""
         if error_b > max(_ERROR, _WORSE * error_a, cancelled):
             differs = f"error {error_b:.2g}, side a's is {error_a:.2g}"
-        if not lost and abs(scale) > max(_SCALE, chance):
+        if not drowned and abs(scale) > max(_SCALE, chance):
             differs = f"{1 + scale:.4f} times side a's (standard error {deviation:.1g})"
-        return Leaf(path, scale, deviation, error_a, error_b, differs, lost or _POWER * chance > 0.01)
+        return Leaf(path, scale, deviation, error_a, error_b, differs, drowned or _POWER * chance > 0.01)
 
 
 def loss_differs(losses: Sequence[tuple[float, float, float]], rounding: float) -> str:
     """Why the losses of a, b and the wider dtype at the same parameters differ; "" if they do not."""
+    if lost := not_finite(losses, "probes"):
+        return f"loss at the same parameters: {lost}"
     a, b, exact = np.array(losses).T
     apart, error = np.median(np.abs(b - a)), np.median(np.abs(a - exact))
     bound = _WORSE * max(error, rounding * float(np.median(np.abs(exact))))
@@ -146,8 +157,11 @@ def losses_apart(a: Sequence[float], b: Sequence[float], again: Sequence[float])
         again: of side a with the rows of every batch reversed; empty if there is no such run.
 
     Returns:
-        Root mean square of ``b - a``, of ``again - a`` (NaN without such a run), and why the first is too much, or "".
+        Root mean square of ``b - a``, of ``again - a`` (NaN without such a run), and why the first is too much or a
+        loss of any step is not finite, or "".
     """
+    if lost := not_finite(list(zip(a, b, again or a, strict=True)), "steps", third=REVERSED):
+        return math.nan, math.nan, f"training loss: {lost}"
     half = len(a) // 2
     apart, noise = (_rms(np.array(x[half:]) - np.array(a[half:])) if len(x) else math.nan for x in (b, again))
     bound = max(_APART * noise, _LOSS) if len(again) else math.inf
@@ -155,10 +169,34 @@ def losses_apart(a: Sequence[float], b: Sequence[float], again: Sequence[float])
     return apart, noise, differs
 
 
+def not_finite(rows: Sequence[Sequence[float]] | np.ndarray, of: str, third: str = "by the references") -> str:
+    """Where numbers are infinite or NaN, and in how many rows; "" if none is.
+
+    Args:
+        rows: a number of side a, of side b and of a third in each.
+        of: what the rows are of: probes, steps.
+        third: where the last number is from.
+    """
+    counts = (~np.isfinite(np.array(rows))).sum(0)
+    named = zip(("on side a", "on side b", third), counts, strict=True)
+    found = ", ".join(f"{where} in {n}" for where, n in named if n)
+    return f"not finite {found} of {len(rows)} {of}" if found else ""
+
+
+def size(x: float) -> float:
+    """How far a number is from 0; NaN is as far as can be."""
+    return math.inf if math.isnan(x) else abs(x)
+
+
+def _lost(rows: Sequence[np.ndarray] | np.ndarray) -> str:
+    """Which gradients of a parameter are not finite."""
+    return not_finite(np.stack(list(rows))[:, [6, 7, 0]], "probes")
+
+
 def _products(a: Tensor, b: Tensor, exact: Tensor) -> Tensor:
     a, b, exact = (x.detach().to(torch.float64) for x in (a, b, exact))
-    moved = b - a
-    pairs = ((exact, exact), (exact, moved), (a - exact, a - exact), (b - exact, b - exact), (moved, moved))
+    moved, squares = b - a, (a - exact, b - exact, b - a, a, b)
+    pairs = ((exact, exact), (exact, moved), *((x, x) for x in squares))
     return torch.stack([(x * y).sum() for x, y in pairs])
 
 
@@ -167,7 +205,9 @@ def _median_root(squares: np.ndarray) -> float:
 
 
 def _ratio(top: float, below: float) -> float:
-    """Of two squares, their root; 0 of nothing."""
+    """Of two squares, their root; 0 of nothing, NaN of NaN or against infinity."""
+    if math.isnan(top) or not math.isfinite(below):
+        return math.nan
     return math.sqrt(float(top) / float(below)) if below > 0 else (math.inf if top > 0 else 0.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -12,7 +13,7 @@ from typing import Any
 
 from k31fn import model
 from k31fn.layers import kda
-from k31fn.pair.judge import Leaf, Probes, loss_differs, losses_apart
+from k31fn.pair.judge import REVERSED, Leaf, Probes, loss_differs, losses_apart, not_finite, size
 from k31fn.pair.runs import Runs, Step
 
 __all__ = ["Report", "groups", "record", "save_plot"]
@@ -26,7 +27,7 @@ class Report:
 
     Attributes:
         lines: what a person reads.
-        data: the same for a program.
+        data: the same for a program; numbers that JSON has not are text, as in ``metrics.jsonl``.
         differs: why the sides differ; empty: they do not.
     """
 
@@ -35,16 +36,15 @@ class Report:
     differs: list[str]
 
     @classmethod
-    def of(cls, runs: Runs, steps: Sequence[Step], cfg: model.Config) -> Report:
+    def of(cls, runs: Runs, steps: Sequence[Step]) -> Report:
         """What all steps say together."""
         losses = {name: [s.losses[name] for s in steps] for name in runs.runs}
         apart, noise, differs = losses_apart(losses["a"], losses["b"], losses.get("noise", []))
         leaves, operators = runs.probes.judged(), runs.operators.judged()
         probes = [s.probe.losses for s in steps if s.probe]
-        reasons = [r for r in (loss_differs(probes, runs.probes.rounding), differs) if r]
+        reasons = [r for r in (loss_differs(probes, runs.probes.rounding), differs, _norms(steps)) if r]
         reasons += [f"gradient of {x.path}: {x.differs}" for x in (*operators, *leaves) if x.differs]
-        reasons += [f"loss of side {n} is not finite" for n in ("a", "b") if not all(map(_finite, losses[n]))]
-        lines = ["", *_table(runs.probes, groups(list(runs.probes.rows), cfg))]
+        lines = ["", *_table(runs.probes, groups(list(runs.probes.rows), runs.model))]
         if operators:
             lines += ["", *_operators(operators)]
         lines += ["", *_runs(runs, apart, noise)]
@@ -56,16 +56,28 @@ class Report:
             "parameters": [leaf._asdict() for leaf in leaves],
             "operators": [leaf._asdict() for leaf in operators],
             "losses_apart": apart,
-            "noise": noise,
+            "noise": noise if "noise" in losses else None,
             "milliseconds": {name: runs.milliseconds(name) for name in runs.runs},
             "peak_bytes": {name: run.peak for name, run in runs.runs.items()},
             "differs": reasons,
         }
-        return cls(lines, found, reasons)
+        return cls(lines, _strict(found), reasons)
 
 
-def _finite(x: float) -> bool:
-    return x - x == 0.0
+def _norms(steps: Sequence[Step]) -> str:
+    """Which runs have steps that changed nothing, since their gradient was not finite."""
+    norms = [(s.norms["a"], s.norms["b"], s.norms.get("noise", 0.0)) for s in steps]
+    lost = not_finite(norms, "steps", third=REVERSED)
+    return f"gradient norm: {lost}" if lost else ""
+
+
+def _strict(x: Any) -> Any:
+    """``x`` with numbers that JSON has not as text."""
+    if isinstance(x, dict):
+        return {name: _strict(part) for name, part in x.items()}
+    if isinstance(x, list):
+        return [_strict(part) for part in x]
+    return json.dumps(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _more(listed: Sequence[str]) -> str:
@@ -113,7 +125,7 @@ def _operators(leaves: Sequence[Leaf]) -> list[str]:
 
 
 def _suspicion(leaf: Leaf) -> float:
-    return abs(leaf.scale) / (leaf.deviation + 1e-4)
+    return size(leaf.scale / (leaf.deviation + 1e-4))
 
 
 def _numbers(leaf: Leaf) -> tuple[str, str, str, str]:
@@ -142,8 +154,8 @@ def record(step: Step, runs: Runs, parts: dict[str, list[str]]) -> dict[str, Any
     if step.probe:
         apart = step.probe.apart
         found["grad_apart"] = apart[""]
-        found |= {f"grad_apart/{part}": max(apart[p] for p in paths) for part, paths in parts.items()}
-        worst = max(runs.probes.rows, key=apart.__getitem__)
+        found |= {f"grad_apart/{part}": max((apart[p] for p in paths), key=size) for part, paths in parts.items()}
+        worst = max(runs.probes.rows, key=lambda path: size(apart[path]))
         found |= {"worst": worst, "worst_apart": apart[worst]}
         found |= dict(zip(("probe/a", "probe/b", "probe/exact"), step.probe.losses, strict=True))
     return found
@@ -172,13 +184,16 @@ def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
     probed = [s.number for s in steps if s.probe]
     apart = [s.probe.apart for s in steps if s.probe]
     grads.plot(probed, [x[""] or math.nan for x in apart], "o-", markersize=3, linewidth=1, label="all parameters")
-    grads.plot(
-        probed, [max(x[p] for p in runs.probes.rows) or math.nan for x in apart], ".", markersize=3, label="the worst"
-    )
+    worst = [max((x[p] for p in runs.probes.rows), key=size) or math.nan for x in apart]
+    grads.plot(probed, worst, ".", markersize=3, label="the worst")
     _draw_scales(scales, runs.probes.judged())
     _finish(top, "loss, nats per token", "step")
-    _finish(between, "loss apart, nats", "step", log=any(s.losses["a"] != s.losses["b"] for s in steps))
-    _finish(grads, "gradients apart at equal parameters, relative", "step", log=any(x[""] for x in apart))
+    _finish(
+        between, "loss apart, nats", "step", log=any(0 < abs(s.losses["a"] - s.losses["b"]) < math.inf for s in steps)
+    )
+    _finish(
+        grads, "gradients apart at equal parameters, relative", "step", log=any(0 < x[""] < math.inf for x in apart)
+    )
     _finish(scales, "gradient of b / of a - 1, and its standard error", "parameter")
     temporary = out.with_name(f".{out.stem}.partial{out.suffix}")
     figure.savefig(temporary, dpi=130)
@@ -186,7 +201,7 @@ def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
 
 
 def _draw_scales(axes: Any, leaves: Sequence[Leaf]) -> None:
-    shown = sorted((leaf for leaf in leaves if not leaf.unresolved), key=lambda leaf: leaf.scale)
+    shown = sorted((x for x in leaves if not x.unresolved and math.isfinite(x.scale)), key=lambda leaf: leaf.scale)
     for wanted, colour, label in ((False, "C0", "agree"), (True, "C3", "differ")):
         places = [(i, leaf) for i, leaf in enumerate(shown) if bool(leaf.differs) is wanted]
         if places:

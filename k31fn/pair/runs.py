@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from k31fn import data, tree
+from k31fn import data, model, params, tree
 from k31fn import device as devices
-from k31fn.checkpoint import Checkpointer
-from k31fn.config import Recipe
 from k31fn.kernels.registry import record_impls, watch_calls
 from k31fn.pair.judge import Probes
 from k31fn.pair.operators import Sample, compare
 from k31fn.pair.sides import Side, precise, rounding
 from k31fn.parallel import MeshAxes
 from k31fn.testing import live_bytes
-from k31fn.trainer import TrainState, abstract_state, folder, init_state, lay_out, make_batches, make_step, rows_at
-from k31fn.trainer.adapted import check_base
+from k31fn.trainer import TrainState, lay_out, make_batches, make_step, rows_at
 from k31fn.trainer.gradient import make_gradient
-from k31fn.trainer.initial import start_from
 from k31fn.trainer.phases import learning_rate
-from k31fn.trainer.ranks import Ranks
-from k31fn.trainer.state import completed, saved
 
-__all__ = ["Probe", "Runs", "Step", "start"]
+__all__ = ["Probe", "Runs", "Step"]
 
 _UNTIMED = 3  # first steps, in which kernels are compiled and memory is found
-
-
-def start(recipe: Recipe, device: torch.device, run: Path | None) -> tuple[int, TrainState]:
-    """Steps done and the state that both sides begin with: the recipe's first one, or a run's newest checkpoint.
-
-    Raises:
-        ValueError: ``run`` has no checkpoint, or one of another model.
-    """
-    if run is None:
-        state = init_state(recipe, device)
-        return 0, start_from(recipe.init, recipe, state, Ranks(), device) if recipe.init else state
-    with Checkpointer(folder.resolve(run) / "checkpoints", read_only=True) as checkpoints:
-        done = checkpoints.latest()
-        if done is None:
-            raise ValueError(f"start={str(run)!r}: the run has no complete checkpoint")
-        check_base(recipe, checkpoints.metadata(done).get("base", ""))
-        held = checkpoints.restore(done, saved(abstract_state(recipe), recipe), device=device)
-    return done, completed(held, recipe, device)
 
 
 class Probe(NamedTuple):
@@ -102,8 +78,9 @@ class _Run:
     def __post_init__(self) -> None:
         self.advance = make_step(self.side.recipe)
 
-    def step(self, rows: data.Example, number: int, recipe: Recipe, device: torch.device, timed: bool) -> Any:
+    def step(self, rows: data.Example, number: int, device: torch.device, timed: bool) -> Any:
         """Takes a step and returns its metrics."""
+        rate = learning_rate(self.side.recipe, number)
         batches = make_batches(self.side.recipe, _reversed(rows) if self.reverse else rows, device)
         devices.synchronize(device)
         before, began = devices.memory_allocated(device), time.perf_counter()
@@ -111,10 +88,10 @@ class _Run:
         with self.side.chosen():
             if device.type == "cpu" and not self.peak and number:  # a process has no peak that could be reset
                 with live_bytes() as live:
-                    self.state, numbers = self.advance(self.state, batches, learning_rate(recipe, number))
+                    self.state, numbers = self.advance(self.state, batches, rate)
                 self.peak = live.peak
                 return numbers
-            self.state, numbers = self.advance(self.state, batches, learning_rate(recipe, number))
+            self.state, numbers = self.advance(self.state, batches, rate)
         devices.synchronize(device)
         if timed:
             self.seconds.append(time.perf_counter() - began)
@@ -134,10 +111,10 @@ class Runs:
     there is none.
 
     Args:
-        a: side a.
+        a: side a; the steps of its recipe include those done.
         b: side b.
-        state: where all begin; its tensors are given up.
-        done: steps that it has behind it.
+        states: where the two begin; their tensors are given up.
+        done: steps that these have behind them.
         device: of all.
         every: steps from probe to probe.
 
@@ -147,27 +124,33 @@ class Runs:
         runs: "a", "b" and "noise".
     """
 
-    def __init__(self, a: Side, b: Side, state: TrainState, done: int, device: torch.device, every: int) -> None:
+    def __init__(
+        self, a: Side, b: Side, states: Sequence[TrainState], done: int, device: torch.device, every: int
+    ) -> None:
         self._device, self._done, self._every = device, done, every
         self._a, self._b, self._exact = a, b, precise(a)
         self.probes, self.operators = (Probes(max(rounding(a), rounding(b))) for _ in range(2))
         self._sample = Sample()
-        self.runs = {"a": _Run(a, state), "b": _Run(b, tree.map(torch.clone, state))}
+        self.runs = {"a": _Run(a, states[0]), "b": _Run(b, states[1])}
         if a.recipe.batch_size > 1:
-            self.runs["noise"] = _Run(a, tree.map(torch.clone, state), reverse=True)
-        self._gradients = [make_gradient(s.recipe, lay_out(s.recipe, MeshAxes())) for s in (a, b, self._exact)]
+            self.runs["noise"] = _Run(a, tree.map(torch.clone, states[0]), reverse=True)
+        self._layouts = [lay_out(s.recipe, MeshAxes()) for s in (a, b, self._exact)]
+        probed = zip((a, b, self._exact), self._layouts, strict=True)
+        self._gradients = [make_gradient(s.recipe, layout) for s, layout in probed]
 
-    def steps(self, dataset: data.Dataset | data.Mixture, recipe: Recipe) -> Iterator[Step]:
+    def steps(self, dataset: data.Dataset | data.Mixture) -> Iterator[Step]:
         """All steps, one after the other."""
-        for i, number in enumerate(range(self._done, recipe.steps)):
+        for i, number in enumerate(range(self._done, self._a.recipe.steps)):
             rows = rows_at(dataset, number)
             probe = None if i % self._every else self._probe(rows)
-            found = {
-                name: run.step(rows, number, recipe, self._device, timed=i >= _UNTIMED)
-                for name, run in self.runs.items()
-            }
+            found = {name: run.step(rows, number, self._device, timed=i >= _UNTIMED) for name, run in self.runs.items()}
             losses, norms = ({n: float(getattr(x, k)) for n, x in found.items()} for k in ("loss", "grad_norm"))
             yield Step(number, losses, norms, probe)
+
+    @property
+    def model(self) -> model.Config:
+        """Side a's; side b's has the same parameters."""
+        return self._a.recipe.model
 
     def milliseconds(self, name: str) -> float:
         """Of a step of a run, the median; 0 if none was timed."""
@@ -177,12 +160,14 @@ class Runs:
     def _probe(self, rows: data.Example) -> Probe:
         """Both sides, and the exact one, at the parameters of side a."""
         losses, grads, ran = [], [], []
-        for side, gradient in zip((self._a, self._b, self._exact), self._gradients, strict=True):
+        sides = (self._a, self._b, self._exact)
+        for side, layout, gradient in zip(sides, self._layouts, self._gradients, strict=True):
             if side is self._a and grads:  # float64: nothing is wider
                 losses.append(losses[0])
                 grads.append(grads[0])
                 continue
-            state = _in_dtype(self.runs["a"].state, side.recipe.precision.param)
+            weights = params.cast(self.runs["a"].state.params, layout.specs, side.recipe.precision.param)
+            state = dataclasses.replace(self.runs["a"].state, params=weights)
             batches = make_batches(side.recipe, rows, self._device)
             with side.chosen(), record_impls() as impls, watch_calls(self._sample.watcher(side is self._a)):
                 sums, found = gradient(state, batches)
@@ -192,9 +177,3 @@ class Runs:
         for op, named in self._sample.taken(ran[0], ran[1]):
             compare(op, named, self._a, self._b, self._exact, self.operators)
         return Probe((losses[0], losses[1], losses[2]), self.probes.add(*grads))
-
-
-def _in_dtype(state: TrainState, dtype: torch.dtype) -> TrainState:
-    """The state with its parameters in another dtype."""
-    weights = tree.map(lambda x: x.to(dtype) if x.is_floating_point() else x, state.params)
-    return TrainState(state.step, weights, state.opt_state, state.balance, state.key)
