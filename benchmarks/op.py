@@ -98,7 +98,7 @@ def measure(
 
     There are two sets, or as many as move 2 GiB in the forward: no input is in a cache, and a graph, which runs them
     all, takes long beside its own launch. The forward is the one that a backward follows; of the fused op also that
-    without gradients. The bare form has a forward only.
+    without gradients. The bare form has a forward only, from a graph.
 
     Args:
         subject: what is measured.
@@ -129,7 +129,7 @@ def measure(
             rows.append(Row(subject.shape, form, forward, both, *floors, peak, note, inference))
             if each is not None:
                 each(rows[-1])
-    if subject.bare is not None:
+    if subject.bare is not None and where.type == "cuda":
         forward = _replayed(torch.compile(subject.bare, dynamic=False), drawn, where, repeats)
         rows.append(Row(subject.shape, "bare, graph", forward, float("nan"), *floors, 0))
         if each is not None:

@@ -148,10 +148,10 @@ def main() -> None:
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results" / "optimizers"), help="without a suffix")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    told(parser, lambda: config.load_recipe(args.config))
     if args.run:
         print(json.dumps(losses(args.config, Run(*json.loads(args.run)))))
         return
+    told(parser, lambda: config.load_recipe(args.config))
     lengths = [("muon", args.steps), ("adamw", args.steps), ("muon", round(SHARE * args.steps))]  # the longest first
     runs = [Run(kind, lr, seed, n) for kind, n in lengths for lr in args.lrs for seed in range(args.seeds)]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

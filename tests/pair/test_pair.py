@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -24,18 +23,6 @@ from tests import small
 from tests.trainer import runs
 
 PROBES = 60
-
-
-@pytest.fixture(autouse=True)
-def unchecked() -> Iterator[None]:
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.write_text(tmp_path_factory.mktemp("text"))
 
 
 def judged(noise_a: float, noise_b: float, *, scale: float = 1.0, size: int = 500, other: float = 1.0) -> Leaf:

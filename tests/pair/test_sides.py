@@ -1,11 +1,9 @@
 """Each field that a side of a pair can be given is honoured, or refused before anything is written."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ from k31fn.parallel import Mesh
 from k31fn.trainer import TrainState, init_state, load_corpus, make_batches, make_step, rows_at
 from k31fn.trainer.phases import learning_rate
 from tests import small
-from tests.test_pair import pair
+from tests.pair.test_pair import pair
 from tests.trainer import runs
 
 CPU = torch.device("cpu")
@@ -73,18 +71,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "remat": {"remat": "layer"},
 }
 WITHOUT_A_NUMBER = {"offload", "remat"}  # where something is kept, not what
-
-
-@pytest.fixture(autouse=True)
-def unchecked() -> Iterator[None]:
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

@@ -2,33 +2,18 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
 
 from k31fn.kernels.registry import OPS
 from k31fn.pair.judge import Leaf, Probes, loss_differs, losses_apart
-from tests.test_pair import pair, planted
-from tests.trainer import runs
+from tests.pair.test_pair import pair, planted
 
 BAD = [math.nan, math.inf, -math.inf]
-
-
-@pytest.fixture(autouse=True)
-def unchecked() -> Iterator[None]:
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.write_text(tmp_path_factory.mktemp("text"))
 
 
 def probed(bad: float, where: str, *, probes: int = 12) -> tuple[Probes, list[dict[str, float]]]:
