@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 lint: env ## ruff (rules and format) and the house rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tools/house_rules.py k31fn
+	$(BIN)/python -m tools.house_rules k31fn
 
 types: env ## basedpyright
 	$(BIN)/basedpyright

@@ -1,9 +1,10 @@
 """Residual attention: ``python -m benchmarks.attn_res [--tune] [--json FILE]`` on a CUDA device.
 
-Checks values, gradients and repeatability, then times the fused op beside its peers: plain torch, the same from a CUDA
-graph, torch.compile, fla-core's Triton kernels where that package is installed; and a compiled sum of the sources,
-which moves the forward's bytes and does little else. The same for the two phases, beside the one pass for each query.
-The forward is that of training, which keeps what the backward needs.
+Checks values, gradients and repeatability, then times the fused op beside its peers: plain torch,
+the same from a CUDA graph, torch.compile, fla-core's Triton kernels where that package is
+installed; and a compiled sum of the sources, which moves the forward's bytes and does little else.
+The same for the two phases, beside the one pass for each query. The forward is that of training,
+which keeps what the backward needs.
 """
 
 from __future__ import annotations
@@ -79,12 +80,18 @@ def peers() -> dict[str, Callable[..., Tensor]]:
     return {"fla": lambda q, n, *s: fla.fused_attnres(q, s, n, rms_eps=EPS, scale=1.0)}
 
 
-def subject(n: int, tokens: int, width: int, where: torch.device, dtype: torch.dtype = torch.bfloat16) -> Subject:
+def subject(
+    n: int, tokens: int, width: int, where: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Subject:
     """N sources ``[1, tokens, width]``, weights in float32."""
 
     def draw() -> list[Tensor]:
         sources = [torch.randn(1, tokens, width, device=where).to(dtype) for _ in range(n)]
-        return [torch.randn(width, device=where) * width**-0.5, torch.rand(width, device=where) + 0.5, *sources]
+        return [
+            torch.randn(width, device=where) * width**-0.5,
+            torch.rand(width, device=where) + 0.5,
+            *sources,
+        ]
 
     size = tokens * width * dtype.itemsize
     name = f"N{n} T{tokens} D{width}"
@@ -97,20 +104,30 @@ def fused_two_phase(queries: Tensor, norms: Tensor, n: int, *sources: Tensor) ->
         summary = summarize(sources[:n], queries, norms, EPS)
         each = zip(*(part.unbind() for part in summary), strict=True)
         mine = zip(each, sources[n:], queries, norms, strict=True)
-        return tuple(merge(Summary(*parts), prefix, query, norm, EPS) for parts, prefix, query, norm in mine)
+        return tuple(
+            merge(Summary(*parts), prefix, query, norm, EPS) for parts, prefix, query, norm in mine
+        )
 
 
 def two_phase_subject(
-    n: int, queries: int, tokens: int, width: int, where: torch.device, dtype: torch.dtype = torch.bfloat16
+    n: int,
+    queries: int,
+    tokens: int,
+    width: int,
+    where: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Subject:
-    """N blocks and, per query, a running sum ``[1, tokens, width]``; the one-pass op per query is a peer.
+    """N blocks and, per query, a running sum ``[1, tokens, width]``; the one-pass op per query is a
+    peer.
 
-    Bytes that must move, in sources: summarize N + 2 Q (its mixes are float32), merge 4 per query; backward 2 N + 2 Q,
-    and 6 per query.
+    Bytes that must move, in sources: summarize N + 2 Q (its mixes are float32), merge 4 per query;
+    backward 2 N + 2 Q, and 6 per query.
     """
 
     def draw() -> list[Tensor]:
-        sources = [torch.randn(1, tokens, width, device=where).to(dtype) for _ in range(n + queries)]
+        sources = [
+            torch.randn(1, tokens, width, device=where).to(dtype) for _ in range(n + queries)
+        ]
         asked = torch.randn(queries, width, device=where) * width**-0.5
         return [asked, torch.rand(queries, width, device=where) + 0.5, *sources]
 
@@ -132,16 +149,21 @@ def two_phase_subject(
 
 
 def main() -> int:
-    """Prints a table; with ``--tune`` also the best tiles, and returns 1 if those of the kernels are not among them.
+    """Prints a table; with ``--tune`` also the best tiles, and returns 1 if those of the kernels
+    are not among them.
 
     The JSON file is written anew after each row, so a run that is stopped has left what it found.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default=str(devices.default()))
     one = ["9x4096x7168", "9x8192x7168", "4x1024x5120", "4x2048x2560"]
     parser.add_argument("--shapes", nargs="*", default=one, help="sources x tokens x width")
     two = ["8x24x1024x7168"]
-    parser.add_argument("--two-phase", nargs="*", default=two, help="blocks x queries x tokens x width")
+    parser.add_argument(
+        "--two-phase", nargs="*", default=two, help="blocks x queries x tokens x width"
+    )
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json", default="")
@@ -159,7 +181,10 @@ def main() -> int:
         print(f"{small.shape}: largest error {errors[small.shape]:.1e}", flush=True)
         assert errors[small.shape] < 2**-8, "a bfloat16 result is rounded once: 2^-9 at most"
     big = {
-        ("attn_res",): [replace(subject(*map(int, s.split("x")), where=where), peers=peers()) for s in args.shapes],
+        ("attn_res",): [
+            replace(subject(*map(int, s.split("x")), where=where), peers=peers())
+            for s in args.shapes
+        ],
         ("attn_res_summarize", "attn_res_merge"): [
             two_phase_subject(*map(int, s.split("x")), where=where) for s in args.two_phase
         ],

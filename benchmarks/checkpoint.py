@@ -1,21 +1,25 @@
 """What a checkpoint costs: ``python -m benchmarks.checkpoint``.
 
-A state of 1 GB (bfloat16 weights and float32 moments, as of a model of some hundred layers) is saved by
-:class:`k31fn.checkpoint.Checkpointer`, on one rank and, each rank a thread with a writer of its own, on several.
-"Blocked" is how long ``save`` keeps training waiting, "on disk" from there until the step is complete, with its
-checksums and everything flushed; deleting the step before comes after that and is not counted. Beside it, in the same
-run and in turns, in one folder, since a disk that is shared with others slows all:
+A state of 1 GB (bfloat16 weights and float32 moments, as of a model of some hundred layers) is
+saved by :class:`k31fn.checkpoint.Checkpointer`, on one rank and, each rank a thread with a writer
+of its own, on several. "Blocked" is how long ``save`` keeps training waiting, "on disk" from there
+until the step is complete, with its checksums and everything flushed; deleting the step before
+comes after that and is not counted. Beside it, in the same run and in turns, in one folder, since a
+disk that is shared with others slows all:
 
-- orbax alone as it comes, called in this process on the same arrays: it copies them, compresses and writes them;
+- orbax alone as it comes, called in this process on the same arrays: it copies them, compresses and
+  writes them;
 - the same, not compressed;
-- the same with all settings of our writer: neither compressed nor copied, in files of 128 MB; what it writes, without
-  checksums and without the copy that lets training go on;
-- each of these with a flush of its files besides: what orbax does not flush itself, durability costs;
+- the same with all settings of our writer: neither compressed nor copied, in files of 128 MB; what
+  it writes, without checksums and without the copy that lets training go on;
+- each of these with a flush of its files besides: what orbax does not flush itself, durability
+  costs;
 - the same number of bytes written to one file and flushed: what the disk allows.
 
-Orbax alone keeps training waiting all the time. Before each of these stand four idle seconds, as steps of training
-do: a virtual machine may have given free memory back by then, and new pages of the page cache then cost several times
-as much, whoever asks for them. Medians of all rounds, least and most.
+Orbax alone keeps training waiting all the time. Before each of these stand four idle seconds, as
+steps of training do: a virtual machine may have given free memory back by then, and new pages of
+the page cache then cost several times as much, whoever asks for them. Medians of all rounds, least
+and most.
 """
 
 from __future__ import annotations
@@ -40,7 +44,11 @@ from k31fn.parallel import Mesh, P, each_rank
 
 BLOCKED_S, TIMES_ORBAX = 0.5, 1.3
 SAVES, PAUSE_S = 2, 4.0
-DEFAULTS, PLAIN, OURS = ORBAX = "orbax as it comes", "orbax, not compressed", "orbax, settings of our writer"
+DEFAULTS, PLAIN, OURS = ORBAX = (
+    "orbax as it comes",
+    "orbax, not compressed",
+    "orbax, settings of our writer",
+)
 
 
 def make_state(megabytes: int) -> dict[str, Tensor]:
@@ -67,7 +75,11 @@ def with_orbax(state: dict[str, Tensor], folder: Path, which: str) -> list[tuple
         from k31fn.checkpoint import arrays as writer
 
     def as_numpy(x: Tensor) -> Any:
-        return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+        return (
+            x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+            if x.dtype == torch.bfloat16
+            else x.numpy()
+        )
 
     arrays = {name: as_numpy(x) for name, x in state.items()}
 
@@ -114,7 +126,9 @@ def _complete(step: Path, began: float, found: list[float]) -> None:
 
 
 def with_ranks(state: dict[str, Tensor], folder: Path, ranks: int) -> list[tuple[float, float]]:
-    """Of each save, seconds that the slowest rank was blocked and until it was on disk; rows are split over them."""
+    """Of each save, seconds that the slowest rank was blocked and until it was on disk; rows are
+    split over them.
+    """
     mesh = Mesh(fsdp=ranks)
     held = {name: Held(P("fsdp")) for name, x in state.items() if x.ndim}
     layout = Layout({name: x.to("meta") for name, x in state.items()}, held, mesh)
@@ -148,12 +162,18 @@ def _spread(seconds: list[float]) -> str:
 
 
 def main() -> int:
-    """Prints the table; 1 if one rank misses a limit, against orbax as it comes or that without compression."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Prints the table; 1 if one rank misses a limit, against orbax as it comes or that without
+    compression.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary folder if not given")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write; a temporary folder if not given"
+    )
     given = parser.parse_args()
     state = make_state(given.megabytes)
     times: dict[tuple[Any, int, str], list[float]] = defaultdict(list)
@@ -174,7 +194,10 @@ def main() -> int:
 
 def _report(size: int, ranks: list[int], times: dict[tuple[Any, int, str], list[float]]) -> int:
     middle = {key: statistics.median(seconds) for key, seconds in times.items()}
-    print(f"{size / 1e9:.2f} GB; medians of {len(times['plain', 0, ''])} rounds, and from least to most")
+    print(
+        f"{size / 1e9:.2f} GB; medians of {len(times['plain', 0, ''])} rounds, and from least to "
+        "most"
+    )
     print(f"one file written and flushed: {_spread(times['plain', 0, ''])}")
     for i in range(SAVES):
         print("next save" if i else "first save")
@@ -184,12 +207,19 @@ def _report(size: int, ranks: list[int], times: dict[tuple[Any, int, str], list[
         for n in ranks:
             total = middle[n, i, "total"]
             ratios = [f"{total / middle[which, i, 'alone']:.2f} x {which}" for which in ORBAX]
-            print(f"  {n} ranks: blocked {_spread(times[n, i, 'blocked'])}, on disk {_spread(times[n, i, 'total'])}")
+            print(
+                f"  {n} ranks: blocked {_spread(times[n, i, 'blocked'])}, on disk "
+                f"{_spread(times[n, i, 'total'])}"
+            )
             print(f"    = {'; '.join(ratios)}")
     missed = []
     for i in range(SAVES):
         missed += ["blocked"] * (middle[1, i, "blocked"] > BLOCKED_S)
-        missed += [w for w in (DEFAULTS, PLAIN) if middle[1, i, "total"] > TIMES_ORBAX * middle[w, i, "alone"]]
+        missed += [
+            w
+            for w in (DEFAULTS, PLAIN)
+            if middle[1, i, "total"] > TIMES_ORBAX * middle[w, i, "alone"]
+        ]
     said = f"missed: {'; '.join(missed)}" if missed else "kept"
     print(f"limits on one rank: blocked {BLOCKED_S} s, on disk after {TIMES_ORBAX} x orbax: {said}")
     return int(bool(missed))

@@ -1,10 +1,12 @@
-"""FP8 beside bfloat16: ``python -m benchmarks.fp8 [--steps 60] [--json FILE]`` on a CUDA device, some minutes.
+"""FP8 beside bfloat16: ``python -m benchmarks.fp8 [--steps 60] [--json FILE]`` on a CUDA device,
+some minutes.
 
-First the encoder of operands alone, of a matrix as it lies and of its transpose, against the bytes that must move. Then
-products of the sizes of K3.1, with 8192 tokens: time of the forward and of all three products, as they are launched and
-replayed from a CUDA graph, and how far the result is from float32's. Last the loss of a small K3.1, trained alike with
-exact products and with FP8 ones. ``--device cpu --small`` runs all of it on references, to see that it runs; ``--tune``
-only times the encoder's tiles.
+First the encoder of operands alone, of a matrix as it lies and of its transpose, against the bytes
+that must move. Then products of the sizes of K3.1, with 8192 tokens: time of the forward and of all
+three products, as they are launched and replayed from a CUDA graph, and how far the result is from
+float32's. Last the loss of a small K3.1, trained alike with exact products and with FP8 ones.
+``--device cpu --small`` runs all of it on references, to see that it runs; ``--tune`` only times
+the encoder's tiles.
 """
 
 from __future__ import annotations
@@ -38,7 +40,12 @@ from k31fn.precision import Products
 __all__ = ["TUNED", "curve", "encoders", "main", "products"]
 
 TOKENS = 8192
-SIZES = ((7168, 12288), (12288, 7168), (7168, 3584), (7168, 33792))  # of KDA, its output, the latent, a dense MLP
+SIZES = (
+    (7168, 12288),
+    (12288, 7168),
+    (7168, 3584),
+    (7168, 33792),
+)  # of KDA, its output, the latent, a dense MLP
 KINDS: tuple[Products, ...] = ("exact", "fp8_rows", "fp8_blocks")
 SCALINGS: tuple[Groups, ...] = ("rows", "blocks", "tiles")
 BYTES_A_MS = 4.3e9  # of one H200
@@ -69,7 +76,10 @@ def _replayed(works: dict[str, list[Work]], where: torch.device) -> dict[str, li
     """The same from CUDA graphs, each of all sets of inputs; elsewhere the works themselves."""
     if where.type != "cuda":
         return works
-    return {name: [graphed(lambda some=some: [work() for work in some], where)] for name, some in works.items()}
+    return {
+        name: [graphed(lambda some=some: [work() for work in some], where)]
+        for name, some in works.items()
+    }
 
 
 def _compiled(x: Tensor, scaling: Groups) -> dict[str, Callable[..., Any]]:
@@ -85,19 +95,28 @@ def _compiled(x: Tensor, scaling: Groups) -> dict[str, Callable[..., Any]]:
 
 
 def encoders(shapes: Any, where: torch.device) -> list[dict[str, Any]]:
-    """A row per shape, order of memory and scaling: milliseconds of each encoder, and of the bytes alone."""
+    """A row per shape, order of memory and scaling: milliseconds of each encoder, and of the bytes
+    alone.
+    """
     rows: list[dict[str, Any]] = []
     sets = 2  # more than the cache holds; a graph runs all of them
     for (lines, width), transposed in ((shape, t) for shape in shapes for t in (False, True)):
         drawn = [torch.randn(lines, width, device=where).bfloat16() for _ in range(sets)]
         xs = [x.mT if transposed else x for x in drawn]
         for scaling in SCALINGS:
-            forms: dict[str, Callable[..., Any]] = {"default": fp8_encode, "reference": fp8_encode.reference}
+            forms: dict[str, Callable[..., Any]] = {
+                "default": fp8_encode,
+                "reference": fp8_encode.reference,
+            }
             if where.type == "cuda" and (lines, width) == shapes[0]:  # it takes seconds
                 forms |= _compiled(xs[0], scaling)
-            works: dict[str, list[Work]] = {n: [functools.partial(f, x, scaling) for x in xs] for n, f in forms.items()}
+            works: dict[str, list[Work]] = {
+                n: [functools.partial(f, x, scaling) for x in xs] for n, f in forms.items()
+            }
             runs = sets if where.type == "cuda" else 1
-            times = {name: t / runs for name, t in take_turns(_replayed(works, where), where, 20).items()}
+            times = {
+                name: t / runs for name, t in take_turns(_replayed(works, where), where, 20).items()
+            }
             codes, scales = fp8_encode(xs[0], scaling)
             moved = xs[0].nbytes + codes.nbytes + scales.nbytes
             rows.append(
@@ -110,9 +129,12 @@ def encoders(shapes: Any, where: torch.device) -> list[dict[str, Any]]:
                     "terabytes_a_second": moved / times["default"] / 1e9,
                 }
             )
-            peers = "".join(f"   {name} {t:8.4f} ms" for name, t in times.items() if name != "default")
+            peers = "".join(
+                f"   {name} {t:8.4f} ms" for name, t in times.items() if name != "default"
+            )
             print(
-                f"encode {xs[0].shape[0]} x {xs[0].shape[1]:<6}{'transposed' if transposed else '':<11}{scaling:<7}"
+                f"encode {xs[0].shape[0]} x "
+                f"{xs[0].shape[1]:<6}{'transposed' if transposed else '':<11}{scaling:<7}"
                 f"{times['default']:8.4f} ms {rows[-1]['terabytes_a_second']:5.2f} TB/s "
                 f"{rows[-1]['floor_ms'] / times['default']:5.0%}{peers}",
                 flush=True,
@@ -127,17 +149,27 @@ def tune(lines: int, width: int, where: torch.device) -> None:
     found: dict[int, list[tuple[float, str]]] = {}
     for position, tile, tiles in variants(kernels, where.type, TUNED):
         scaling, transposed = _TUNED_ON[position]
-        works: list[Work] = [functools.partial(fp8_encode, x.mT if transposed else x, scaling) for x in drawn]
+        works: list[Work] = [
+            functools.partial(fp8_encode, x.mT if transposed else x, scaling) for x in drawn
+        ]
         try:
-            with mock.patch.dict(kernels._TILES, {where.type: tiles}), use_impl(fp8_encode="triton"):
+            with (
+                mock.patch.dict(kernels._TILES, {where.type: tiles}),
+                use_impl(fp8_encode="triton"),
+            ):
                 took = take_turns(_replayed({"": works}, where), where, 20)[""] / 2
-        except Exception as refused:  # too many registers or too much shared memory: not a candidate
+        except (
+            Exception
+        ) as refused:  # too many registers or too much shared memory: not a candidate
             print(f"{tile}: {type(refused).__name__}: {str(refused).splitlines()[0][:80]}")
             continue
         found.setdefault(position, []).append((took, str(tile)))
     for position, some in found.items():
         scaling, transposed = _TUNED_ON[position]
-        print(f"{scaling}{' transposed' if transposed else ''}, the table has {kernels._TILES[where.type][position]}")
+        print(
+            f"{scaling}{' transposed' if transposed else ''}, the table has "
+            f"{kernels._TILES[where.type][position]}"
+        )
         for took, tile in sorted(some):
             print(f"  {took:.4f} ms {tile}", flush=True)
 
@@ -152,21 +184,32 @@ def products(tokens: int, sizes: Any, where: torch.device) -> list[dict[str, Any
         forward, both, errors = {}, {}, {}
         for kind in KINDS:
             f = _product(kind)
-            grad = value_and_grad(lambda x, w, f=f, ct=ct: (f(x, w) * ct).sum(dtype=torch.float32), (0, 1))
+            grad = value_and_grad(
+                lambda x, w, f=f, ct=ct: (f(x, w) * ct).sum(dtype=torch.float32), (0, 1)
+            )
             try:
                 errors[kind] = error(f(x, w), want)
             except ValueError as refused:
                 print(f"{features} x {columns} {kind}: {refused}")
                 continue
-            forward[kind], both[kind] = [lambda f=f, x=x, w=w: f(x, w)], [lambda g=grad, x=x, w=w: g(x, w)]
+            forward[kind], both[kind] = (
+                [lambda f=f, x=x, w=w: f(x, w)],
+                [lambda g=grad, x=x, w=w: g(x, w)],
+            )
         works = (forward, both, _replayed(forward, where), _replayed(both, where))
         names = ("forward_ms", "both_ms", "forward_graph_ms", "both_graph_ms")
         times = {name: take_turns(some, where, 10) for name, some in zip(names, works, strict=True)}
         for kind in forward:
             took = {name: some[kind] for name, some in times.items()}
-            rows.append({"size": [tokens, features, columns], "kind": kind, **took, "error": errors[kind]})
+            rows.append(
+                {"size": [tokens, features, columns], "kind": kind, **took, "error": errors[kind]}
+            )
             shown = " ".join(f"{t:8.3f}" for t in took.values())
-            print(f"{tokens} x {features} x {columns:<6} {kind:<12}{shown} ms   error {errors[kind]:.4f}", flush=True)
+            print(
+                f"{tokens} x {features} x {columns:<6} {kind:<12}{shown} ms   error "
+                f"{errors[kind]:.4f}",
+                flush=True,
+            )
     return rows
 
 
@@ -175,14 +218,25 @@ def recipe(kind: Products, steps: int, small: bool) -> config.Recipe:
     base = tiny.train()
     if not small:
         width = 1024
-        attention = mla.Config(width, 8, q_lora_rank=256, kv_lora_rank=128, qk_rope_head_dim=64, qk_nope_head_dim=64,
-                               v_head_dim=128)  # fmt: skip
-        moe = latent_moe.Config(width, latent_size=512, expert_size=256, shared_size=512, num_experts=16, top_k=4)
+        attention = mla.Config(
+            width,
+            8,
+            q_lora_rank=256,
+            kv_lora_rank=128,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=64,
+            v_head_dim=128,
+        )
+        moe = latent_moe.Config(
+            width, latent_size=512, expert_size=256, shared_size=512, num_experts=16, top_k=4
+        )
         cfg = dataclasses.replace(
             base.model,
             hidden_size=width,
             kda=kda.Config(width, num_heads=8, head_dim=128),
-            full_attention=dsa.Config(attention, indexer.Config(width, 256, num_heads=8, head_dim=64), topk=128),
+            full_attention=dsa.Config(
+                attention, indexer.Config(width, 256, num_heads=8, head_dim=64), topk=128
+            ),
             dense=mlp.Config(width, 2048),
             moe=moe,
         )
@@ -216,7 +270,9 @@ def curve(made: config.Recipe, where: torch.device) -> tuple[list[float], float]
 
 
 def draw(curves: dict[str, Any], out: Path) -> None:
-    """The losses, and how far those with FP8 products are above the others, both as means of ten steps."""
+    """The losses, and how far those with FP8 products are above the others, both as means of ten
+    steps.
+    """
     from matplotlib.figure import Figure
 
     def smooth(xs: list[float]) -> list[float]:
@@ -230,7 +286,13 @@ def draw(curves: dict[str, Any], out: Path) -> None:
         left.plot(range(10, 10 + len(mean)), mean, color=f"C{i}", linewidth=1, label=kind)
         if kind != "exact":
             above = [a - b for a, b in zip(mean, exact, strict=True)]
-            right.plot(range(10, 10 + len(mean)), above, color=f"C{i}", linewidth=1, label=f"{kind} - exact")
+            right.plot(
+                range(10, 10 + len(mean)),
+                above,
+                color=f"C{i}",
+                linewidth=1,
+                label=f"{kind} - exact",
+            )
     for axes, text in ((left, "loss, nats per byte"), (right, "difference, nats per byte")):
         axes.set_title(f"{text}, mean of 10 steps", fontsize=9, loc="left")
         axes.set_xlabel("step", fontsize=9)
@@ -240,18 +302,25 @@ def draw(curves: dict[str, Any], out: Path) -> None:
 
 def main() -> None:
     """Prints all tables; writes the file after each part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--device", default="", help="by default the best of this machine")
     parser.add_argument("--small", action="store_true", help="small products and configs/tiny.py")
-    parser.add_argument("--tune", action="store_true", help="times the encoder's tiles, and nothing else")
+    parser.add_argument(
+        "--tune", action="store_true", help="times the encoder's tiles, and nothing else"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--plot", type=Path, help="draw the losses here, at least 10 steps")
     given = parser.parse_args()
     where = devices.parse(given.device) if given.device else devices.default()
     if where.type == "cpu" and not given.small:
         parser.error("on the cpu only --small: the products of K3.1 take minutes each there")
-    found: dict[str, Any] = {"hardware": devices.name(where), "versions": {"torch": torch.__version__}}
+    found: dict[str, Any] = {
+        "hardware": devices.name(where),
+        "versions": {"torch": torch.__version__},
+    }
 
     def keep(**more: Any) -> None:
         found.update(more)
@@ -261,9 +330,15 @@ def main() -> None:
     if given.tune:
         tune(TOKENS, SIZES[0][0], where)
         return
-    lines_and_width = ((256, 384),) if given.small else ((TOKENS, SIZES[0][0]), (TOKENS, SIZES[0][1]))
+    lines_and_width = (
+        ((256, 384),) if given.small else ((TOKENS, SIZES[0][0]), (TOKENS, SIZES[0][1]))
+    )
     keep(encoders=encoders(lines_and_width, where))
-    keep(products=products(256, ((256, 384),), where) if given.small else products(TOKENS, SIZES, where))
+    keep(
+        products=products(256, ((256, 384),), where)
+        if given.small
+        else products(TOKENS, SIZES, where)
+    )
     curves: dict[str, Any] = {}
     for kind in KINDS:
         try:
@@ -276,7 +351,8 @@ def main() -> None:
         shown = " ".join(f"{x:.4f}" for x in losses[:: max(1, given.steps // 8)])
         last = losses[-max(1, given.steps // 6) :]
         print(
-            f"{kind:<12}{seconds:7.3f} s a step   mean of the last {len(last)}: {sum(last) / len(last):.4f}   {shown}"
+            f"{kind:<12}{seconds:7.3f} s a step   mean of the last {len(last)}: "
+            f"{sum(last) / len(last):.4f}   {shown}"
         )
     if given.plot:
         draw(curves, given.plot)

@@ -1,9 +1,10 @@
-"""Implementations of the experts' grouped product: ``python -m benchmarks.grouped_experts --device cuda``.
+"""Implementations of the experts' grouped product: ``python -m benchmarks.grouped_experts --device
+cuda``.
 
-For several numbers of experts and of rows per expert, balanced (every expert as likely) and skewed (likelihoods are
-exponentially distributed), the milliseconds of one product with its two gradients, the implementations taking turns;
-medians. ``batches`` and ``padding`` are those of ``buckets``: how many products it does, and how many rows of zeros it
-adds per row.
+For several numbers of experts and of rows per expert, balanced (every expert as likely) and skewed
+(likelihoods are exponentially distributed), the milliseconds of one product with its two gradients,
+the implementations taking turns; medians. ``batches`` and ``padding`` are those of ``buckets``: how
+many products it does, and how many rows of zeros it adds per row.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from k31fn.kernels.registry import use_impl
 def draw_sizes(num_experts: int, mean: int, skewed: bool) -> Tensor:
     """Rows per expert."""
     generator = torch.Generator().manual_seed(0)
-    likely = torch.rand(num_experts, generator=generator).log().neg() if skewed else torch.ones(num_experts)
+    likely = (
+        torch.rand(num_experts, generator=generator).log().neg()
+        if skewed
+        else torch.ones(num_experts)
+    )
     chosen = torch.multinomial(likely, num_experts * mean, replacement=True, generator=generator)
     return chosen.bincount(minlength=num_experts)
 
@@ -66,18 +71,25 @@ def measure(rows: Tensor, w: Tensor, sizes: Tensor, repeats: int) -> dict[str, f
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"))
     parser.add_argument("--experts", type=int, nargs="+", default=[16, 128, 896])
-    parser.add_argument("--rows", type=int, nargs="+", default=[2, 8, 32, 128], help="mean rows per expert")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[2, 8, 32, 128], help="mean rows per expert"
+    )
     parser.add_argument("--inner", type=int, default=256, help="width of a row")
     parser.add_argument("--outer", type=int, default=256, help="width of a product")
     parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()
     device, dtype = told(parser, lambda: devices.parse(args.device)), getattr(torch, args.dtype)
     names = [*grouped_matmul.implementations, "reference"]
-    print(f"{'experts':>7} {'rows':>5} {'routes':>8} {'batches':>7} {'padding':>7}", *(f"{n:>10}" for n in names))
+    print(
+        f"{'experts':>7} {'rows':>5} {'routes':>8} {'batches':>7} {'padding':>7}",
+        *(f"{n:>10}" for n in names),
+    )
     for num_experts in args.experts:
         w = torch.randn(num_experts, args.inner, args.outer, device=device, dtype=dtype)
         for mean in args.rows:
@@ -87,9 +99,15 @@ def main() -> None:
                 buckets = [b for b in split(sizes.tolist()) if b.batch]
                 padding = sum(len(b.experts) * b.batch for b in buckets) / rows.shape[0] - 1
                 times = measure(rows, w, sizes.to(device), args.repeats)
-                shown = [f"{t:10.2f}" if isinstance(t := times[n], float) else f"{t:>10}" for n in names]
+                shown = [
+                    f"{t:10.2f}" if isinstance(t := times[n], float) else f"{t:>10}" for n in names
+                ]
                 routes = "skewed" if skewed else "balanced"
-                print(f"{num_experts:7} {mean:5} {routes:>8} {len(buckets):7} {padding:7.2f}", *shown, flush=True)
+                print(
+                    f"{num_experts:7} {mean:5} {routes:>8} {len(buckets):7} {padding:7.2f}",
+                    *shown,
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What the benchmarks of single ops share: times of implementations that take turns, from graphs too, and a table."""
+"""What the benchmarks of single ops share: times of implementations that take turns, from graphs
+too, and a table.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from torch import Tensor
 
 from k31fn import device as devices
 
-__all__ = ["Row", "cuda_device", "error", "graphed", "print_rows", "take_turns", "told", "write_json"]
+__all__ = [
+    "Row",
+    "cuda_device",
+    "error",
+    "graphed",
+    "print_rows",
+    "take_turns",
+    "told",
+    "write_json",
+]
 
 Work = Callable[[], Any]
 T = TypeVar("T")
@@ -27,7 +38,8 @@ T = TypeVar("T")
 class Row(NamedTuple):
     """One implementation at one shape; times in milliseconds, ``nan`` where it did not run.
 
-    ``forward`` is the one that a backward follows, ``inference`` that without gradients, where measured.
+    ``forward`` is the one that a backward follows, ``inference`` that without gradients, where
+    measured.
     """
 
     shape: str
@@ -50,7 +62,9 @@ def told(parser: argparse.ArgumentParser, call: Callable[[], T]) -> T:
 
 
 def cuda_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
-    """The CUDA device of ``--device``; of any other the parser says that the kernels do not run there, and exits."""
+    """The CUDA device of ``--device``; of any other the parser says that the kernels do not run
+    there, and exits.
+    """
     where = told(parser, lambda: devices.parse(name))
     if where.type != "cuda":
         parser.error(f"--device {name}: times kernels, which need a CUDA device")
@@ -76,11 +90,14 @@ def graphed(work: Work, where: torch.device) -> Work:
     return lambda: (graph.replay(), kept)[0]
 
 
-def take_turns(works: Mapping[str, Sequence[Work]], where: torch.device, repeats: int) -> dict[str, float]:
+def take_turns(
+    works: Mapping[str, Sequence[Work]], where: torch.device, repeats: int
+) -> dict[str, float]:
     """Median milliseconds of each, by device events (by the clock on a CPU).
 
     Args:
-        works: per name the same work on several sets of inputs, which take turns so that none stays in the cache.
+        works: per name the same work on several sets of inputs, which take turns so that none stays
+            in the cache.
         where: the device.
         repeats: timed calls per name.
     """
@@ -114,17 +131,23 @@ def print_rows(rows: Sequence[Row], forward_bytes: int, both_bytes: int) -> None
     for r in rows:
         backward, floor = r.both - r.forward, r.both_floor - r.forward_floor
         print(
-            f"{r.shape:20} {r.name:28} fwd {r.forward:8.4f} ms {forward_bytes / r.forward / 1e9:5.2f} TB/s "
+            f"{r.shape:20} {r.name:28} fwd {r.forward:8.4f} ms "
+            f"{forward_bytes / r.forward / 1e9:5.2f} TB/s "
             f"{r.forward_floor / r.forward:5.0%} (no grad {r.inference:8.4f} ms)   "
             f"bwd {backward:8.4f} ms {floor / backward:5.0%}   "
-            f"both {r.both:8.4f} ms {both_bytes / r.both / 1e9:5.2f} TB/s {r.both_floor / r.both:5.0%}   "
+            f"both {r.both:8.4f} ms {both_bytes / r.both / 1e9:5.2f} TB/s "
+            f"{r.both_floor / r.both:5.0%}   "
             f"peak {r.peak_bytes / 2**20:7.0f} MiB {r.note}",
             flush=True,
         )
 
 
-def write_json(path: str, op: str, where: torch.device, rows: Sequence[Row], extra: Mapping[str, Any]) -> None:
-    """All rows of an op, with the hardware, the versions of what was measured, and what else was found. NaN is null."""
+def write_json(
+    path: str, op: str, where: torch.device, rows: Sequence[Row], extra: Mapping[str, Any]
+) -> None:
+    """All rows of an op, with the hardware, the versions of what was measured, and what else was
+    found. NaN is null.
+    """
     if path:
         found = {"op": op, "hardware": _hardware(where), "versions": _versions(), **extra}
         plain = [{k: None if v != v else v for k, v in r._asdict().items()} for r in rows]
@@ -134,7 +157,11 @@ def write_json(path: str, op: str, where: torch.device, rows: Sequence[Row], ext
 
 
 def _hardware(where: torch.device) -> str:
-    return torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type}, {platform.machine()}"
+    return (
+        torch.cuda.get_device_name(where)
+        if where.type == "cuda"
+        else f"{where.type}, {platform.machine()}"
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""A round of hyper-connections: ``python -m benchmarks.mhc [--tune] [--json FILE]`` on a CUDA device.
+"""A round of hyper-connections: ``python -m benchmarks.mhc [--tune] [--json FILE]`` on a CUDA
+device.
 
-The read of the streams and their update around a sublayer that is given. Checks values, gradients and repeatability,
-then times the fused ops beside their peers: plain torch, the same from a CUDA graph, and torch.compile.
+The read of the streams and their update around a sublayer that is given. Checks values, gradients
+and repeatability, then times the fused ops beside their peers: plain torch, the same from a CUDA
+graph, and torch.compile.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def plain(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, base: Tensor) -> tup
         m = m / (m.sum(-1, keepdim=True) + EPS)
         m = m / (m.sum(-2, keepdim=True) + EPS)
     y = (h_pre[..., None] * wide).sum(-2).to(x.dtype)
-    after = h_post[..., None] * f.to(wide.dtype)[..., None, :] + torch.einsum("btij,btid->btjd", m, wide)
+    after = h_post[..., None] * f.to(wide.dtype)[..., None, :] + torch.einsum(
+        "btij,btid->btjd", m, wide
+    )
     return y, after.to(x.dtype)
 
 
@@ -64,15 +68,20 @@ def fused(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, base: Tensor) -> tup
         return pre.y, mhc_post(pre.x, f, pre.h_post, pre.h_res)
 
 
-def subject(tokens: int, n: int, width: int, where: torch.device, dtype: torch.dtype = torch.bfloat16) -> Subject:
+def subject(
+    tokens: int, n: int, width: int, where: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Subject:
     """N streams ``[1, tokens, N, width]``; parameters in float32.
 
-    Bytes that must move, in streams' width per token: forward 3 N + 2 (each of two ops reads the streams, one writes
-    them, and one vector each); backward 5 N + 3 (streams and their cotangent are read by both, written once).
+    Bytes that must move, in streams' width per token: forward 3 N + 2 (each of two ops reads the
+    streams, one writes them, and one vector each); backward 5 N + 3 (streams and their cotangent
+    are read by both, written once).
     """
 
     def draw() -> list[Tensor]:
-        x, f = (torch.randn(1, tokens, *rest, device=where).to(dtype) for rest in ((n, width), (width,)))
+        x, f = (
+            torch.randn(1, tokens, *rest, device=where).to(dtype) for rest in ((n, width), (width,))
+        )
         phi = torch.randn(n * width, 2 * n + n * n, device=where) * (n * width) ** -0.5
         return [x, f, phi, torch.rand(3, device=where), torch.randn(2 * n + n * n, device=where)]
 
@@ -82,13 +91,21 @@ def subject(tokens: int, n: int, width: int, where: torch.device, dtype: torch.d
 
 
 def main() -> int:
-    """Prints a table; with ``--tune`` also the best tiles, and returns 1 if those of the kernels are not among them.
+    """Prints a table; with ``--tune`` also the best tiles, and returns 1 if those of the kernels
+    are not among them.
 
     The JSON file is written anew after each row, so a run that is stopped has left what it found.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default=str(devices.default()))
-    parser.add_argument("--shapes", nargs="+", default=["1024x4x5120", "2048x4x2560"], help="tokens x streams x width")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["1024x4x5120", "2048x4x2560"],
+        help="tokens x streams x width",
+    )
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json", default="")
@@ -99,7 +116,9 @@ def main() -> int:
         small = subject(*shape, where)
         errors[small.shape] = check(small)
         print(f"{small.shape}: largest error {errors[small.shape]:.1e}", flush=True)
-        assert errors[small.shape] < 2**-7, "bfloat16: a sum of two results that are each rounded to 2^-9"
+        assert errors[small.shape] < 2**-7, (
+            "bfloat16: a sum of two results that are each rounded to 2^-9"
+        )
     for shape in args.shapes:
         tokens, streams, width = map(int, shape.split("x"))
         big = subject(tokens, streams, width, where)

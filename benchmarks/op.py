@@ -1,7 +1,8 @@
 """One op at one shape: is it right, and how fast beside its peers, in one run.
 
-A subject gives inputs, the fused function, and the same mathematics written plainly for torch. Peers: the plain form
-as it is, replayed from a CUDA graph, and under torch.compile; and others that the subject names.
+A subject gives inputs, the fused function, and the same mathematics written plainly for torch.
+Peers: the plain form as it is, replayed from a CUDA graph, and under torch.compile; and others that
+the subject names.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Subject:
         both_bytes: that must move in forward and backward.
         peers: more functions of the same inputs, by name.
         compiled: whether the plain form under torch.compile is a peer too.
-        bare: moves what the forward must move and computes next to nothing; its time under torch.compile says how
-            near to the floor the device comes.
+        bare: moves what the forward must move and computes next to nothing; its time under
+            torch.compile says how near to the floor the device comes.
     """
 
     shape: str
@@ -55,7 +56,9 @@ class Subject:
     bare: Function | None = None
 
 
-def _both(f: Function, inputs: Sequence[Tensor], cts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _both(
+    f: Function, inputs: Sequence[Tensor], cts: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     outs = tree.leaves(f(*leaves))
     return outs, list(torch.autograd.grad(outs, leaves, list(cts)))
@@ -74,7 +77,9 @@ def check(subject: Subject, runs: int = 20) -> float:
         AssertionError: two runs on the same inputs differ in a bit.
     """
     worst, inputs = 0.0, subject.draw()
-    assert repeats_alike(subject, inputs, cotangents(subject.fused, inputs), runs), "two runs differ"
+    assert repeats_alike(subject, inputs, cotangents(subject.fused, inputs), runs), (
+        "two runs differ"
+    )
     for _ in range(3):
         inputs = subject.draw()
         cts = cotangents(subject.fused, inputs)
@@ -85,20 +90,30 @@ def check(subject: Subject, runs: int = 20) -> float:
     return worst
 
 
-def repeats_alike(subject: Subject, inputs: Sequence[Tensor], cts: Sequence[Tensor], runs: int = 20) -> bool:
+def repeats_alike(
+    subject: Subject, inputs: Sequence[Tensor], cts: Sequence[Tensor], runs: int = 20
+) -> bool:
     """Whether all runs give the same bits."""
-    first, *others = ([*outs, *grads] for outs, grads in (_both(subject.fused, inputs, cts) for _ in range(runs)))
+    first, *others = (
+        [*outs, *grads] for outs, grads in (_both(subject.fused, inputs, cts) for _ in range(runs))
+    )
     return all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
 
 
 def measure(
-    subject: Subject, where: torch.device, *, repeats: int, each: Callable[[Row], None] | None = None
+    subject: Subject,
+    where: torch.device,
+    *,
+    repeats: int,
+    each: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """A row per implementation, one after the other, all on the same sets of inputs, which take turns.
+    """A row per implementation, one after the other, all on the same sets of inputs, which take
+    turns.
 
-    There are two sets, or as many as move 2 GiB in the forward: no input is in a cache, and a graph, which runs them
-    all, takes long beside its own launch. The forward is the one that a backward follows; of the fused op also that
-    without gradients. The bare form has a forward only, from a graph.
+    There are two sets, or as many as move 2 GiB in the forward: no input is in a cache, and a
+    graph, which runs them all, takes long beside its own launch. The forward is the one that a
+    backward follows; of the fused op also that without gradients. The bare form has a forward only,
+    from a graph.
 
     Args:
         subject: what is measured.
@@ -137,7 +152,9 @@ def measure(
     return rows
 
 
-def _replayed(f: Function, drawn: Sequence[Sequence[Tensor]], where: torch.device, repeats: int) -> float:
+def _replayed(
+    f: Function, drawn: Sequence[Sequence[Tensor]], where: torch.device, repeats: int
+) -> float:
     """Milliseconds of one call without gradients, from a graph of a call on each set."""
     work = graphed(lambda: [_without_gradients(f, x) for x in drawn], where)
     return take_turns({"": [work]}, where, repeats)[""] / len(drawn)
@@ -151,7 +168,9 @@ def _times(
     where: torch.device,
     repeats: int,
 ) -> tuple[int, dict[str, tuple[float, float, float]]]:
-    """Peak bytes; and forward, both and, of the fused, forward without gradients; as called and from a CUDA graph."""
+    """Peak bytes; and forward, both and, of the fused, forward without gradients; as called and
+    from a CUDA graph.
+    """
     kinds: list[list[Work]] = [
         [lambda x=x: f(*(a.detach().requires_grad_() for a in x)) for x in drawn],
         [lambda x=x, c=c: _both(f, x, c) for x, c in zip(drawn, cts, strict=True)],
@@ -166,7 +185,10 @@ def _times(
         for i, kind in enumerate(kinds):
             works[f"{name}, graph|{i}"] = [graphed(lambda some=kind: [w() for w in some], where)]
     times = take_turns(works, where, repeats)
-    found = {f: [times.get(f"{f}|{i}", float("nan")) / runs for i in range(3)] for f, runs in forms.items()}
+    found = {
+        f: [times.get(f"{f}|{i}", float("nan")) / runs for i in range(3)]
+        for f, runs in forms.items()
+    }
     return peak, {form: (some[0], some[1], some[2]) for form, some in found.items()}
 
 
@@ -187,8 +209,11 @@ def _peak(work: Work, where: torch.device) -> int:
     return devices.peak_memory(where) - before
 
 
-def variants(module: Any, kind: str, options: Sequence[Mapping[str, Sequence[int]]]) -> Iterator[tuple[int, Tile, Any]]:
-    """Each kernel's tile over all combinations of its options, the other kernels as they are in the table.
+def variants(
+    module: Any, kind: str, options: Sequence[Mapping[str, Sequence[int]]]
+) -> Iterator[tuple[int, Tile, Any]]:
+    """Each kernel's tile over all combinations of its options, the other kernels as they are in the
+    table.
 
     Args:
         module: the kernels, with their ``_TILES``.
@@ -203,7 +228,11 @@ def variants(module: Any, kind: str, options: Sequence[Mapping[str, Sequence[int
         for values in itertools.product(*choice.values()):
             changed = base[position]._replace(**dict(zip(choice, values, strict=True)))
             tiles = [changed if i == position else t for i, t in enumerate(base)]
-            yield position, changed, type(base)(*tiles) if hasattr(base, "_fields") else tuple(tiles)
+            yield (
+                position,
+                changed,
+                type(base)(*tiles) if hasattr(base, "_fields") else tuple(tiles),
+            )
 
 
 def tune(
@@ -215,7 +244,8 @@ def tune(
     repeats: int,
     slack: float = 1.03,
 ) -> bool:
-    """Times every tile of :func:`variants`, prints the best of each kernel, and says if the table's are among them.
+    """Times every tile of :func:`variants`, prints the best of each kernel, and says if the table's
+    are among them.
 
     A tile with which twenty runs are not the same bits is left out, and named.
 
@@ -246,5 +276,8 @@ def tune(
             print(f"  {tile}: {type(e).__name__}: {str(e).splitlines()[0][:80]}")
     for position, some in found.items():
         for time, tile in sorted(some)[:3]:
-            print(f"{subject.shape} tile {position}: {time:.4f} ms (table: {now:.4f})  {tile}", flush=True)
+            print(
+                f"{subject.shape} tile {position}: {time:.4f} ms (table: {now:.4f})  {tile}",
+                flush=True,
+            )
     return all(now <= slack * min(some)[0] for some in found.values())

@@ -1,19 +1,21 @@
 """What recomputation saves and costs: ``python -m benchmarks.recompute [--json FILE]``.
 
-Bytes: a run of 8 layers of two sublayers in bfloat16 at K3's width, whose sublayers are a product with a vector, so
-that what is kept is what joins them to the residual state, their norms and their outputs. Measured between forward and
-backward, without the result; given per layer and per B*S*D. Two accountings:
+Bytes: a run of 8 layers of two sublayers in bfloat16 at K3's width, whose sublayers are a product
+with a vector, so that what is kept is what joins them to the residual state, their norms and their
+outputs. Measured between forward and backward, without the result; given per layer and per B*S*D.
+Two accountings:
 
-* new: without the two outputs of the branches, which a plain residual network whose branches are kept has too; without
-  recomputation also without all else that a plain residual keeps (its norms);
+* new: without the two outputs of the branches, which a plain residual network whose branches are
+  kept has too; without recomputation also without all else that a plain residual keeps (its norms);
 * all: everything counts.
 
-``mhc`` is this package's operator, which keeps its inputs only, also without recomputation. ``broadcast`` and
-``einsum`` are the same equations as plain torch runs them in float32, with sums of broadcast products or einsum for the
-mixing; ``broadcast, one copy`` shares the float32 streams between read and update.
+``mhc`` is this package's operator, which keeps its inputs only, also without recomputation.
+``broadcast`` and ``einsum`` are the same equations as plain torch runs them in float32, with sums
+of broadcast products or einsum for the mixing; ``broadcast, one copy`` shares the float32 streams
+between read and update.
 
-Times and peaks: a step's gradient of ``configs/tiny.py`` (or on ``--device``), the policies taking turns; on a CPU the
-time is that of the process, on one thread.
+Times and peaks: a step's gradient of ``configs/tiny.py`` (or on ``--device``), the policies taking
+turns; on a CPU the time is that of the process, on one thread.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ Connect = Callable[..., tuple[Any, Any]]
 class Kept(NamedTuple):
     """What a scheme keeps under a policy, in bytes per layer and per B*S*D.
 
-    ``peak``: of forward and backward of all layers together, per B*S*D, without gradients of weights.
+    ``peak``: of forward and backward of all layers together, per B*S*D, without gradients of
+    weights.
     """
 
     scheme: str
@@ -86,7 +89,9 @@ def _plain_mhc(
     f: Callable[[Tensor], tuple[Tensor, Any]],
     **_: Any,
 ) -> tuple[mhc.Carry, Any]:
-    """``mhc.connect`` by torch's own rules; ``read`` sums over streams, ``mixed`` over those of each new one."""
+    """``mhc.connect`` by torch's own rules; ``read`` sums over streams, ``mixed`` over those of
+    each new one.
+    """
     x, n = carry.streams, cfg.num_streams
     wide = x.to(torch.float32)
     flat = wide.flatten(-2)
@@ -110,7 +115,10 @@ def _mix(h: Tensor, x: Tensor) -> Tensor:
     return (h[..., None] * x[..., None, :]).sum(-3)
 
 
-_EINSUM = functools.partial(torch.einsum, "btij,btid->btjd"), functools.partial(torch.einsum, "btn,btnd->btd")
+_EINSUM = (
+    functools.partial(torch.einsum, "btij,btid->btjd"),
+    functools.partial(torch.einsum, "btn,btnd->btd"),
+)
 FORMS: dict[str, tuple[str, Connect]] = {
     "plain": ("plain", plain_residual.connect),
     "attn_res": ("attn_res", attn_res.connect),
@@ -126,7 +134,9 @@ def _branch(w: Tensor, x: Tensor) -> tuple[Tensor, Any]:
     return x * w, ()
 
 
-def _layer(connect: Connect, cfg: Any, opens: bool, p: Any, carry: Any, shared: Any, own: Any) -> tuple[Any, Any]:
+def _layer(
+    connect: Connect, cfg: Any, opens: bool, p: Any, carry: Any, shared: Any, own: Any
+) -> tuple[Any, Any]:
     del shared, own
     for name in ("attention", "ffn"):
 
@@ -134,11 +144,20 @@ def _layer(connect: Connect, cfg: Any, opens: bool, p: Any, carry: Any, shared: 
             x = norm.apply(p["norm"], h, norm.Config(h.shape[-1]))
             return keepable(name, _branch)(p["branch"], x)
 
-        carry, _ = connect(p["mix"], carry, cfg, sublayer, opens_block=opens and name == "attention")
+        carry, _ = connect(
+            p["mix"], carry, cfg, sublayer, opens_block=opens and name == "attention"
+        )
     return carry, ()
 
 
-def kept(form: str, policy: Remat, *, tokens: int = TOKENS, width: int = WIDTH, dtype: Any = torch.bfloat16) -> Kept:
+def kept(
+    form: str,
+    policy: Remat,
+    *,
+    tokens: int = TOKENS,
+    width: int = WIDTH,
+    dtype: Any = torch.bfloat16,
+) -> Kept:
     """Measures a form of :data:`FORMS` under a policy, on the CPU."""
     kind, connect = FORMS[form]
     cfg, module = _CONFIGS[kind], {"plain": plain_residual, "attn_res": attn_res, "mhc": mhc}[kind]
@@ -153,12 +172,19 @@ def kept(form: str, policy: Remat, *, tokens: int = TOKENS, width: int = WIDTH, 
 
     def run(weights: Any, x: Tensor) -> Any:
         carry = tree.map(lambda t: t * 1, module.start(x, cfg))  # a state like any between layers
-        return run_steps(steps, weights, (), carry, (), [()] * LAYERS, remat=policy, light=_without_branch)[0]
+        return run_steps(
+            steps, weights, (), carry, (), [()] * LAYERS, remat=policy, light=_without_branch
+        )[0]
 
     gc.collect()
     with live_bytes() as live:
         out, pull = vjp(run, weights, x)
-        own = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree.leaves(out)}.values())
+        own = sum(
+            {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in tree.leaves(out)
+            }.values()
+        )
         between = live.current - own
     del out, pull
     gc.collect()
@@ -186,7 +212,9 @@ def reductions(rows: Sequence[Kept]) -> list[Reduction]:
     found = {(r.scheme, r.policy): r.kept for r in rows}
     outputs, plain = 2 * 2, found["plain", "none"]
     return [
-        Reduction(s, p, 1 - (k - outputs) / (found[s, "none"] - plain - outputs), 1 - k / found[s, "none"])
+        Reduction(
+            s, p, 1 - (k - outputs) / (found[s, "none"] - plain - outputs), 1 - k / found[s, "none"]
+        )
         for (s, p), k in found.items()
         if s.startswith("mhc") and p in ("intra_layer", "cross_layer")
     ]
@@ -202,10 +230,17 @@ def timed(where: torch.device, repeats: int) -> list[Timed]:
         weights = params.init(model.specs(cfg), random.key(0), dtype=torch.float32)
         weights = tree.map(lambda w: w.to(where), weights)
         tokens = (random.bits(random.key(1), (recipe.batch_size, recipe.length)) % 256).to(where)
-        batch, state = model.make_batch(tokens, vocab_size=cfg.vocab_size), model.init_balance(cfg, device=where)
+        batch, state = (
+            model.make_batch(tokens, vocab_size=cfg.vocab_size),
+            model.init_balance(cfg, device=where),
+        )
 
-        def gradient(policy: Remat, cfg: Any = cfg, batch: Any = batch, state: Any = state, w: Any = weights) -> Any:
-            return value_and_grad(lambda w: model.loss(w, batch, cfg, balance=state, remat=policy)[0])(w)
+        def gradient(
+            policy: Remat, cfg: Any = cfg, batch: Any = batch, state: Any = state, w: Any = weights
+        ) -> Any:
+            return value_and_grad(
+                lambda w: model.loss(w, batch, cfg, balance=state, remat=policy)[0]
+            )(w)
 
         print(f"timing {kind}", file=sys.stderr, flush=True)
         times: dict[str, list[float]] = {p: [] for p in POLICIES}
@@ -242,15 +277,22 @@ def markdown(rows: Sequence[Kept], times: Sequence[Timed]) -> str:
         none = {t.scheme: t for t in times if t.policy == "none"}
         for t in times:
             share = t.milliseconds / none[t.scheme].milliseconds
-            lines.append(f"| {t.scheme} | {t.policy} | {t.milliseconds:.0f} ms ({share:.2f}) | {t.peak / 1e6:.0f} MB |")
+            lines.append(
+                f"| {t.scheme} | {t.policy} | {t.milliseconds:.0f} ms ({share:.2f}) | "
+                f"{t.peak / 1e6:.0f} MB |"
+            )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", help="of the timed model")
-    parser.add_argument("--repeats", type=int, default=5, help="timed gradients of each policy; 0: none")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed gradients of each policy; 0: none"
+    )
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     where = told(parser, lambda: devices.parse(args.device))

@@ -1,7 +1,8 @@
-"""README's table of benchmarks, from the JSON files: ``python -m benchmarks.table README.md [--check]``.
+"""README's table of benchmarks, from the JSON files: ``python -m benchmarks.table README.md
+[--check]``.
 
-Writes the table between the two marker comments of the file; with ``--check`` changes nothing and fails if it is not
-what the JSON files give.
+Writes the table between the two marker comments of the file; with ``--check`` changes nothing and
+fails if it is not what the JSON files give.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ __all__ = ["BEGIN", "END", "RESULTS", "main", "render", "replaced"]
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 RESULTS = Path(__file__).parent / "results"
 _HEAD = (
-    "| operator, shape | forward | backward | both | peak | eager | eager, graph | torch.compile, graph "
+    "| operator, shape | forward | backward | both | peak | eager | eager, graph | torch.compile, "
+    "graph "
     "| fla-core, graph |"
 )
 
@@ -28,15 +30,24 @@ _HEAD = (
 def render(found: Sequence[Mapping[str, Any]]) -> str:
     """A table with a row per op and shape, and under it what was measured on what.
 
-    Times of the fused op are those of its kernels, replayed from a CUDA graph, with the share of the floor: the time in
-    which the device moves the bytes that must move.
+    Times of the fused op are those of its kernels, replayed from a CUDA graph, with the share of
+    the floor: the time in which the device moves the bytes that must move.
     """
     lines = [_HEAD, "|" + "---|" * 9]
     for result in found:
         shapes = list(dict.fromkeys(r["shape"] for r in result["rows"]))
         lines += [_line(result["op"], shape, result["rows"]) for shape in shapes]
-    on = {f"{r['hardware']} ({', '.join(f'{k} {v}' for k, v in r['versions'].items())})" for r in found}
-    return "\n".join([*lines, "", f"Measured on {'; '.join(sorted(on))}; peers in the same run, forward / both, ms."])
+    on = {
+        f"{r['hardware']} ({', '.join(f'{k} {v}' for k, v in r['versions'].items())})"
+        for r in found
+    }
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Measured on {'; '.join(sorted(on))}; peers in the same run, forward / both, ms.",
+        ]
+    )
 
 
 def _line(op: str, shape: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -74,27 +85,36 @@ def replaced(text: str, table: str) -> str:
         ValueError: not one marker of each kind, in order.
     """
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the file has no place for the table; write a line {BEGIN} and, after it, a line {END}")
+        raise ValueError(
+            f"the file has no place for the table; write a line {BEGIN} and, after it, a line {END}"
+        )
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
 
 
 def main() -> int:
     """Returns 1 if ``--check`` finds another table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description="README's table of benchmarks")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.table", description="README's table of benchmarks"
+    )
     parser.add_argument("file", type=Path, help="with the two marker comments")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of JSON files")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if not args.file.is_file():
         parser.error(f"{args.file}: no such file")
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(args.results.glob("*.json"))]
+    found = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(args.results.glob("*.json"))
+    ]
     if not (found := [r for r in found if "rows" in r and "op" in r]):
         parser.error(f"--results {args.results}: no result of an operator in it")
     text = args.file.read_text(encoding="utf-8")
     wanted = told(parser, lambda: replaced(text, render(found)))
     if args.check and text != wanted:
-        print(f"{args.file}: the table is not that of {args.results}; run python -m benchmarks.table {args.file}")
+        print(
+            f"{args.file}: the table is not that of {args.results}; run python -m "
+            f"benchmarks.table {args.file}"
+        )
         return 1
     if not args.check:
         args.file.write_text(wanted, encoding="utf-8")

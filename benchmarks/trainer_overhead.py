@@ -1,9 +1,10 @@
 """What training costs beyond the loss and its gradient: ``python -m benchmarks.trainer_overhead``.
 
-A step of the trainer (rows, batches, loss and gradient, clipping, optimiser, balance, metrics file, TensorBoard, a line
-on the terminal) against the same loss and gradient of the same rows called in a bare loop. The two take turns, so a
-machine that is shared with others slows both; medians. The optimiser is shown apart: Muon's is mostly the matrix
-products of Newton-Schulz, about 2.8 GFLOP a step for configs/tiny.py whatever the size of the batch.
+A step of the trainer (rows, batches, loss and gradient, clipping, optimiser, balance, metrics file,
+TensorBoard, a line on the terminal) against the same loss and gradient of the same rows called in a
+bare loop. The two take turns, so a machine that is shared with others slows both; medians. The
+optimiser is shown apart: Muon's is mostly the matrix products of Newton-Schulz, about 2.8 GFLOP a
+step for configs/tiny.py whatever the size of the batch.
 """
 
 from __future__ import annotations
@@ -90,8 +91,12 @@ def measure(recipe: config.Recipe, dataset: data.Rows, warmup: int) -> dict[str,
 
 
 def main() -> int:
-    """Prints a line per optimiser; the exit status is 1 if more than a tenth of a step is machinery."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Prints a line per optimiser; the exit status is 1 if more than a tenth of a step is
+    machinery.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", default=str(Path(__file__).parents[1] / "configs" / "tiny.py"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=3)
@@ -102,13 +107,17 @@ def main() -> int:
     dataset = trainer.load_corpus(base).dataset
     over = False
     for kind in ("adamw", "muon"):
-        recipe = dataclasses.replace(base, steps=args.steps, micro_batches=1, optimizer=config.Optimizer(kind=kind))
+        recipe = dataclasses.replace(
+            base, steps=args.steps, micro_batches=1, optimizer=config.Optimizer(kind=kind)
+        )
         t = measure(recipe, dataset, args.warmup)
         rest = t["full"] - t["bare"] - t["optimiser"]
         share = (t["full"] - t["bare"]) / t["full"]
         print(
-            f"{kind:6} step {1e3 * t['full']:7.1f} ms = loss and gradient {1e3 * t['bare']:.1f} + optimiser "
-            f"{1e3 * t['optimiser']:.1f} + the rest {1e3 * rest:.1f}; machinery {share:.1%} of the step, "
+            f"{kind:6} step {1e3 * t['full']:7.1f} ms = loss and gradient {1e3 * t['bare']:.1f} + "
+            "optimiser "
+            f"{1e3 * t['optimiser']:.1f} + the rest {1e3 * rest:.1f}; machinery {share:.1%} of "
+            "the step, "
             f"{rest / t['full']:.1%} without the optimiser"
         )
         over |= share > LIMIT

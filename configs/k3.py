@@ -1,4 +1,6 @@
-"""Kimi K3: 93 layers, of which 24 have Gated MLA and the others KDA, and MoonViT-V2 (arXiv 2607.24653)."""
+"""Kimi K3: 93 layers, of which 24 have Gated MLA and the others KDA, and MoonViT-V2 (arXiv
+2607.24653).
+"""
 
 from k31fn import model as k3
 from k31fn.layers import attn_res, kda, latent_moe, mla, mlp, projector, vision, vision_block

@@ -12,5 +12,7 @@ def model() -> k31.Config:
     """2,780.11B parameters, 104.37B active; 2,779.66B of them are the text model's."""
     k3 = config.load(Path(__file__).with_name("k3.py"))
     assert isinstance(k3.full_attention, mla.Config)
-    index = indexer.Config(k3.hidden_size, k3.full_attention.q_lora_rank, num_heads=32, head_dim=128)
+    index = indexer.Config(
+        k3.hidden_size, k3.full_attention.q_lora_rank, num_heads=32, head_dim=128
+    )
     return replace(k3, full_attention=dsa.Config(k3.full_attention, index, topk=2048))

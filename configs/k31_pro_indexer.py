@@ -1,8 +1,9 @@
-"""From Kimi K3 to K3.1 Pro: the indexers learn under dense attention, then all learns under sparse attention.
+"""From Kimi K3 to K3.1 Pro: the indexers learn under dense attention, then all learns under sparse
+attention.
 
-K3.1's own schedule is not public. This is the one of DeepSeek-V3.2 (arXiv 2512.02556) on the same kind of indexer: 1000
-steps at 1e-3 with the trunk frozen, 2.1B tokens, then 15000 steps at 7.3e-6, 943.7B tokens. In rows of 131072 tokens
-that is 16 and 480 rows a step.
+K3.1's own schedule is not public. This is the one of DeepSeek-V3.2 (arXiv 2512.02556) on the same
+kind of indexer: 1000 steps at 1e-3 with the trunk frozen, 2.1B tokens, then 15000 steps at 7.3e-6,
+943.7B tokens. In rows of 131072 tokens that is 16 and 480 rows a step.
 """
 
 from pathlib import Path
@@ -18,12 +19,18 @@ def model() -> k31.Config:
 
 
 def train() -> Recipe:
-    """Starts from a run of K3 (``--init RUN``; ``python -m k31fn.hf import`` makes one of a checkpoint)."""
-    warm_up = Phase(steps=1000, batch_size=16, trainable="indexer", attention="dense_warmup", peak_lr=1e-3)
+    """Starts from a run of K3 (``--init RUN``; ``python -m k31fn.hf import`` makes one of a
+    checkpoint).
+    """
+    warm_up = Phase(
+        steps=1000, batch_size=16, trainable="indexer", attention="dense_warmup", peak_lr=1e-3
+    )
     return Recipe(
         name="k31_pro_indexer",
         model=model(),
-        data=data.Prepared(train=("data/train",), heldout=("data/heldout",), tokenizer="data/tiktoken.model"),
+        data=data.Prepared(
+            train=("data/train",), heldout=("data/heldout",), tokenizer="data/tiktoken.model"
+        ),
         optimizer=Optimizer(kind="muon", peak_lr=7.3e-6, warmup_steps=0),
         steps=16_000,
         batch_size=480,

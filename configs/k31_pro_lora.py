@@ -1,8 +1,9 @@
-"""Low-rank adapters of Kimi K3.1 Pro, its frozen matrices in FP8.
+r"""Low-rank adapters of Kimi K3.1 Pro, its frozen matrices in FP8.
 
 What each of 128 devices needs::
 
-    python -m k31fn.inspect configs/k31_pro_lora.py --mesh.fsdp 32 --mesh.tp 4 --mesh.ep 128 --memory
+    python -m k31fn.inspect configs/k31_pro_lora.py --memory \
+        --mesh.fsdp 32 --mesh.tp 4 --mesh.ep 128
 """
 
 from pathlib import Path
@@ -18,7 +19,9 @@ def model() -> text.Config:
 
 
 def train() -> Recipe:
-    """Adapters of every matrix of every layer, experts included; one row of 8192 tokens for each of 32 data ranks."""
+    """Adapters of every matrix of every layer, experts included; one row of 8192 tokens for each of
+    32 data ranks.
+    """
     return Recipe(
         name="k31_pro_lora",
         model=model(),

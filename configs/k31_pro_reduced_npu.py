@@ -8,6 +8,10 @@ from k31fn import model as k31
 
 
 def model() -> k31.Config:
-    """22.75B parameters: six KDA layers and two of Gated DSA, the first dense, one AttnRes block; the whole tower."""
+    """22.75B parameters: six KDA layers and two of Gated DSA, the first dense, one AttnRes block;
+    the whole tower.
+    """
     full = config.load(Path(__file__).with_name("k31_pro.py"))
-    return replace(full, num_layers=8, full_attention_layers=(3, 7), moe=replace(full.moe, num_experts=64))
+    return replace(
+        full, num_layers=8, full_attention_layers=(3, 7), moe=replace(full.moe, num_experts=64)
+    )

@@ -1,4 +1,6 @@
-"""A K3.1 small enough for one CPU core: 1.26M parameters, bytes as tokens, every kind of layer once at least."""
+"""A K3.1 small enough for one CPU core: 1.26M parameters, bytes as tokens, every kind of layer once
+at least.
+"""
 
 from k31fn import data
 from k31fn import model as text
@@ -7,7 +9,8 @@ from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mla, mlp
 
 
 def model() -> text.Config:
-    """Three KDA layers and one of Gated DSA. Tokens are the 256 bytes and an end token, padded to a multiple of 8.
+    """Three KDA layers and one of Gated DSA. Tokens are the 256 bytes and an end token, padded to a
+    multiple of 8.
 
     The indexer chooses 64 keys: sequences of 256 tokens are sparse.
     """
@@ -27,7 +30,9 @@ def model() -> text.Config:
         num_layers=4,
         full_attention_layers=(3,),
         kda=kda.Config(hidden_size=hidden_size, num_heads=2, head_dim=64),
-        full_attention=dsa.Config(attention, indexer.Config(hidden_size, 64, num_heads=4, head_dim=32), topk=64),
+        full_attention=dsa.Config(
+            attention, indexer.Config(hidden_size, 64, num_heads=4, head_dim=32), topk=64
+        ),
         dense=mlp.Config(hidden_size, intermediate_size=256),
         moe=latent_moe.Config(
             hidden_size,
@@ -49,6 +54,8 @@ def train() -> Recipe:
         data=data.Config(path="stdlib"),
         optimizer=Optimizer(kind="muon", peak_lr=5e-3, warmup_steps=20),
         steps=450,
-        batch_size=12,  # Muon's Newton-Schulz costs the same for any batch: with 4 rows it would be a sixth of the step
+        # Muon's Newton-Schulz costs the same for any batch: with 4 rows it would be a sixth of the
+        # step
+        batch_size=12,
         length=256,
     )

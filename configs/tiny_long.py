@@ -16,5 +16,9 @@ def model() -> k31.Config:
 def train() -> Recipe:
     """The recipe of ``tiny.py`` in three phases; it is scored on rows of 512."""
     tiny = config.load_recipe(Path(__file__).with_name("tiny.py"))
-    phases = (Phase(steps=200, length=128, batch_size=24), Phase(steps=150, length=256, batch_size=12), Phase())
+    phases = (
+        Phase(steps=200, length=128, batch_size=24),
+        Phase(steps=150, length=256, batch_size=12),
+        Phase(),
+    )
     return replace(tiny, name="tiny_long", length=512, batch_size=6, phases=phases)

@@ -19,7 +19,9 @@ def model() -> text.Config:
 
 
 def train() -> Recipe:
-    """Adapters of every matrix of every layer, on routed experts in MXFP4, as a released checkpoint holds them."""
+    """Adapters of every matrix of every layer, on routed experts in MXFP4, as a released checkpoint
+    holds them.
+    """
     return Recipe(
         name="tiny_lora",
         model=model(),

@@ -1,4 +1,6 @@
-"""The tiny K3.1 on hyper-connections: four streams in place of AttnRes, all else as in ``tiny.py``."""
+"""The tiny K3.1 on hyper-connections: four streams in place of AttnRes, all else as in
+``tiny.py``.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,4 +18,6 @@ def model() -> k31.Config:
 
 def train() -> Recipe:
     """The run of ``tiny.py``."""
-    return replace(config.load_recipe(Path(__file__).with_name("tiny.py")), name="tiny_mhc", model=model())
+    return replace(
+        config.load_recipe(Path(__file__).with_name("tiny.py")), name="tiny_mhc", model=model()
+    )

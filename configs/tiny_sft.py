@@ -1,4 +1,6 @@
-"""The tiny K3.1 on conversations: questions about Python's standard library, loss on the answers only."""
+"""The tiny K3.1 on conversations: questions about Python's standard library, loss on the answers
+only.
+"""
 
 from pathlib import Path
 
@@ -13,7 +15,9 @@ def model() -> k31.Config:
 
 
 def train() -> Recipe:
-    """Conversations that ``python -m examples.docstrings build/docstrings`` made; ``--init RUN`` starts from a run."""
+    """Conversations that ``python -m examples.docstrings build/docstrings`` made; ``--init RUN``
+    starts from a run.
+    """
     return Recipe(
         name="tiny_sft",
         model=model(),

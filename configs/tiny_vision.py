@@ -10,11 +10,15 @@ from k31fn.layers import projector, vision, vision_block
 
 
 def model() -> k31.Config:
-    """The text model of ``tiny.py`` and a tower of two layers, whose patches are those of the full-size one."""
+    """The text model of ``tiny.py`` and a tower of two layers, whose patches are those of the
+    full-size one.
+    """
     text = config.load(Path(__file__).with_name("tiny.py"))
     block = vision_block.Config(hidden_size=64, num_heads=4, head_dim=16, intermediate_size=256)
     tower = vision.Config(block, num_layers=2, table_size=(4, 4))
-    return replace(text, vision=tower, projector=projector.Config(tower.output_size, text.hidden_size))
+    return replace(
+        text, vision=tower, projector=projector.Config(tower.output_size, text.hidden_size)
+    )
 
 
 def train() -> Recipe:

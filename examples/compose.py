@@ -16,7 +16,9 @@ from k31fn.params import Normal, ParamSpec
 D, Z = 32, 64  # hidden size, vocabulary
 
 KDA = kda.Config(D, num_heads=2, head_dim=16)
-MLA = mla.Config(D, 2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16)
+MLA = mla.Config(
+    D, 2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16
+)
 DSA = dsa.Config(MLA, indexer.Config(D, q_lora_rank=16, num_heads=2, head_dim=8), topk=8)
 MLP = mlp.Config(D, intermediate_size=64)
 EMBEDDING = embedding.Config(Z, D)
@@ -56,14 +58,18 @@ def loss(p: dict[str, Any], tokens: Tensor, packing: segments.Segments) -> Tenso
     x = x + mlp.apply(p["mlp"], x, MLP)
     labels = segments.next_token_labels(tokens, packing)
     lm = losses.linear_cross_entropy(x, p["head"], labels)
-    return losses.mean(lm.total, lm.num_tokens) + losses.mean(sparse.kl, segments.valid(packing).sum())
+    return losses.mean(lm.total, lm.num_tokens) + losses.mean(
+        sparse.kl, segments.valid(packing).sum()
+    )
 
 
 def main(steps: int = 20) -> list[float]:
     """Trains on one packed batch; returns the losses."""
     p = params.init(SPECS, random.key(0), dtype=torch.float32)
     tokens = (torch.arange(2 * 48) ** 2 % 61).reshape(2, 48)
-    packing = segments.from_lengths([[30, 18], [10, 33]], 48)  # two documents per row, the second row padded
+    packing = segments.from_lengths(
+        [[30, 18], [10, 33]], 48
+    )  # two documents per row, the second row padded
     step = autodiff.value_and_grad(loss)
     history = []
     for _ in range(steps):

@@ -1,12 +1,13 @@
 """Read mosaics of handwritten digits: a task of images and text that needs no download.
 
-    python -m examples.digits prepare build/digits    # images and captions, and the stores that training reads
-    python train.py configs/tiny_vision.py
-    python -m examples.digits score runs/tiny_vision  # captions of scans that training has never seen
+    python -m examples.digits prepare build/digits    # images and captions, and the stores that
+    training reads python train.py configs/tiny_vision.py python -m examples.digits score
+    runs/tiny_vision  # captions of scans that training has never seen
 
-scikit-learn's 1,797 scans of 8 x 8 pixels are enlarged to 28 x 28, one merged feature each, and set into grids of 1 to
-6 scans. The caption of a mosaic is its digits in reading order. Some documents have two mosaics. Every fifth scan is
-held out: held-out mosaics are made of these alone, and the others of none of them.
+scikit-learn's 1,797 scans of 8 x 8 pixels are enlarged to 28 x 28, one merged feature each, and set
+into grids of 1 to 6 scans. The caption of a mosaic is its digits in reading order. Some documents
+have two mosaics. Every fifth scan is held out: held-out mosaics are made of these alone, and the
+others of none of them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,17 @@ from k31fn.data.store import Document
 from k31fn.layers.patches import cell_order
 from k31fn.trainer import folder
 
-__all__ = ["Caption", "accuracy", "captions", "documents", "draw", "main", "picture", "score", "write"]
+__all__ = [
+    "Caption",
+    "accuracy",
+    "captions",
+    "documents",
+    "draw",
+    "main",
+    "picture",
+    "score",
+    "write",
+]
 
 SIDE, MOST = 28, 6  # pixels of a scan, scans of a mosaic
 GRIDS = [(h, w) for h in range(1, MOST + 1) for w in range(1, MOST + 1) if h * w <= MOST]
@@ -40,11 +51,15 @@ SIZES = {"train": 6000, "heldout": 400}  # documents
 NEWLINE = 10
 
 
-# ----------------------------------------------------------------------------------------------------------- documents
+# ---------------------------------------------------------------------------------------- documents
 def documents(split: str, count: int, seed: int = 0) -> Iterator[dict[str, object]]:
-    """Records of one or two mosaics of this split's scans, as ``python -m k31fn.data prepare`` takes them."""
+    """Records of one or two mosaics of this split's scans, as ``python -m k31fn.data prepare``
+    takes them.
+    """
     from PIL import Image
-    from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]  # optional: the extra `vision`
+
+    # optional: the extra `vision`
+    from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
 
     scans, names = load_digits(return_X_y=True)
     own = np.flatnonzero((np.arange(len(scans)) % 5 == 0) == (split == "heldout"))
@@ -56,7 +71,12 @@ def documents(split: str, count: int, seed: int = 0) -> Iterator[dict[str, objec
         for _ in range(1 + int(rng.random() < 0.25)):
             h, w = GRIDS[rng.integers(len(GRIDS))]
             chosen = rng.integers(len(own), size=h * w)
-            mosaic = large[chosen].reshape(h, w, SIDE, SIDE).transpose(0, 2, 1, 3).reshape(h * SIDE, w * SIDE)
+            mosaic = (
+                large[chosen]
+                .reshape(h, w, SIDE, SIDE)
+                .transpose(0, 2, 1, 3)
+                .reshape(h * SIDE, w * SIDE)
+            )
             images.append(_url(Image.fromarray(mosaic)))
             text += PLACEHOLDER + "".join(str(names[own[i]]) for i in chosen) + "\n"
         yield {"text": text, "images": images}
@@ -69,16 +89,20 @@ def _url(image: object) -> str:
 
 
 def write(root: Path) -> None:
-    """The records of both splits, and their stores in ``root/SPLIT/train``; what is there already is kept."""
+    """The records of both splits, and their stores in ``root/SPLIT/train``; what is there already
+    is kept.
+    """
     for split, count in SIZES.items():
         root.mkdir(parents=True, exist_ok=True)
         source = root / f"{split}.jsonl"
         source.write_text("".join(json.dumps(record) + "\n" for record in documents(split, count)))
-        result = prepare(Config(str(source), "bytes+media", images="images", heldout_fraction=0.0), root / split)
+        result = prepare(
+            Config(str(source), "bytes+media", images="images", heldout_fraction=0.0), root / split
+        )
         print(f"{split}: " + ", ".join(f"{n:,} {what}" for what, n in result.counts.items()))
 
 
-# ------------------------------------------------------------------------------------------------------------- captions
+# ----------------------------------------------------------------------------------------- captions
 class Caption(NamedTuple):
     """What a mosaic shows and what the model said, and the row that it was shown."""
 
@@ -90,8 +114,8 @@ class Caption(NamedTuple):
 def captions(run: Path, *, shuffle: bool = False, where: str = "cpu") -> list[Caption]:
     """The model's caption of every held-out mosaic, the most likely token each time.
 
-    A second mosaic is read after the first and its true caption. With ``shuffle`` the patches of each mosaic change
-    places among each other.
+    A second mosaic is read after the first and its true caption. With ``shuffle`` the patches of
+    each mosaic change places among each other.
     """
     recipe, weights, state = sample.load(run, where=torch.device(where))
     assert isinstance(recipe.data, data.Prepared)
@@ -109,9 +133,17 @@ def captions(run: Path, *, shuffle: bool = False, where: str = "cpu") -> list[Ca
         shape = Shape(length, max(sum(map(len, row.patches)) for row in rows))
         batch = collate(rows, shape, store)
         said = sample.generate(
-            weights, recipe.model, state, batch.tokens, num_tokens=MOST + 2, key=random.key(0), temperature=0.0,
-            end_token=NEWLINE, vocab_size=tokenizer.vocab_size, images=batch.images,
-        )  # fmt: skip
+            weights,
+            recipe.model,
+            state,
+            batch.tokens,
+            num_tokens=MOST + 2,
+            key=random.key(0),
+            temperature=0.0,
+            end_token=NEWLINE,
+            vocab_size=tokenizer.vocab_size,
+            images=batch.images,
+        )
         found += [
             Caption(truth, _first_line(tokenizer.decode(line)), row)
             for (truth, row), line in zip(group, said, strict=True)
@@ -123,7 +155,15 @@ def _prompts(document: Document, tokenizer: data.Tokenizer) -> Iterator[tuple[st
     for i, (_, stop) in enumerate(document.spans.tolist()):
         truth = _first_line(tokenizer.decode(document.tokens[stop:]))
         tokens, seen = document.tokens[:stop], slice(i + 1)
-        yield truth, Row([tokens], [np.ones(stop, bool)], list(document.grids[seen]), list(document.patches[seen]))
+        yield (
+            truth,
+            Row(
+                [tokens],
+                [np.ones(stop, bool)],
+                list(document.grids[seen]),
+                list(document.patches[seen]),
+            ),
+        )
 
 
 def _first_line(text: str) -> str:
@@ -134,7 +174,9 @@ def _first_line(text: str) -> str:
 def accuracy(found: list[Caption]) -> tuple[float, float]:
     """Of digits, each in its place, and of whole captions."""
     right = sum(a == b for c in found for a, b in zip(c.truth, c.said, strict=False))
-    return right / sum(len(c.truth) for c in found), sum(c.truth == c.said for c in found) / len(found)
+    return right / sum(len(c.truth) for c in found), sum(c.truth == c.said for c in found) / len(
+        found
+    )
 
 
 def draw(found: list[Caption], out: Path) -> None:
@@ -163,20 +205,27 @@ def picture(row: Row) -> np.ndarray:
 
 
 def score(run: Path) -> None:
-    """Prints how many digits and captions are right, and writes ``RUN/captions.txt`` and ``RUN/captions.png``."""
+    """Prints how many digits and captions are right, and writes ``RUN/captions.txt`` and
+    ``RUN/captions.png``.
+    """
     found, mixed = captions(run), captions(run, shuffle=True)
     lines = [f"{c.truth} {c.said}" for c in found]
     folder.write(run / "captions.txt", "\n".join(lines) + "\n")
     draw(found, run / "captions.png")
     digits, whole = accuracy(found)
-    print(f"{len(found)} mosaics of scans never seen: {digits:.1%} of digits right, {whole:.1%} of captions")
+    print(
+        f"{len(found)} mosaics of scans never seen: {digits:.1%} of digits right, {whole:.1%} of "
+        "captions"
+    )
     print(f"with the patches of each mosaic shuffled: {accuracy(mixed)[0]:.1%} of digits")
     print(f"captions: {run / 'captions.txt'}, {run / 'captions.png'}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m examples.digits", description="Mosaics of handwritten digits.")
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.digits", description="Mosaics of handwritten digits."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("prepare", help="make the data").add_argument("folder", type=Path)
     commands.add_parser("score", help="caption the held-out mosaics").add_argument("run", type=Path)

@@ -1,11 +1,12 @@
-"""Questions and answers about Python's standard library, from its own docstrings: conversations without a download.
+"""Questions and answers about Python's standard library, from its own docstrings: conversations
+without a download.
 
-    python -m examples.docstrings build/docstrings    # conversations, and the stores that training reads
-    python train.py configs/tiny_sft.py               # or from a model of text: --init runs/tiny
-    python -m k31fn.sample runs/tiny_sft --chat --prompt "What does queue.Queue.get do?"
+    python -m examples.docstrings build/docstrings    # conversations, and the stores that training
+    reads python train.py configs/tiny_sft.py               # or from a model of text: --init
+    runs/tiny python -m k31fn.sample runs/tiny_sft --chat --prompt "What does queue.Queue.get do?"
 
-A conversation asks what a public function or class does; the answer is the first sentence of its docstring. If it takes
-arguments, a second question asks for them.
+A conversation asks what a public function or class does; the answer is the first sentence of its
+docstring. If it takes arguments, a second question asks for them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _NOT_ABOUT = ("self", "cls")
 
 
 def conversations() -> Iterator[dict[str, object]]:
-    """Records with ``messages``, as ``python -m k31fn.data prepare SOURCE FOLDER --chat`` takes them."""
+    """Records with ``messages``, as ``python -m k31fn.data prepare SOURCE FOLDER --chat`` takes
+    them.
+    """
     for document in data.stdlib():
         path = PurePosixPath(document.name).with_suffix("")
         module = ".".join(path.parent.parts if path.name == "__init__" else path.parts)
@@ -39,7 +42,9 @@ def conversations() -> Iterator[dict[str, object]]:
         except SyntaxError:  # a file for another version of Python
             continue
         for name, node in _public(found, module):
-            sentence = re.split(r"(?<=[.!?])\s", " ".join((ast.get_docstring(node) or "").split()))[0]
+            sentence = re.split(r"(?<=[.!?])\s", " ".join((ast.get_docstring(node) or "").split()))[
+                0
+            ]
             if len(sentence) > 10:
                 yield {"messages": _messages(name, node, sentence)}
 
@@ -53,11 +58,15 @@ def _public(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef |
                 yield from _public(child, f"{prefix}.{child.name}")
 
 
-def _messages(name: str, node: ast.FunctionDef | ast.ClassDef, sentence: str) -> list[dict[str, str]]:
+def _messages(
+    name: str, node: ast.FunctionDef | ast.ClassDef, sentence: str
+) -> list[dict[str, str]]:
     kind = "do" if isinstance(node, ast.FunctionDef) else "stand for"
     asked = [(f"What does {name} {kind}?", sentence)]
     if isinstance(node, ast.FunctionDef):
-        arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        arguments = [
+            a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        ]
         if arguments := [a for a in arguments if a not in _NOT_ABOUT]:
             asked.append(("Which arguments does it take?", ", ".join(arguments)))
     return [
@@ -71,9 +80,16 @@ def write(root: Path) -> None:
     """The records in ``root/docstrings.jsonl``, and their stores in ``root/prepared``."""
     root.mkdir(parents=True, exist_ok=True)
     source = root / "docstrings.jsonl"
-    source.write_text("".join(json.dumps(record) + "\n" for record in conversations()), encoding="utf-8")
-    result = prepare(Config(str(source), "bytes+chat", chat="messages", max_length=LENGTH), root / "prepared")
-    print(", ".join(f"{n:,} {what}" for what, n in result.counts.items()), f"left out: {dict(result.skipped)}")
+    source.write_text(
+        "".join(json.dumps(record) + "\n" for record in conversations()), encoding="utf-8"
+    )
+    result = prepare(
+        Config(str(source), "bytes+chat", chat="messages", max_length=LENGTH), root / "prepared"
+    )
+    print(
+        ", ".join(f"{n:,} {what}" for what, n in result.counts.items()),
+        f"left out: {dict(result.skipped)}",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,6 @@
-"""The layer of ``shard_a_layer.py`` on its mesh, and two mistakes that are found. Run: ``pytest examples``."""
+"""The layer of ``shard_a_layer.py`` on its mesh, and two mistakes that are found. Run: ``pytest
+examples``.
+"""
 
 import runpy
 from collections.abc import Callable
@@ -22,7 +24,15 @@ def check(layer: Callable[..., Tensor], sent: dict[str, int]) -> ShardedReport:
     specs = (example.PARTS, example.TOKENS), example.TOKENS
     here = ("simulated", "threads")
     return assert_sharded_equals_dense(
-        layer, (p, x), *specs, example.MESH, collectives=sent, rtol=1e-12, atol=1e-12, flops=0.25, backends=here
+        layer,
+        (p, x),
+        *specs,
+        example.MESH,
+        collectives=sent,
+        rtol=1e-12,
+        atol=1e-12,
+        flops=0.25,
+        backends=here,
     )
 
 
@@ -37,7 +47,9 @@ def test_one_device_and_the_mesh_agree():
 
 
 def test_a_missing_sum_is_found(monkeypatch: pytest.MonkeyPatch):
-    """The rank's own slice of what should be summed: in the simulated mesh an error, whatever the values are."""
+    """The rank's own slice of what should be summed: in the simulated mesh an error, whatever the
+    values are.
+    """
     monkeypatch.setattr(example, "psum_scatter", pslice)
     with pytest.raises(ValueError, match="pslice over 'tp' of a value that varies over it already"):
         check(example.layer, {"all_gather": 4, "psum_scatter": 4})
@@ -47,11 +59,15 @@ def test_dense_work_in_disguise_is_found():
     """Right values, but every rank of ``tp`` computes all columns."""
 
     def layer(axes: MeshAxes, weights: list[Tensor], x: Tensor) -> Tensor:
-        up, down = example.fsdp.gather(weights, example.fsdp.placements(example.SPECS, example.PARTS, axes))
+        up, down = example.fsdp.gather(
+            weights, example.fsdp.placements(example.SPECS, example.PARTS, axes)
+        )
         up, down = all_gather_invariant(up, axes.tp, 1), all_gather_invariant(down, axes.tp, 0)
         x = all_gather_invariant(x, axes.tp, 1)
         return pslice(torch.tanh(x @ up) @ down, axes.tp, 1)
 
     sent = {"all_gather": 2, "psum_scatter": 2, "all_gather_invariant": 4}
-    with pytest.raises(AssertionError, match=r"a rank did 0\.5 of one device's work, at most 0\.25"):
+    with pytest.raises(
+        AssertionError, match=r"a rank did 0\.5 of one device's work, at most 0\.25"
+    ):
         check(layer, sent)

@@ -1,7 +1,7 @@
 """The private torch API that k31fn needs, in one place.
 
-Tested with torch 2.11.0 and 2.13.0. Besides, tree.py registers pytree nodes with torch and testing/memory.py watches
-operations and storages; everything else in k31fn uses public names only.
+Tested with torch 2.11.0 and 2.13.0. Besides, tree.py registers pytree nodes with torch and
+testing/memory.py watches operations and storages; everything else in k31fn uses public names only.
 """
 
 from __future__ import annotations
@@ -33,17 +33,23 @@ def transforms_active() -> bool:
 
 
 def grad_active() -> bool:
-    """Whether a differentiating transform (``grad``, ``vjp``, ``jacrev``) encloses the caller, at any depth."""
+    """Whether a differentiating transform (``grad``, ``vjp``, ``jacrev``) encloses the caller, at
+    any depth.
+    """
     return any(i.key() == _C.TransformType.Grad for i in _C.get_interpreter_stack() or ())
 
 
 def saved_tensors_hooks_allowed() -> bool:
-    """Whether ``torch.autograd.graph.saved_tensors_hooks`` may be used; not within a ``torch.func`` derivative."""
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` may be used; not within a ``torch.func``
+    derivative.
+    """
     return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def forward_mode_active() -> bool:
-    """Whether a forward-mode level (``torch.func.jvp``, ``jacfwd``, ``dual_level``) encloses the caller."""
+    """Whether a forward-mode level (``torch.func.jvp``, ``jacfwd``, ``dual_level``) encloses the
+    caller.
+    """
     return forward_ad._current_level >= 0
 
 
@@ -66,7 +72,9 @@ def is_batched_here(x: torch.Tensor) -> bool:
 
 
 def is_tracked(x: torch.Tensor) -> bool:
-    """Whether ``x`` is being differentiated, by an autograd graph or by a ``torch.func`` level at any depth."""
+    """Whether ``x`` is being differentiated, by an autograd graph or by a ``torch.func`` level at
+    any depth.
+    """
     while True:
         if x.requires_grad or _C.is_gradtrackingtensor(x):
             return True
@@ -101,5 +109,7 @@ class _Reinterpret(torch.autograd.Function):
 
 
 def reinterpret(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x.view(dtype)`` for a dtype of the same size, which vmap of torch 2.11 refuses; without gradient."""
+    """``x.view(dtype)`` for a dtype of the same size, which vmap of torch 2.11 refuses; without
+    gradient.
+    """
     return _Reinterpret.apply(x, dtype)

@@ -1,11 +1,12 @@
-"""Quantile balancing of the routed experts (Kimi K3 report, arXiv 2607.24653, eq. 14 and appendices C, D).
+"""Quantile balancing of the routed experts (Kimi K3 report, arXiv 2607.24653, eq. 14 and appendices
+C, D).
 
-The bias that is added to the router's scores when experts are chosen is state, not a parameter: the step takes it,
-returns histograms of required biases, and :func:`update` turns their sum into the bias of the next step. With ``m``
-tokens and top ``k`` of ``n`` experts each expert should get ``m k / n`` of them. Expert ``j`` is taken by the tokens
-whose required bias ``r_ij = alpha_i - s_ij`` is at most ``b_j``, so the bias that balances is the ``k / n`` quantile
-of ``r_:j``. There is no step size and no auxiliary loss. Only differences between biases matter: their mean is
-removed.
+The bias that is added to the router's scores when experts are chosen is state, not a parameter: the
+step takes it, returns histograms of required biases, and :func:`update` turns their sum into the
+bias of the next step. With ``m`` tokens and top ``k`` of ``n`` experts each expert should get ``m k
+/ n`` of them. Expert ``j`` is taken by the tokens whose required bias ``r_ij = alpha_i - s_ij`` is
+at most ``b_j``, so the bias that balances is the ``k / n`` quantile of ``r_:j``. There is no step
+size and no auxiliary loss. Only differences between biases matter: their mean is removed.
 """
 
 from __future__ import annotations
@@ -34,15 +35,21 @@ class State:
     layers: tuple[int, ...] = tree.static()
 
 
-def init(layers: Sequence[int], num_experts: int, *, device: torch.device | str | None = None) -> State:
+def init(
+    layers: Sequence[int], num_experts: int, *, device: torch.device | str | None = None
+) -> State:
     """Zero biases for the MoE layers with these global numbers.
 
     Raises:
         ValueError: a layer is named twice.
     """
     if len(set(layers)) != len(layers):
-        raise ValueError(f"balance.init: layers={list(layers)} names a layer twice; every row is one layer")
-    return State(torch.zeros(len(layers), num_experts, dtype=torch.float32, device=device), tuple(layers))
+        raise ValueError(
+            f"balance.init: layers={list(layers)} names a layer twice; every row is one layer"
+        )
+    return State(
+        torch.zeros(len(layers), num_experts, dtype=torch.float32, device=device), tuple(layers)
+    )
 
 
 def bias_of(state: State, layer: int) -> Float[Tensor, "E"]:
@@ -52,30 +59,37 @@ def bias_of(state: State, layer: int) -> Float[Tensor, "E"]:
         ValueError: the state has no such layer.
     """
     if layer not in state.layers:
-        raise ValueError(f"balance: layer {layer} has no bias; the state holds layers {list(state.layers)}")
+        raise ValueError(
+            f"balance: layer {layer} has no bias; the state holds layers {list(state.layers)}"
+        )
     return state.bias[state.layers.index(layer)]
 
 
 def update(state: State, histogram: Int[Tensor, "M E num_bins"], *, top_k: int) -> State:
     """The biases for the next step.
 
-    The number of tokens is what the histogram counts. A layer without any count (balancing off, or a step without a
-    token) keeps its bias.
+    The number of tokens is what the histogram counts. A layer without any count (balancing off, or
+    a step without a token) keeps its bias.
 
     Args:
         state: the biases that the step used: they fix the range of the bins.
-        histogram: the routers' histograms, summed over micro-batches and over all ranks that hold tokens.
+        histogram: the routers' histograms, summed over micro-batches and over all ranks that hold
+            tokens.
         top_k: experts per token.
 
     Raises:
-        ValueError: the histogram does not fit the state, or ``top_k`` is not below the number of experts.
+        ValueError: the histogram does not fit the state, or ``top_k`` is not below the number of
+            experts.
     """
     num_experts = state.bias.shape[1]
     if histogram.shape[:2] != state.bias.shape:
-        raise ValueError(f"balance.update: histogram {list(histogram.shape)} for biases {list(state.bias.shape)}")
+        raise ValueError(
+            f"balance.update: histogram {list(histogram.shape)} for biases {list(state.bias.shape)}"
+        )
     if not 0 < top_k < num_experts:
         raise ValueError(
-            f"balance.update: top_k={top_k} must be in 1..{num_experts - 1}: the cutoff is the (top_k+1)-th best of "
+            f"balance.update: top_k={top_k} must be in 1..{num_experts - 1}: the cutoff is the "
+            "(top_k+1)-th best of "
             f"{num_experts} experts"
         )
     low, width = bin_range(state.bias, histogram.shape[-1])
@@ -86,17 +100,27 @@ def update(state: State, histogram: Int[Tensor, "M E num_bins"], *, top_k: int) 
 
 
 def quantile(
-    histogram: Int[Tensor, "M E num_bins"], low: Float[Tensor, "M 1"], width: Float[Tensor, "M 1"], *, top_k: int
+    histogram: Int[Tensor, "M E num_bins"],
+    low: Float[Tensor, "M 1"],
+    width: Float[Tensor, "M 1"],
+    *,
+    top_k: int,
 ) -> Float[Tensor, "M E"]:
     """The ``top_k / E`` quantile of each expert's required biases, off by less than a bin.
 
-    With ``q = m top_k / E``: the first bin where the cumulative count reaches ``ceil(q)``, plus the share of that
-    bin's counts that is needed to come to ``q``.
+    With ``q = m top_k / E``: the first bin where the cumulative count reaches ``ceil(q)``, plus the
+    share of that bin's counts that is needed to come to ``q``.
     """
     num_experts, num_bins = histogram.shape[-2:]
     cumulative = histogram.cumsum(-1, dtype=torch.int32)
-    scaled = cumulative[..., -1:].to(torch.int64) * top_k  # q num_experts: integers stay exact at any token count
-    index = (cumulative < (scaled + num_experts - 1) // num_experts).sum(-1, keepdim=True).clamp(max=num_bins - 1)
+    scaled = (
+        cumulative[..., -1:].to(torch.int64) * top_k
+    )  # q num_experts: integers stay exact at any token count
+    index = (
+        (cumulative < (scaled + num_experts - 1) // num_experts)
+        .sum(-1, keepdim=True)
+        .clamp(max=num_bins - 1)
+    )
     inside = histogram.gather(-1, index)
     before = cumulative.gather(-1, index) - inside
     missing = (scaled - before.to(torch.int64) * num_experts).to(low.dtype) / num_experts

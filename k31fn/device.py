@@ -1,7 +1,7 @@
 """The only file that names a device: which ones there are, and what differs between them.
 
-Everything else in k31fn takes a ``torch.device`` or follows the device of its inputs. ``torch_npu`` is imported here,
-and only when the device is an NPU.
+Everything else in k31fn takes a ``torch.device`` or follows the device of its inputs. ``torch_npu``
+is imported here, and only when the device is an NPU.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ __all__ = [
     "synchronize",
 ]
 
-# Beside the device's own, gloo: for what ranks agree on and exchange on the host, without waiting for the device.
+# Beside the device's own, gloo: for what ranks agree on and exchange on the host, without waiting
+# for the device.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 _LOADING = threading.Lock()
 
 
 class PeakRates(NamedTuple):
-    """What a device can do at most, measured, in SI units per second (FLOP/s of a bfloat16 matmul, bytes/s)."""
+    """What a device can do at most, measured, in SI units per second (FLOP/s of a bfloat16 matmul,
+    bytes/s).
+    """
 
     bf16_flops: float
     bytes: float
@@ -51,20 +54,26 @@ class PeakRates(NamedTuple):
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 
-# By the name that the driver reports. Measured values only: add a line when you have measured a device.
+# By the name that the driver reports. Measured values only: add a line when you have measured a
+# device.
 _PEAK_RATES = {"NVIDIA H200": PeakRates(bf16_flops=790e12, bytes=4.3e12)}
 
 
 def keep_heap(device: torch.device) -> None:
-    """Lets the C allocator keep memory that tensors on the CPU freed, for the whole process; nothing for other devices.
+    """Lets the C allocator keep memory that tensors on the CPU freed, for the whole process;
+    nothing for other devices.
 
-    By default glibc gives each temporary of half a megabyte back to the system, and the next one faults its pages in
-    again: 8 to 10% of the loss and gradient of configs/tiny.py (two paired runs, one thread, medians). Elsewhere than
-    on glibc this does nothing.
+    By default glibc gives each temporary of half a megabyte back to the system, and the next one
+    faults its pages in again: 8 to 10% of the loss and gradient of configs/tiny.py (two paired
+    runs, one thread, medians). Elsewhere than on glibc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if device.type == "cpu" and mallopt is not None:
-        for option, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26), (_M_MMAP_THRESHOLD, 2**25)):
+        for option, value in (
+            (_M_TRIM_THRESHOLD, 2**31 - 1),
+            (_M_TOP_PAD, 2**26),
+            (_M_MMAP_THRESHOLD, 2**25),
+        ):
             mallopt(option, value)
 
 
@@ -81,15 +90,22 @@ def parse(name: str) -> torch.device:
     """
     kind, colon, index = name.partition(":")
     if kind not in _BACKENDS or (colon and not index.isdecimal()):
-        raise ValueError(f"device={name!r} must be one of {list(_BACKENDS)}, with an index if need be: 'cuda:0'")
+        raise ValueError(
+            f"device={name!r} must be one of {list(_BACKENDS)}, with an index if need be: 'cuda:0'"
+        )
     count = num_devices(kind)
     if not count or (colon and int(index) >= count):
-        raise ValueError(f"device={name!r} is not on this machine ({count} of kind {kind!r}); use '{default()}'")
-    return torch.device(name)  # for an NPU, torch knows the name since num_devices imported torch_npu
+        raise ValueError(
+            f"device={name!r} is not on this machine ({count} of kind {kind!r}); use '{default()}'"
+        )
+    return torch.device(
+        name
+    )  # for an NPU, torch knows the name since num_devices imported torch_npu
 
 
 def of_rank(device: torch.device, local_rank: int) -> torch.device:
-    """The device of one of this machine's processes, made the current one: ``cuda:3`` of ``cuda``; the CPU is shared.
+    """The device of one of this machine's processes, made the current one: ``cuda:3`` of ``cuda``;
+    the CPU is shared.
 
     Raises:
         ValueError: ``device`` has an index already, or the machine has too few.
@@ -99,7 +115,8 @@ def of_rank(device: torch.device, local_rank: int) -> torch.device:
     count = num_devices(device.type)
     if str(device) != device.type or local_rank >= count:
         raise ValueError(
-            f"device='{device}' for process {local_rank} of this machine, which has {count} of kind {device.type!r}: "
+            f"device='{device}' for process {local_rank} of this machine, which has {count} of "
+            f"kind {device.type!r}: "
             f"name the kind alone, and start at most {count} processes on it"
         )
     _module(device.type).set_device(local_rank)
@@ -107,11 +124,12 @@ def of_rank(device: torch.device, local_rank: int) -> torch.device:
 
 
 def attach_thread() -> None:
-    """Makes this thread ready for a GPU that the process already uses; each of several threads calls it first.
+    """Makes this thread ready for a GPU that the process already uses; each of several threads
+    calls it first.
 
-    It is bound to the GPU's context: its first kernel would do that, but cuBLAS, if that comes first, warns. And the
-    linear algebra for GPUs is there: torch loads it at the first call, and fails in a thread that calls meanwhile
-    (pytorch/pytorch#90613).
+    It is bound to the GPU's context: its first kernel would do that, but cuBLAS, if that comes
+    first, warns. And the linear algebra for GPUs is there: torch loads it at the first call, and
+    fails in a thread that calls meanwhile (pytorch/pytorch#90613).
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -132,7 +150,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_allocated(device: torch.device) -> int:
-    """Bytes held by tensors on ``device``; for the CPU the resident set of the process (outside Linux, its peak)."""
+    """Bytes held by tensors on ``device``; for the CPU the resident set of the process (outside
+    Linux, its peak).
+    """
     if device.type != "cpu":
         return _module(device.type).memory_allocated(device)
     statm = Path("/proc/self/statm")
@@ -144,8 +164,8 @@ def memory_allocated(device: torch.device) -> int:
 def peak_memory(device: torch.device) -> int:
     """Most bytes held by tensors since :func:`reset_peak_memory`.
 
-    For the CPU: the largest resident set in the life of the process, which includes code and the interpreter and
-    cannot be reset. Measure a CPU peak in a fresh process.
+    For the CPU: the largest resident set in the life of the process, which includes code and the
+    interpreter and cannot be reset. Measure a CPU peak in a fresh process.
     """
     if device.type != "cpu":
         return _module(device.type).max_memory_allocated(device)
@@ -154,7 +174,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new measurement of :func:`peak_memory`; nothing on the CPU, where the system keeps the peak."""
+    """Starts a new measurement of :func:`peak_memory`; nothing on the CPU, where the system keeps
+    the peak.
+    """
     if device.type != "cpu":
         _module(device.type).reset_peak_memory_stats(device)
 
@@ -173,11 +195,15 @@ def process_group_backend(device_type: str) -> str:
 def num_cores(device: torch.device) -> int:
     """Cores that run kernels side by side: the size of a persistent grid.
 
-    CUDA: multiprocessors. NPU: cube cores (each has two vector cores beside it: a kernel of vector work only may
-    start twice as many programs). CPU: cores that this process may use.
+    CUDA: multiprocessors. NPU: cube cores (each has two vector cores beside it: a kernel of vector
+    work only may start twice as many programs). CPU: cores that this process may use.
     """
     if device.type == "cpu":
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
     properties = _module(device.type).get_device_properties(device)
     return properties.cube_core_num if device.type == "npu" else properties.multi_processor_count
 
@@ -194,7 +220,9 @@ def num_devices(kind: str) -> int:
 
 
 def missing_operators(*names: str) -> str:
-    """``""`` if torch_npu is here and has these operators, else what is missing and how to get it."""
+    """``""`` if torch_npu is here and has these operators, else what is missing and how to get
+    it.
+    """
     try:
         import torch_npu  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
@@ -202,7 +230,10 @@ def missing_operators(*names: str) -> str:
     except ImportError as e:
         return f"torch_npu cannot be loaded: {e}"
     if absent := [name for name in names if not hasattr(torch.ops.npu, name)]:
-        return f"torch_npu {torch_npu.__version__} has no operator {', '.join(absent)}; use a later one"
+        return (
+            f"torch_npu {torch_npu.__version__} has no operator {', '.join(absent)}; use a later "
+            "one"
+        )
     return ""
 
 
@@ -212,7 +243,9 @@ def name(device: torch.device) -> str:
 
 
 def peak_rates(device: torch.device) -> PeakRates | None:
-    """Measured peak rates of ``device``; None if nobody has measured this kind: report no utilisation then."""
+    """Measured peak rates of ``device``; None if nobody has measured this kind: report no
+    utilisation then.
+    """
     if device.type == "cpu":
         return None
     return _PEAK_RATES.get(name(device))
@@ -223,7 +256,8 @@ def _module(kind: str) -> Any:
     if kind == "cuda":
         return torch.cuda
     if kind == "npu":
-        import torch_npu  # pyright: ignore[reportMissingImports]  # an optional package of one kind of machine
+        # an optional package of one kind of machine
+        import torch_npu  # pyright: ignore[reportMissingImports]
 
         return torch_npu.npu
     raise ValueError(f"device.type={kind!r} must be one of {list(_BACKENDS)}")

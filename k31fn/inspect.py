@@ -1,17 +1,20 @@
-"""What a config's model consists of: layers, parameters, bytes. ``python -m k31fn.inspect configs/k31_pro.py``.
+"""What a config's model consists of: layers, parameters, bytes. ``python -m k31fn.inspect
+configs/k31_pro.py``.
 
 Everything comes from the specs; no weight is allocated. Counting rules:
 
-* Active parameters of a token: all but the embedding table, of which a row is looked up, the routed experts that it is
-  not sent to, and the vision tower with its projector, which see images and not tokens. The head counts.
+* Active parameters of a token: all but the embedding table, of which a row is looked up, the routed
+  experts that it is not sent to, and the vision tower with its projector, which see images and not
+  tokens. The head counts.
 * Weights in the dtype of their spec: bfloat16, and the float32 islands.
-* AdamW keeps a float32 master copy of each bfloat16 weight, and two moments in float32. Muon keeps the master copy and
-  one momentum for matrices; the other weights stay with AdamW. Frozen weights have neither.
+* AdamW keeps a float32 master copy of each bfloat16 weight, and two moments in float32. Muon keeps
+  the master copy and one momentum for matrices; the other weights stay with AdamW. Frozen weights
+  have neither.
 
-With a mesh (``--mesh.fsdp 8 --mesh.tp 2``) also what one of its ranks holds, in the dtypes of the trainer, and what it
-sends in a step: :mod:`k31fn.trainer.traffic` runs that rank's step on meta tensors, and :mod:`k31fn.trainer.memory`
-tells from such runs what it needs (``--memory``). Rows have images if the config's recipe says how many patches
-(``data.patches``).
+With a mesh (``--mesh.fsdp 8 --mesh.tp 2``) also what one of its ranks holds, in the dtypes of the
+trainer, and what it sends in a step: :mod:`k31fn.trainer.traffic` runs that rank's step on meta
+tensors, and :mod:`k31fn.trainer.memory` tells from such runs what it needs (``--memory``). Rows
+have images if the config's recipe says how many patches (``data.patches``).
 """
 
 from __future__ import annotations
@@ -81,21 +84,30 @@ def summarise(cfg: model.Config) -> Summary:
     return Summary(
         attention=attention,
         ffn=ffn,
-        opens=tuple(i for i, c in enumerate(layers) if c.opens_block and isinstance(c.residual, attn_res.Config)),
+        opens=tuple(
+            i
+            for i, c in enumerate(layers)
+            if c.opens_block and isinstance(c.residual, attn_res.Config)
+        ),
         parts={name: parts[name] for name in PARTS if name in parts},
         total=sum(parts.values()),
-        active=sum(_active(spec, cfg) for _, spec in leaves) - sum(parts[name] for name in _NOT_ACTIVE),
+        active=sum(_active(spec, cfg) for _, spec in leaves)
+        - sum(parts[name] for name in _NOT_ACTIVE),
         weight_bytes=dict(sorted(stored.items(), key=lambda item: item[0].itemsize)),
         gradient_bytes=sum(4 * spec.numel for spec in trained),
         adamw_bytes=sum(_optimiser_bytes(spec, moments=2) for spec in trained),
-        muon_bytes=sum(_optimiser_bytes(spec, moments=1 if "matrix" in spec.tags else 2) for spec in trained),
+        muon_bytes=sum(
+            _optimiser_bytes(spec, moments=1 if "matrix" in spec.tags else 2) for spec in trained
+        ),
     )
 
 
 def _layer_kinds(cfg: model.Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
     layers = model.layer_configs(cfg)
     attention = tuple("KDA" if isinstance(c.attention, kda.Config) else _full(cfg) for c in layers)
-    return attention, tuple("MoE" if isinstance(c.ffn, latent_moe.Config) else "dense" for c in layers)
+    return attention, tuple(
+        "MoE" if isinstance(c.ffn, latent_moe.Config) else "dense" for c in layers
+    )
 
 
 def _full(cfg: model.Config) -> str:
@@ -103,7 +115,9 @@ def _full(cfg: model.Config) -> str:
 
 
 def _active(spec: ParamSpec, cfg: model.Config) -> int:
-    return spec.numel * cfg.moe.top_k // cfg.moe.num_experts if "expert" in spec.tags else spec.numel
+    return (
+        spec.numel * cfg.moe.top_k // cfg.moe.num_experts if "expert" in spec.tags else spec.numel
+    )
 
 
 def _optimiser_bytes(spec: ParamSpec, *, moments: int) -> int:
@@ -118,12 +132,17 @@ def pattern(kinds: Sequence[str]) -> str:
         best, count = 1, 1
         for period in range(1, (len(kinds) - at) // 2 + 1):
             repeats = 1
-            while kinds[at : at + period] == kinds[at + repeats * period : at + (repeats + 1) * period]:
+            while (
+                kinds[at : at + period]
+                == kinds[at + repeats * period : at + (repeats + 1) * period]
+            ):
                 repeats += 1
             if repeats > 1 and repeats * period > best * count:
                 best, count = period, repeats
         unit = " ".join(kinds[at : at + best])
-        pieces.append(unit if count == 1 else f"{count} x {unit}" if best == 1 else f"{count} x ({unit})")
+        pieces.append(
+            unit if count == 1 else f"{count} x {unit}" if best == 1 else f"{count} x ({unit})"
+        )
         at += best * count
     return ", ".join(pieces)
 
@@ -142,7 +161,9 @@ def render(summary: Summary) -> str:
         lines.append(f"  {name:<22}{count:>22,}{100 * count / summary.total:>11.2f}%")
     lines.append(f"  {'total':<22}{summary.total:>22,}{_short(summary.total):>12}")
     lines.append(f"  {'active per token':<22}{summary.active:>22,}{_short(summary.active):>12}")
-    sizes = {f"weights, {str(d).removeprefix('torch.')}": n for d, n in summary.weight_bytes.items()}
+    sizes = {
+        f"weights, {str(d).removeprefix('torch.')}": n for d, n in summary.weight_bytes.items()
+    }
     sizes |= {"gradients, float32": summary.gradient_bytes, "AdamW state": summary.adamw_bytes}
     sizes |= {"Muon + AdamW state": summary.muon_bytes}
     lines += ["", "bytes"]
@@ -167,27 +188,41 @@ def _bytes(size: int) -> str:
 
 
 def render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
-    """What one rank of the recipe's mesh holds and sends in a step, and what it needs, as a table of text."""
+    """What one rank of the recipe's mesh holds and sends in a step, and what it needs, as a table
+    of text.
+    """
     mesh = recipe.mesh
     ranks = [traffic.held(recipe, i) for i in range(mesh.pp)]
-    most = max(range(mesh.pp), key=lambda i: sum(x.weight + x.gradient + x.optimizer for x in ranks[i]))
-    sizes = " x ".join(f"{name} {n}" for name, n in dataclasses.asdict(mesh).items() if n > 1 and name != "ep")
+    most = max(
+        range(mesh.pp), key=lambda i: sum(x.weight + x.gradient + x.optimizer for x in ranks[i])
+    )
+    sizes = " x ".join(
+        f"{name} {n}" for name, n in dataclasses.asdict(mesh).items() if n > 1 and name != "ep"
+    )
     lines = [
-        f"mesh        {sizes or 'one rank'} = {mesh.world_size} ranks" + (f", ep {mesh.ep}" if mesh.ep > 1 else "")
+        f"mesh        {sizes or 'one rank'} = {mesh.world_size} ranks"
+        + (f", ep {mesh.ep}" if mesh.ep > 1 else "")
     ]
     if mesh.fsdp > 1:
         share = split_share(mesh, recipe.model)
-        lines.append(f"fsdp        splits {share:.1%} of the parameters; each of its ranks holds all of the others")
+        lines.append(
+            f"fsdp        splits {share:.1%} of the parameters; each of its ranks holds all of "
+            "the others"
+        )
     stage = f" of stage rank {most}, which holds most" if mesh.pp > 1 else ""
-    lines += [
-        "",
-        f"{f'bytes of a rank{stage}':<42}{'weights':>12}{'gradients':>12}{recipe.optimizer.kind + ' state':>14}",
-    ]
+    state = f"{recipe.optimizer.kind} state"
+    title = f"bytes of a rank{stage}"
+    lines += ["", f"{title:<42}{'weights':>12}{'gradients':>12}{state:>14}"]
     lines += _bytes_by_part(recipe.model, ranks[most])
     lines += ["", "parts of the weights, one layer of each kind"]
     lines += _shapes(recipe.model, ranks[most])
-    pieces = "1 micro-batch" if recipe.micro_batches == 1 else f"{recipe.micro_batches} micro-batches"
-    step = f"{recipe.batch_size} x {recipe.length} tokens, {pieces}, {recipe.compute}, remat {recipe.remat}"
+    pieces = (
+        "1 micro-batch" if recipe.micro_batches == 1 else f"{recipe.micro_batches} micro-batches"
+    )
+    step = (
+        f"{recipe.batch_size} x {recipe.length} tokens, {pieces}, {recipe.compute}, remat "
+        f"{recipe.remat}"
+    )
     if needed:
         lines += ["", f"bytes that a rank needs in a step of {step} (k31fn.trainer.memory)"]
         lines += _needed(memory.predict(recipe))
@@ -201,8 +236,16 @@ def render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
 
 
 def _needed(found: memory.Memory) -> list[str]:
-    names = {"frozen": "frozen weights", "trained": "trained weights", "optimizer": "optimiser state"}
-    names |= {"gradients": "gradients", "gathered": "two gathered layers", "activations": "activations, largest layer"}
+    names = {
+        "frozen": "frozen weights",
+        "trained": "trained weights",
+        "optimizer": "optimiser state",
+    }
+    names |= {
+        "gradients": "gradients",
+        "gathered": "two gathered layers",
+        "activations": "activations, largest layer",
+    }
     rows = [(text, getattr(found, name)) for name, text in names.items()] + [("total", found.total)]
     return [f"  {text:<40}{_bytes(size):>12}" for text, size in rows]
 
@@ -212,10 +255,15 @@ def _bytes_by_part(cfg: model.Config, rank: Sequence[traffic.Held]) -> list[str]
     sums: dict[str, Counter[str]] = {}
     for x in rank:
         for part in (part_of(x.path), "total"):
-            sums.setdefault(part, Counter()).update(weight=x.weight, gradient=x.gradient, optimizer=x.optimizer)
+            sums.setdefault(part, Counter()).update(
+                weight=x.weight, gradient=x.gradient, optimizer=x.optimizer
+            )
     order = [p for p in (*PARTS, "total") if p in sums]
     return [
-        f"  {part:<40}" + "".join(f"{_bytes(sums[part][k]):>{w}}" for k, w in zip(_COLUMNS, (12, 12, 14), strict=True))
+        f"  {part:<40}"
+        + "".join(
+            f"{_bytes(sums[part][k]):>{w}}" for k, w in zip(_COLUMNS, (12, 12, 14), strict=True)
+        )
         for part in order
     ]
 
@@ -244,7 +292,8 @@ def _shapes(cfg: model.Config, rank: Sequence[traffic.Held]) -> list[str]:
 def _sent(volume: traffic.Volume) -> list[str]:
     keys = sorted((k for k in volume.calls if volume.calls[k]), key=lambda k: -volume.nbytes[k])
     lines = [
-        f"  {kind:<22}{' x '.join(axes):<28}{volume.calls[kind, axes]:>9,} calls{_bytes(volume.nbytes[kind, axes]):>14}"
+        f"  {kind:<22}{' x '.join(axes):<28}{volume.calls[kind, axes]:>9,} "
+        f"calls{_bytes(volume.nbytes[kind, axes]):>14}"
         for kind, axes in keys
     ]
     return lines or ["  nothing"]
@@ -262,7 +311,8 @@ class _Options:
         micro_batches: pieces of a step; 0: the recipe's, or one per rank of the pipeline.
         compute: dtype of activations; if empty, the recipe's, or bfloat16.
         optimizer: muon or adamw; if empty, the recipe's, or muon.
-        memory: also what a rank needs in a step (half a minute for a model of full width; not with a pipeline).
+        memory: also what a rank needs in a step (half a minute for a model of full width; not with
+            a pipeline).
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -276,7 +326,9 @@ class _Options:
 
     def __post_init__(self) -> None:
         if self.memory and self.mesh.pp > 1:
-            raise ValueError(f"memory with mesh.pp={self.mesh.pp}: stages are not predicted; set mesh.pp=1")
+            raise ValueError(
+                f"memory with mesh.pp={self.mesh.pp}: stages are not predicted; set mesh.pp=1"
+            )
 
 
 def _recipe(path: str, cfg: model.Config, options: _Options) -> config.Recipe:
@@ -287,7 +339,9 @@ def _recipe(path: str, cfg: model.Config, options: _Options) -> config.Recipe:
     except ValueError:  # a config of a model alone
         micro_batches = o.micro_batches or o.mesh.pp
         rows = o.mesh.dp * o.mesh.fsdp * micro_batches
-        base = config.Recipe("inspect", cfg, batch_size=rows, length=8192, compute="bfloat16", remat="layer")
+        base = config.Recipe(
+            "inspect", cfg, batch_size=rows, length=8192, compute="bfloat16", remat="layer"
+        )
     optimizer = dataclasses.replace(base.optimizer, kind=o.optimizer or base.optimizer.kind)
     return dataclasses.replace(
         base,
@@ -295,7 +349,8 @@ def _recipe(path: str, cfg: model.Config, options: _Options) -> config.Recipe:
         pipeline=o.pipeline,
         batch_size=o.batch_size or base.batch_size,
         length=o.length or base.length,
-        micro_batches=o.micro_batches or (o.mesh.pp if base.name == "inspect" else base.micro_batches),
+        micro_batches=o.micro_batches
+        or (o.mesh.pp if base.name == "inspect" else base.micro_batches),
         compute=o.compute or base.compute,
         optimizer=optimizer,
     )
@@ -303,12 +358,15 @@ def _recipe(path: str, cfg: model.Config, options: _Options) -> config.Recipe:
 
 _USAGE = """usage: python -m k31fn.inspect CONFIG [--mesh.fsdp 8 --mesh.tp 2 ...]
 
-CONFIG is a Python file that defines model(), such as configs/k31_pro.py; with --help after it, all options are listed.
+CONFIG is a Python file that defines model(), such as configs/k31_pro.py; with --help after it,
+all options are listed.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the summary of a config file; returns the exit status, 2 if there is no such config or mesh."""
+    """Prints the summary of a config file; returns the exit status, 2 if there is no such config or
+    mesh.
+    """
     args = list(sys.argv[1:] if arguments is None else arguments)
     if not args or args[0].startswith("-"):
         print(_USAGE, end="", file=sys.stderr)

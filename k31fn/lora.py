@@ -1,19 +1,23 @@
-"""Low-rank adaptation as a transform of a tree of ParamSpecs (LoRA, Hu et al. 2021, arXiv 2106.09685).
+"""Low-rank adaptation as a transform of a tree of ParamSpecs (LoRA, Hu et al. 2021, arXiv
+2106.09685).
 
     adapted = lora.apply(specs, pattern=r"attn", rank=8, alpha=16.0, held="fp8")
     params = lora.init(adapted, key, read)              # read(path, tile): the weights to adapt
     dense = lora.merge(params)
 
-A chosen matrix ``W [in, out]`` becomes ``W + alpha / rank  A B`` with ``A [in, rank]`` normal, of variance 1 / in, and
-``B [rank, out]`` zero, one pair for each expert of a routed layer. Everything but A and B is tagged ``frozen``: it gets
-no gradient and no optimiser state. How frozen weights are held:
+A chosen matrix ``W [in, out]`` becomes ``W + alpha / rank  A B`` with ``A [in, rank]`` normal, of
+variance 1 / in, and ``B [rank, out]`` zero, one pair for each expert of a routed layer. Everything
+but A and B is tagged ``frozen``: it gets no gradient and no optimiser state. How frozen weights are
+held:
 
 * ``bfloat16``: as declared.
-* ``fp8``: the chosen matrices as E4M3 with a power of two per block of 128 x 128; of a dimension that 128 does not
-  divide, or that tensor parallelism may split in up to eight, blocks are smaller.
-* ``mxfp4``: the chosen matrices of routed experts as released checkpoints have them, the others in bfloat16.
+* ``fp8``: the chosen matrices as E4M3 with a power of two per block of 128 x 128; of a dimension
+  that 128 does not divide, or that tensor parallelism may split in up to eight, blocks are smaller.
+* ``mxfp4``: the chosen matrices of routed experts as released checkpoints have them, the others in
+  bfloat16.
 
-Layers decode such a weight for each product (:mod:`k31fn.layers.linear`); it is sent over a mesh, and kept, in bytes.
+Layers decode such a weight for each product (:mod:`k31fn.layers.linear`); it is sent over a mesh,
+and kept, in bytes.
 """
 
 from __future__ import annotations
@@ -42,9 +46,12 @@ LAYERS = r"^layers\.\d+\.(attn|ffn)\.(?!.*\b(indexer|router)\b)"
 Held = Literal["bfloat16", "fp8", "mxfp4"]
 Tile = tuple[slice, ...]
 Read = Callable[[str, Tile], Tensor]
-"""``(path, tile) -> values``: a part of a weight of the model that is adapted, by its path there."""
+"""``(path, tile) -> values``: a part of a weight of the model that is adapted, by its path there.
+"""
 
-_SPLIT = frozenset({"heads", "mlp", "vocab", "expert_mlp"})  # logical axes that tensor parallelism splits
+_SPLIT = frozenset(
+    {"heads", "mlp", "vocab", "expert_mlp"}
+)  # logical axes that tensor parallelism splits
 _MOST_RANKS = 8  # of it that find whole FP8 blocks
 
 
@@ -53,8 +60,8 @@ class Config:
     """What is adapted and how.
 
     Attributes:
-        base: the model that is adapted: a checkpoint in K3's names, or a run or a checkpoint of it; "": initial values
-            of the run's seed.
+        base: the model that is adapted: a checkpoint in K3's names, or a run or a checkpoint of it;
+            "": initial values of the run's seed.
         pattern: regular expression that paths of adapted matrices match somewhere.
         rank: of the update.
         alpha: the update is ``alpha / rank A B``.
@@ -81,7 +88,8 @@ class Config:
                 re.compile(getattr(self, name))
             except re.error as error:
                 raise ValueError(
-                    f"lora.{name}={getattr(self, name)!r} must be a regular expression of paths: {error}"
+                    f"lora.{name}={getattr(self, name)!r} must be a regular expression of paths: "
+                    f"{error}"
                 ) from error
 
 
@@ -94,7 +102,8 @@ def apply(
     held: Held = "bfloat16",
     held_pattern: str = LAYERS,
 ) -> Any:
-    """The specs of the adapted model: ``specs`` with :class:`LowRank` and :class:`Quantized` nodes for some leaves.
+    """The specs of the adapted model: ``specs`` with :class:`LowRank` and :class:`Quantized` nodes
+    for some leaves.
 
     Args:
         specs: of the model; leaves tagged ``matrix`` can be adapted and quantised.
@@ -110,7 +119,9 @@ def apply(
     cfg = Config("", pattern, rank, alpha, held, held_pattern)
     matrices = [path for path, spec in tree.flatten_with_paths(specs) if "matrix" in spec.tags]
     if not any(re.search(pattern, path) for path in matrices):
-        raise ValueError(f"lora.pattern={pattern!r} matches no matrix; there are {matrices[:3]}, ...")
+        raise ValueError(
+            f"lora.pattern={pattern!r} matches no matrix; there are {matrices[:3]}, ..."
+        )
 
     def adapt(path: str, spec: ParamSpec) -> Any:
         base = _base(path, spec, cfg)
@@ -118,8 +129,20 @@ def apply(
             return base
         (*lead, rows, columns), (*first, of_rows, of_columns) = spec.shape, spec.axes
         tags = spec.tags & {"expert"}
-        a = ParamSpec((*lead, rows, rank), (*first, of_rows, ""), Normal(rows**-0.5), tags=tags, beside=(of_columns,))
-        b = ParamSpec((*lead, rank, columns), (*first, "", of_columns), Constant(0.0), tags=tags, beside=(of_rows,))
+        a = ParamSpec(
+            (*lead, rows, rank),
+            (*first, of_rows, ""),
+            Normal(rows**-0.5),
+            tags=tags,
+            beside=(of_columns,),
+        )
+        b = ParamSpec(
+            (*lead, rank, columns),
+            (*first, "", of_columns),
+            Constant(0.0),
+            tags=tags,
+            beside=(of_rows,),
+        )
         return LowRank(base, a, b, alpha / rank)
 
     return tree.map_with_path(adapt, specs)
@@ -135,7 +158,8 @@ def init(
 ) -> Any:
     """Draws the adapters, and encodes the weights that are read, on the device of ``key``.
 
-    A rank reads of each weight what its tiles of codes and scales are made from; the bits are those of the whole.
+    A rank reads of each weight what its tiles of codes and scales are made from; the bits are those
+    of the whole.
 
     Args:
         specs: from :func:`apply`.
@@ -152,7 +176,9 @@ def init(
     def held(path: str, at: str, node: Any) -> Any:
         """What stands ``at`` a path of the adapted model, made from the weight at ``path``."""
         if isinstance(node, Quantized):
-            tiles = {name: part(f"{at}.{name}", getattr(node, name)) for name in ("codes", "scales")}
+            tiles = {
+                name: part(f"{at}.{name}", getattr(node, name)) for name in ("codes", "scales")
+            }
             return _encode_tiles(node, tiles, lambda tile: read(path, tile).to(key.device))
         return read(path, part(at, node)).to(device=key.device, dtype=node.dtype)
 
@@ -160,7 +186,9 @@ def init(
         if not isinstance(node, LowRank):
             return held(path, path, node)
         a, b = (
-            declared.draw(f"{path}.{name}", spec, key, dtype=dtype, tile=part(f"{path}.{name}", spec))
+            declared.draw(
+                f"{path}.{name}", spec, key, dtype=dtype, tile=part(f"{path}.{name}", spec)
+            )
             for name, spec in (("a", node.a), ("b", node.b))
         )
         return dataclasses.replace(node, base=held(path, f"{path}.base", node.base), a=a, b=b)
@@ -172,7 +200,8 @@ def init(
 
 
 def merge(params: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """The parameters of the model without adapters: ``W + scale A B``, and what was quantised, in ``dtype``.
+    """The parameters of the model without adapters: ``W + scale A B``, and what was quantised, in
+    ``dtype``.
 
     Sums are taken in float32 (float64 in a float64 run) and rounded once.
     """
@@ -198,10 +227,17 @@ def _base(path: str, spec: ParamSpec, cfg: Config) -> Any:
     frozen = dataclasses.replace(spec, tags=tags, head_dim=0)
     rows, columns = spec.shape[-2:] if "matrix" in spec.tags else (0, 0)
 
-    def quantised(codes: tuple[int, int], scales: tuple[int, int], dtype: torch.dtype, fmt: declared.Format) -> Any:
+    def quantised(
+        codes: tuple[int, int], scales: tuple[int, int], dtype: torch.dtype, fmt: declared.Format
+    ) -> Any:
         parts = zip((codes, scales), (torch.uint8, dtype), strict=True)
         return Quantized(
-            *(dataclasses.replace(frozen, shape=(*spec.shape[:-2], *s), init=Constant(0.0), dtype=d) for s, d in parts),
+            *(
+                dataclasses.replace(
+                    frozen, shape=(*spec.shape[:-2], *s), init=Constant(0.0), dtype=d
+                )
+                for s, d in parts
+            ),
             format=fmt,
         )
 
@@ -209,7 +245,9 @@ def _base(path: str, spec: ParamSpec, cfg: Config) -> Any:
         return frozen
     if cfg.held == "fp8":
         blocks = [_block(n, axis) for n, axis in zip((rows, columns), spec.axes[-2:], strict=True)]
-        return quantised((rows, columns), (rows // blocks[0], columns // blocks[1]), torch.float32, "fp8")
+        return quantised(
+            (rows, columns), (rows // blocks[0], columns // blocks[1]), torch.float32, "fp8"
+        )
     if cfg.held == "mxfp4" and "expert" in spec.tags:
         mxfp4.check_columns(rows)  # along which it is packed: the columns of a checkpoint
         return quantised((rows // 2, columns), (rows // mxfp4.GROUP, columns), torch.uint8, "mxfp4")
@@ -220,9 +258,16 @@ def _block(size: int, axis: str) -> int:
     return fp8.block_size(size // math.gcd(size, _MOST_RANKS) if axis in _SPLIT else size)
 
 
-def _encode_tiles(node: Quantized[ParamSpec], tiles: dict[str, Tile], read: Callable[[Tile], Tensor]) -> Any:
-    """Tiles of codes and scales: the weight is read from the start of the first group to the end of the last."""
-    rows, columns = node.codes.shape[-2] * (2 if node.format == "mxfp4" else 1), node.codes.shape[-1]
+def _encode_tiles(
+    node: Quantized[ParamSpec], tiles: dict[str, Tile], read: Callable[[Tile], Tensor]
+) -> Any:
+    """Tiles of codes and scales: the weight is read from the start of the first group to the end of
+    the last.
+    """
+    rows, columns = (
+        node.codes.shape[-2] * (2 if node.format == "mxfp4" else 1),
+        node.codes.shape[-1],
+    )
     groups = rows // node.scales.shape[-2], columns // node.scales.shape[-1]
     per_element = {"codes": (rows // node.codes.shape[-2], 1), "scales": groups}
     found, made = {}, dict[Any, Any]()
@@ -233,7 +278,10 @@ def _encode_tiles(node: Quantized[ParamSpec], tiles: dict[str, Tile], read: Call
         source = (*lead, *(slice(*r) for r in ranges))
         if (known := str(source)) not in made:
             made[known] = _encode(node.format, read(source), groups)
-        inner = [slice(s.start - r[0] // n, s.stop - r[0] // n) for (s, n, _), r in zip(each, ranges, strict=True)]
+        inner = [
+            slice(s.start - r[0] // n, s.stop - r[0] // n)
+            for (s, n, _), r in zip(each, ranges, strict=True)
+        ]
         found[name] = made[known][name == "scales"][..., inner[0], inner[1]].contiguous()
     return Quantized(found["codes"], found["scales"], node.format)
 

@@ -1,7 +1,9 @@
-"""The record of a run: ``metrics.jsonl``, one JSON object a line, and the line that a terminal shows.
+"""The record of a run: ``metrics.jsonl``, one JSON object a line, and the line that a terminal
+shows.
 
-A record is a dict with ``step`` and any of the names below or others. One line is one record, so a file that is still
-being written can be read, and a run that was killed has lost at most the line it was writing.
+A record is a dict with ``step`` and any of the names below or others. One line is one record, so a
+file that is still being written can be read, and a run that was killed has lost at most the line it
+was writing.
 
 ==========================  ==========================================================
 ``step``                    index of the step, from 0
@@ -55,7 +57,9 @@ def append(path: str | Path, record: Mapping[str, Any]) -> None:
     step = record.get("step")
     if type(step) is not int or step < 0:
         raise ValueError(f"metrics record has step={step!r}; it needs an int of at least 0")
-    line = json.dumps({name: _encode(name, value) for name, value in record.items()}).encode() + b"\n"
+    line = (
+        json.dumps({name: _encode(name, value) for name, value in record.items()}).encode() + b"\n"
+    )
     with open(path, "ab", buffering=0) as file:
         before = file.tell()
         try:
@@ -68,7 +72,8 @@ def append(path: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a file, in order. A last line without its end, torn when a run was killed, is left out.
+    """The records of a file, in order. A last line without its end, torn when a run was killed, is
+    left out.
 
     Raises:
         ValueError: there is no such file, or a line is not a record; names the line.
@@ -77,7 +82,8 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def rewind(path: str | Path, step: int) -> None:
-    """Removes the records of steps ``>= step``, and a torn last line, before a run is resumed at ``step``.
+    """Removes the records of steps ``>= step``, and a torn last line, before a run is resumed at
+    ``step``.
 
     Atomic: a new file takes the old one's place. Does nothing if there is no file.
 
@@ -99,8 +105,8 @@ def rewind(path: str | Path, step: int) -> None:
 def step_line(record: Mapping[str, Any], num_steps: int | None = None) -> str:
     """A record as one line of fixed width: lines of one run stand in columns.
 
-    ``step  120/1000  loss  1.8432  kl  0.0123  grad  0.5120  lr  0.0049   4,213 tok/s  load  1.3200``; values that the
-    record lacks are left out.
+    ``step  120/1000  loss  1.8432  kl  0.0123  grad  0.5120  lr  0.0049   4,213 tok/s  load
+    1.3200``; values that the record lacks are left out.
     """
     total = "" if num_steps is None else f"/{num_steps}"
     parts = [f"step {record['step']:>{max(len(total) - 1, 5)}}{total}"]
@@ -128,7 +134,8 @@ def _encode(name: str, value: Any) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     raise ValueError(
-        f"metrics {name}={value!r} ({type(value).__name__}) must be a number or text; take float() of a tensor"
+        f"metrics {name}={value!r} ({type(value).__name__}) must be a number or text; take "
+        "float() of a tensor"
     )
 
 

@@ -1,10 +1,11 @@
 """Parameters: one declaration per weight.
 
-A layer's ``specs(cfg)`` returns a tree of :class:`ParamSpec`. Initial values, sharding, optimiser groups, the
-checkpoint layout, parameter counts and abstract evaluation are all derived from that one declaration.
+A layer's ``specs(cfg)`` returns a tree of :class:`ParamSpec`. Initial values, sharding, optimiser
+groups, the checkpoint layout, parameter counts and abstract evaluation are all derived from that
+one declaration.
 
-Weights are stored ``[in, out]``. A leaf is a Tensor, :class:`Quantized` or :class:`LowRank`; layers multiply through
-``k31fn.layers.linear`` and need not know which.
+Weights are stored ``[in, out]``. A leaf is a Tensor, :class:`Quantized` or :class:`LowRank`; layers
+multiply through ``k31fn.layers.linear`` and need not know which.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ class Constant:
 
     def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
         """The tile of the initial value in float32."""
-        kept = shape if tile is None else tuple(len(range(n)[s]) for n, s in zip(shape, tile, strict=True))
+        kept = (
+            shape
+            if tile is None
+            else tuple(len(range(n)[s]) for n, s in zip(shape, tile, strict=True))
+        )
         return torch.full(kept, self.value, dtype=torch.float32, device=key.device)
 
 
@@ -100,7 +105,9 @@ class SoftplusInverse:
 
     def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
         """The tile of the initial value in float32."""
-        dt = random.uniform(key, shape, low=math.log(self.low), high=math.log(self.high), tile=tile).exp()
+        dt = random.uniform(
+            key, shape, low=math.log(self.low), high=math.log(self.high), tile=tile
+        ).exp()
         return dt + torch.log(-torch.expm1(-dt))
 
 
@@ -120,13 +127,15 @@ class ParamSpec:
         shape: the global shape, ``[in, out]`` for a matrix.
         axes: one logical axis name per dimension; ``()`` is spelt ``""`` (not split).
         init: the initial value.
-        dtype: bfloat16, or float32 for an island: a weight that stays float32 in a bf16 model through build, cast,
-            sharding, save and load.
-        tags: of ``matrix`` (Muon), ``per_head`` (split by head for Muon), ``no_decay``, ``expert``, ``frozen``, and
-            ``as_declared``, which keeps ``dtype`` whatever dtype the model is asked to be.
-        head_dim: columns of one head in the last dimension; set exactly on ``per_head`` leaves, else 0.
-        beside: logical axes of the weight that this is a low-rank factor of, and has not itself: where they are split,
-            a rank's use of the factor is a part of the whole use.
+        dtype: bfloat16, or float32 for an island: a weight that stays float32 in a bf16 model
+            through build, cast, sharding, save and load.
+        tags: of ``matrix`` (Muon), ``per_head`` (split by head for Muon), ``no_decay``, ``expert``,
+            ``frozen``, and ``as_declared``, which keeps ``dtype`` whatever dtype the model is asked
+            to be.
+        head_dim: columns of one head in the last dimension; set exactly on ``per_head`` leaves,
+            else 0.
+        beside: logical axes of the weight that this is a low-rank factor of, and has not itself:
+            where they are split, a rank's use of the factor is a part of the whole use.
     """
 
     shape: tuple[int, ...]
@@ -139,7 +148,9 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
-            raise ValueError(f"ParamSpec.axes={self.axes}: needs one name per dimension of shape {self.shape}")
+            raise ValueError(
+                f"ParamSpec.axes={self.axes}: needs one name per dimension of shape {self.shape}"
+            )
         if any(n < 1 for n in self.shape):
             raise ValueError(f"ParamSpec.shape={self.shape}: every dimension must be at least 1")
         if unknown := self.tags - TAGS:
@@ -147,7 +158,8 @@ class ParamSpec:
         fits = self.head_dim > 0 and self.shape and self.shape[-1] % self.head_dim == 0
         if not (fits if "per_head" in self.tags else self.head_dim == 0):
             raise ValueError(
-                f"ParamSpec.head_dim={self.head_dim}, tags={sorted(self.tags)}, shape={self.shape}: a per_head leaf "
+                f"ParamSpec.head_dim={self.head_dim}, tags={sorted(self.tags)}, "
+                f"shape={self.shape}: a per_head leaf "
                 "needs a head_dim that divides its last dimension, any other leaf 0"
             )
 
@@ -161,14 +173,13 @@ class ParamSpec:
 class Quantized(Generic[Leaf]):
     """A weight ``[in, out]`` in low precision; no gradient flows to its codes.
 
-    | format | codes | scales |
-    |---|---|---|
-    | ``scaled`` | numbers ``[..., in, out]`` | ``[..., in / group, out]``: factors of groups of rows |
-    | ``fp8`` | bytes of E4M3 ``[..., in, out]`` | ``[..., in / rows, out / columns]``: factors of blocks |
-    | ``mxfp4`` | bytes, two rows in each: ``[..., in / 2, out]`` | bytes: powers of two ``[..., in / 32, out]`` |
+    | format | codes | scales | |---|---|---| | ``scaled`` | numbers ``[..., in, out]`` | ``[..., in
+    / group, out]``: factors of groups of rows | | ``fp8`` | bytes of E4M3 ``[..., in, out]`` |
+    ``[..., in / rows, out / columns]``: factors of blocks | | ``mxfp4`` | bytes, two rows in each:
+    ``[..., in / 2, out]`` | bytes: powers of two ``[..., in / 32, out]`` |
 
-    Scales of the first have a gradient. The other two are those of :mod:`k31fn.kernels.formats`, and frozen: a product
-    with them decodes the weight and keeps only the bytes for its backward.
+    Scales of the first have a gradient. The other two are those of :mod:`k31fn.kernels.formats`,
+    and frozen: a product with them decodes the weight and keeps only the bytes for its backward.
 
     Attributes:
         codes: see above.
@@ -183,7 +194,8 @@ class Quantized(Generic[Leaf]):
 
 @tree.dataclass
 class LowRank(Generic[Leaf]):
-    """A weight ``[in, out]`` plus a low-rank update ``scale a @ b`` (LoRA); products never form the dense update.
+    """A weight ``[in, out]`` plus a low-rank update ``scale a @ b`` (LoRA); products never form the
+    dense update.
 
     Attributes:
         base: Tensor or :class:`Quantized` ``[..., in, out]``.
@@ -207,8 +219,8 @@ def init(
 ) -> Any:
     """Draws the initial values on the key's device.
 
-    Each leaf's key is folded from a 63-bit hash of its path, so a weight's values do not depend on which others exist,
-    and a tile drawn alone is bit-equal to that slice of the whole.
+    Each leaf's key is folded from a 63-bit hash of its path, so a weight's values do not depend on
+    which others exist, and a tile drawn alone is bit-equal to that slice of the whole.
 
     Args:
         specs: tree of :class:`ParamSpec`.
@@ -217,12 +229,20 @@ def init(
         tile: ``(path, spec) -> slices``: the part of each weight to draw. None: all of it.
     """
     return tree.map_with_path(
-        lambda path, spec: draw(path, spec, key, dtype=dtype, tile=None if tile is None else tile(path, spec)), specs
+        lambda path, spec: draw(
+            path, spec, key, dtype=dtype, tile=None if tile is None else tile(path, spec)
+        ),
+        specs,
     )
 
 
 def draw(
-    path: str, spec: ParamSpec, key: Tensor, *, dtype: torch.dtype | None = None, tile: Tile | None = None
+    path: str,
+    spec: ParamSpec,
+    key: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """What :func:`init` draws for the leaf at ``path``; ``tile`` is a part of it."""
     value = spec.init.draw(leaf_key(key, path), spec.shape, tile)
@@ -231,7 +251,9 @@ def draw(
 
 def abstract(specs: Any, *, dtype: torch.dtype | None = None) -> Any:
     """Meta tensors of the global shapes: for shape evaluation and planning without allocating."""
-    return tree.map(lambda s: torch.empty(s.shape, dtype=_leaf_dtype(s, dtype), device="meta"), specs)
+    return tree.map(
+        lambda s: torch.empty(s.shape, dtype=_leaf_dtype(s, dtype), device="meta"), specs
+    )
 
 
 def cast(params: Any, specs: Any, dtype: torch.dtype) -> Any:
@@ -254,10 +276,12 @@ def select(params: Any, specs: Any, where: Callable[[str, ParamSpec], bool]) -> 
 def leaf_key(key: Tensor, path: str) -> Tensor:
     """The key of the leaf at ``path``.
 
-    Of 63 bits of its hash: with 32, two of the model's thousands of leaves would share a key once in a few hundred
-    models.
+    Of 63 bits of its hash: with 32, two of the model's thousands of leaves would share a key once
+    in a few hundred models.
     """
-    return random.fold_in(key, int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little") >> 1)
+    return random.fold_in(
+        key, int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little") >> 1
+    )
 
 
 def _leaf_dtype(spec: ParamSpec, dtype: torch.dtype | None) -> torch.dtype:

@@ -1,9 +1,10 @@
 """Loss curves: ``python -m k31fn.plot RUN [RUN...] [--out FILE]`` compares runs in one picture.
 
-A run is a folder with a ``metrics.jsonl``. Above, training loss (smoothed, the raw values faint behind it) and held-out
-loss (dots, dashed); below, where recorded, the indexer's KL, the experts' load, the gradient's norm, tokens per second
-and MFU. Of a run alone also the load of each layer and the norm of each part. Dotted lines are borders of phases. The
-command prints the numbers in a table.
+A run is a folder with a ``metrics.jsonl``. Above, training loss (smoothed, the raw values faint
+behind it) and held-out loss (dots, dashed); below, where recorded, the indexer's KL, the experts'
+load, the gradient's norm, tokens per second and MFU. Of a run alone also the load of each layer and
+the norm of each part. Dotted lines are borders of phases. The command prints the numbers in a
+table.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _COLUMNS = (  # heading, metric, over which of its values, format
 
 
 class Series(NamedTuple):
-    """One metric of one run: the steps that have it, and its values; values that are not finite are left out."""
+    """One metric of one run: the steps that have it, and its values; values that are not finite are
+    left out.
+    """
 
     steps: np.ndarray
     values: np.ndarray
@@ -60,9 +63,11 @@ def save_loss_plot(run: str | Path) -> Path:
 
 
 def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
-    """Draws the loss curves of several runs into one picture; its format follows from the name's ending.
+    """Draws the loss curves of several runs into one picture; its format follows from the name's
+    ending.
 
-    The picture is written under another name and moved to its place, so a viewer never sees half of it.
+    The picture is written under another name and moved to its place, so a viewer never sees half of
+    it.
 
     Raises:
         ValueError: a run has no metrics, or ``out`` is of a kind that matplotlib does not write.
@@ -74,7 +79,9 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
     out = Path(out)
     kinds = sorted(figure.canvas.get_supported_filetypes())
     if out.suffix[1:] not in kinds:
-        raise ValueError(f"--out {str(out)!r} must end in one of {', '.join('.' + k for k in kinds)}")
+        raise ValueError(
+            f"--out {str(out)!r} must end in one of {', '.join('.' + k for k in kinds)}"
+        )
     temporary = out.with_name(f".{out.stem}.partial{out.suffix}")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -88,17 +95,27 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
 def _records(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     if not path.is_file():
-        near = sorted(str(p.parent) for p in run.glob("*/metrics.jsonl"))[-3:] if run.is_dir() else []
-        hint = f"runs below it: {', '.join(near)}" if near else "give the folder of a run, such as runs/NAME/TIME"
+        near = (
+            sorted(str(p.parent) for p in run.glob("*/metrics.jsonl"))[-3:] if run.is_dir() else []
+        )
+        hint = (
+            f"runs below it: {', '.join(near)}"
+            if near
+            else "give the folder of a run, such as runs/NAME/TIME"
+        )
         raise ValueError(f"{str(run)!r} has no metrics.jsonl; {hint}")
     records = metrics.read(path)
     if not any("train/loss" in r or "heldout/loss" in r for r in records):
-        raise ValueError(f"{str(path)!r} has no loss in its {len(records)} records; the run has not made a step yet")
+        raise ValueError(
+            f"{str(path)!r} has no loss in its {len(records)} records; the run has not made a "
+            "step yet"
+        )
     return records
 
 
 def _names(runs: list[Path]) -> dict[str, Path]:
-    """A legend entry for each run: the shortest ending of its path, of two names or more, that no other run has.
+    """A legend entry for each run: the shortest ending of its path, of two names or more, that no
+    other run has.
 
     Runs are ``runs/NAME/TIME``, and a time alone would say little.
     """
@@ -116,7 +133,10 @@ def _names(runs: list[Path]) -> dict[str, Path]:
 
 def _series(records: list[dict[str, Any]], name: str) -> Series:
     pairs = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
-    steps, values = np.array([s for s, _ in pairs], dtype=float), np.array([v for _, v in pairs], dtype=float)
+    steps, values = (
+        np.array([s for s, _ in pairs], dtype=float),
+        np.array([v for _, v in pairs], dtype=float),
+    )
     finite = np.isfinite(values)
     return Series(steps[finite], values[finite])
 
@@ -124,7 +144,8 @@ def _series(records: list[dict[str, Any]], name: str) -> Series:
 def _smooth(values: np.ndarray) -> np.ndarray:
     """Mean over a centred window of 1/25 of the run, which does not lag.
 
-    At the start, where a loss falls steeply, the window narrows to stay centred; at the end it is cut.
+    At the start, where a loss falls steeply, the window narrows to stay centred; at the end it is
+    cut.
     """
     index = np.arange(len(values))
     back = np.minimum(len(values) // 50, index)
@@ -137,8 +158,14 @@ def _draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
     try:
         from matplotlib.figure import Figure  # without pyplot: no window system, no global state
     except ImportError as error:
-        raise ImportError(f"no plot: {error}; pip install 'k31fn[train]' adds matplotlib") from error
-    panels = [(label, name) for label, name in _PANELS if any(len(_series(r, name).steps) for r in runs.values())]
+        raise ImportError(
+            f"no plot: {error}; pip install 'k31fn[train]' adds matplotlib"
+        ) from error
+    panels = [
+        (label, name)
+        for label, name in _PANELS
+        if any(len(_series(r, name).steps) for r in runs.values())
+    ]
     loss, *below = _layout(figure := Figure(layout="constrained"), len(panels))
     for i, (run, records) in enumerate(runs.items()):
         prefix, held_out_colour = (f"{run} ", f"C{i}") if len(runs) > 1 else ("", "C1")
@@ -153,7 +180,9 @@ def _draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
     _finish_loss(loss, runs)
     for axes, (label, name) in zip(below, panels, strict=True):
         _finish(axes, label)
-        if name == "train/indexer_kl" and all((_series(r, name).values > 0).all() for r in runs.values()):
+        if name == "train/indexer_kl" and all(
+            (_series(r, name).values > 0).all() for r in runs.values()
+        ):
             axes.set_yscale("log")
     return figure
 
@@ -177,7 +206,14 @@ def _draw_details(axes: Any, records: list[dict[str, Any]], start: str) -> None:
     names = sorted({name for record in records for name in record if name.startswith(start)})
     for i, name in enumerate(names):
         series, label = _series(records, name), name.removeprefix(start)
-        axes.plot(series.steps, _smooth(series.values), color=f"C{1 + i % 9}", linewidth=0.7, alpha=0.7, label=label)
+        axes.plot(
+            series.steps,
+            _smooth(series.values),
+            color=f"C{1 + i % 9}",
+            linewidth=0.7,
+            alpha=0.7,
+            label=label,
+        )
     if 0 < len(names) <= 16:
         axes.legend(frameon=False, fontsize=5, ncols=2)
 
@@ -189,17 +225,23 @@ def _borders(records: list[dict[str, Any]]) -> list[float]:
 
 
 def table(runs: Sequence[str | Path]) -> list[str]:
-    """The runs' numbers, a line each: means over the last tenth of the steps, medians of rates, steps skipped.
+    """The runs' numbers, a line each: means over the last tenth of the steps, medians of rates,
+    steps skipped.
 
     Raises:
         ValueError: a run has no metrics.
     """
     names = _names([Path(r) for r in runs])
     width = max(len(name) for name in names)
-    lines = [f"{'run':<{width}}{'steps':>8}" + "".join(f"{head:>{_width(form)}}" for head, *_, form in _COLUMNS)]
+    lines = [
+        f"{'run':<{width}}{'steps':>8}"
+        + "".join(f"{head:>{_width(form)}}" for head, *_, form in _COLUMNS)
+    ]
     for name, run in names.items():
         records = _records(run)
-        cells = [_cell(_series(records, metric).values, over, form) for _, metric, over, form in _COLUMNS]
+        cells = [
+            _cell(_series(records, metric).values, over, form) for _, metric, over, form in _COLUMNS
+        ]
         lines.append(f"{name:<{width}}{1 + max(r['step'] for r in records):>8,}" + "".join(cells))
     return lines
 
@@ -218,14 +260,26 @@ def _cell(values: np.ndarray, over: str, form: str) -> str:
     return f"{number:>{form}}"
 
 
-def _draw_loss(axes: Any, records: list[dict[str, Any]], prefix: str, colour: str, held_out_colour: str) -> None:
+def _draw_loss(
+    axes: Any, records: list[dict[str, Any]], prefix: str, colour: str, held_out_colour: str
+) -> None:
     train, held_out = _series(records, "train/loss"), _series(records, "heldout/loss")
     axes.plot(train.steps, train.values, color=colour, alpha=0.22, linewidth=0.8)
-    axes.plot(train.steps, _smooth(train.values), color=colour, linewidth=1.6, label=f"{prefix}train")
+    axes.plot(
+        train.steps, _smooth(train.values), color=colour, linewidth=1.6, label=f"{prefix}train"
+    )
     if len(held_out.steps):
         last = held_out.values[-1]
         label = f"{prefix}held out, last {last:.3f}"
-        axes.plot(held_out.steps, held_out.values, "o--", color=held_out_colour, markersize=4, linewidth=1, label=label)
+        axes.plot(
+            held_out.steps,
+            held_out.values,
+            "o--",
+            color=held_out_colour,
+            markersize=4,
+            linewidth=1,
+            label=label,
+        )
 
 
 def _draw_panel(axes: Any, series: Series, colour: str) -> None:
@@ -234,7 +288,8 @@ def _draw_panel(axes: Any, series: Series, colour: str) -> None:
 
 
 def _finish_loss(axes: Any, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """A logarithmic scale where the loss falls far, as most of a run goes on in the last tenth of the fall.
+    """A logarithmic scale where the loss falls far, as most of a run goes on in the last tenth of
+    the fall.
 
     Single spikes do not set the limits.
     """
@@ -247,7 +302,9 @@ def _finish_loss(axes: Any, runs: dict[str, list[dict[str, Any]]]) -> None:
     if low > 0 and high > 1.5 * low:
         axes.set_yscale("log")
         axes.set_ylim(low * 0.92, high * 1.08)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
+        axes.yaxis.set_major_locator(
+            LogLocator(subs=(1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0))
+        )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(axis="y", which="minor", left=False)
@@ -267,9 +324,18 @@ def _finish(axes: Any, label: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m k31fn.plot", description="Compares runs: a picture and a table.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/tiny/2026-01-31-120000")
-    parser.add_argument("--out", default="loss.png", metavar="FILE", help="the picture (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m k31fn.plot", description="Compares runs: a picture and a table."
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="folder of a run, such as runs/tiny/2026-01-31-120000",
+    )
+    parser.add_argument(
+        "--out", default="loss.png", metavar="FILE", help="the picture (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     try:
         picture = compare(options.runs, options.out)

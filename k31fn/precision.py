@@ -1,8 +1,9 @@
 """Which dtype is used where: parameters, compute, gradient reduction, and the fp32 islands.
 
-An island is a place that must not run in bfloat16 (softmax, norms, gates, decays, losses). It computes in
-``promote_types(dtype, float32)``: float32 for narrower inputs, float64 in a float64 run. Layers enter one with
-:func:`upcast` only, never with ``.float()``, which would break a float64 run silently.
+An island is a place that must not run in bfloat16 (softmax, norms, gates, decays, losses). It
+computes in ``promote_types(dtype, float32)``: float32 for narrower inputs, float64 in a float64
+run. Layers enter one with :func:`upcast` only, never with ``.float()``, which would break a float64
+run silently.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from k31fn.typing import Float, Tensor
 __all__ = ["Precision", "Products", "island", "storage_dtype", "upcast"]
 
 Products = Literal["exact", "fp8_rows", "fp8_blocks"]
-"""How linear layers multiply: in the dtype of compute, or in FP8 with scales by row or by blocks."""
+"""How linear layers multiply: in the dtype of compute, or in FP8 with scales by row or by blocks.
+"""
 
-_SUPPORTED = (torch.bfloat16, torch.float32, torch.float64)  # float16 would need loss scaling, which k31fn has not
+_SUPPORTED = (
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)  # float16 would need loss scaling, which k31fn has not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +36,12 @@ class Precision:
         param: of parameters and optimiser updates, except islands (:func:`storage_dtype`).
         compute: of activations and products; a parameter is cast to it when it is used.
         reduce: of gradients while they are summed over ranks and micro-batches.
-        products: of linear layers (:func:`k31fn.layers.linear.use_products`); FP8 is for ``compute`` in bfloat16.
+        products: of linear layers (:func:`k31fn.layers.linear.use_products`); FP8 is for
+            ``compute`` in bfloat16.
 
     Raises:
-        ValueError: a dtype that is not supported, ``param`` or ``reduce`` narrower than ``compute``, or FP8 products of
-            another ``compute``.
+        ValueError: a dtype that is not supported, ``param`` or ``reduce`` narrower than
+            ``compute``, or FP8 products of another ``compute``.
     """
 
     param: torch.dtype = torch.float32
@@ -46,12 +53,17 @@ class Precision:
         for name in ("param", "compute", "reduce"):
             value = getattr(self, name)
             if value not in _SUPPORTED:
-                raise ValueError(f"precision.{name}={value} must be one of {[str(d) for d in _SUPPORTED]}")
+                raise ValueError(
+                    f"precision.{name}={value} must be one of {[str(d) for d in _SUPPORTED]}"
+                )
         if self.products not in get_args(Products):
-            raise ValueError(f"precision.products={self.products!r} must be one of {list(get_args(Products))}")
+            raise ValueError(
+                f"precision.products={self.products!r} must be one of {list(get_args(Products))}"
+            )
         if self.products != "exact" and self.compute != torch.bfloat16:
             raise ValueError(
-                f"precision.products={self.products!r} with compute={self.compute}: FP8 products are for activations "
+                f"precision.products={self.products!r} with compute={self.compute}: FP8 products "
+                "are for activations "
                 "in bfloat16; set compute to bfloat16 or products to 'exact'"
             )
         for name in ("param", "reduce"):
@@ -64,21 +76,27 @@ class Precision:
 
 
 def island(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that an fp32 island computes in for inputs of ``dtype``: at least float32, float64 stays."""
+    """The dtype that an fp32 island computes in for inputs of ``dtype``: at least float32, float64
+    stays.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
 def upcast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """``x`` in its island's dtype; no copy if it is there already. The gradient comes back in ``x.dtype``."""
+    """``x`` in its island's dtype; no copy if it is there already.
+
+    The gradient comes back in ``x.dtype``.
+    """
     return x.to(island(x.dtype))
 
 
 def storage_dtype(declared: torch.dtype, requested: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter leaf declared as ``declared`` in a model that is asked to be ``requested``.
+    """The dtype of a parameter leaf declared as ``declared`` in a model that is asked to be
+    ``requested``.
 
-    A leaf declared float32 or wider is an island: it never gets narrower (``A_log = log 15.3`` rounded to bfloat16
-    changes a decay rate by 0.65%) and follows a wider request. Codes (integers, 8-bit floats) stay what they are.
-    All others take ``requested``.
+    A leaf declared float32 or wider is an island: it never gets narrower (``A_log = log 15.3``
+    rounded to bfloat16 changes a decay rate by 0.65%) and follows a wider request. Codes (integers,
+    8-bit floats) stay what they are. All others take ``requested``.
 
     Raises:
         ValueError: ``requested`` is not bfloat16, float32 or float64.

@@ -1,7 +1,7 @@
 """Text from a trained run: ``python -m k31fn.sample RUN --prompt "def "``.
 
-Decodes token by token with the model's functional state. A run's ``config.json`` and newest checkpoint are all that is
-read; no code of the run is executed.
+Decodes token by token with the model's functional state. A run's ``config.json`` and newest
+checkpoint are all that is read; no code of the run is executed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def load(
     """Recipe, parameters and router biases of a run's newest checkpoint, or of the one of ``step``.
 
     Raises:
-        ValueError: it is no run folder, or has no complete checkpoint, or its adapters are for another base.
+        ValueError: it is no run folder, or has no complete checkpoint, or its adapters are for
+            another base.
         CheckpointError: the checkpoint is damaged.
     """
     recipe = folder.recipe_of(run)
@@ -48,25 +49,37 @@ def load(
         state = trainer.saved(trainer.abstract_state(recipe), recipe)
         wanted = {"params": state.params, "balance": state.balance}
         restored = checkpoints.restore(step, wanted, partial=True, device=where)
-    whole, wide = trainer.completed(dataclasses.replace(state, **restored), recipe, where), recipe.precision.param
+    whole, wide = (
+        trainer.completed(dataclasses.replace(state, **restored), recipe, where),
+        recipe.precision.param,
+    )
     # what is frozen beside adapters is narrower than they are
-    params = tree.map(lambda x: x.to(wide) if x.is_floating_point() and recipe.lora else x, whole.params)
+    params = tree.map(
+        lambda x: x.to(wide) if x.is_floating_point() and recipe.lora else x, whole.params
+    )
     return recipe, params, whole.balance
 
 
 def choose(
-    logits: Float[Tensor, "B Z"], key: Int[Tensor, "2"], *, temperature: float = 1.0, top_p: float = 1.0
+    logits: Float[Tensor, "B Z"],
+    key: Int[Tensor, "2"],
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
 ) -> Int[Tensor, "B"]:
-    """A token per row: the most likely one at temperature 0, else drawn from softmax(logits / temperature).
+    """A token per row: the most likely one at temperature 0, else drawn from softmax(logits /
+    temperature).
 
-    Only the fewest tokens, most likely first, whose probabilities add up to at least ``top_p`` are drawn from. A row's
-    draw depends on its number and not on the other rows.
+    Only the fewest tokens, most likely first, whose probabilities add up to at least ``top_p`` are
+    drawn from. A row's draw depends on its number and not on the other rows.
 
     Raises:
         ValueError: ``temperature`` is negative or ``top_p`` outside (0, 1].
     """
     if not temperature >= 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature={temperature} must be at least 0 and top_p={top_p} in (0, 1]")
+        raise ValueError(
+            f"temperature={temperature} must be at least 0 and top_p={top_p} in (0, 1]"
+        )
     if temperature == 0:
         return logits.argmax(dim=-1)
     scaled = logits.to(torch.float64) / temperature
@@ -109,7 +122,8 @@ def generate(
         temperature: see :func:`choose`.
         top_p: see :func:`choose`.
         end_token: a row that has drawn it repeats it; ends when all rows have. None is -1.
-        vocab_size: only tokens below it are drawn; None: all that the head has, which may be padded.
+        vocab_size: only tokens below it are drawn; None: all that the head has, which may be
+            padded.
         images: those of the prompt, with a slot or -1 for each of its tokens.
         emit: gets each column ``[B]`` as it is drawn.
 
@@ -117,13 +131,19 @@ def generate(
         ValueError: an empty prompt, or a number out of its range.
     """
     if prompt.shape[1] < 1 or num_tokens < 1:
-        raise ValueError(f"prompt of {prompt.shape[1]} tokens, num_tokens={num_tokens}: both must be at least 1")
+        raise ValueError(
+            f"prompt of {prompt.shape[1]} tokens, num_tokens={num_tokens}: both must be at least 1"
+        )
     decoding = model.init_state(cfg, len(prompt), dtype=params.head.dtype, device=prompt.device)
     tokens, drawn = prompt, []
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     for i in range(num_tokens):
-        scores, decoding = model.extend(params, tokens, cfg, decoding, balance=state, images=() if i else images)
-        chosen = choose(scores[:, -1, :vocab_size], random.fold_in(key, i), temperature=temperature, top_p=top_p)
+        scores, decoding = model.extend(
+            params, tokens, cfg, decoding, balance=state, images=() if i else images
+        )
+        chosen = choose(
+            scores[:, -1, :vocab_size], random.fold_in(key, i), temperature=temperature, top_p=top_p
+        )
         chosen = torch.where(ended, end_token, chosen)
         ended = chosen == end_token
         emit(chosen)
@@ -134,15 +154,18 @@ def generate(
     return torch.stack(drawn, dim=1)
 
 
-def look(files: Sequence[str | Path], text: str, recipe: Recipe) -> tuple[Int[Tensor, "1 T"], Images]:
+def look(
+    files: Sequence[str | Path], text: str, recipe: Recipe
+) -> tuple[Int[Tensor, "1 T"], Images]:
     """A prompt with images, prepared as those that the run is trained on.
 
-    By what its store says of them. Where there is none any more they are cut to patches of the tower's size, as many at
-    most as a row of the run has.
+    By what its store says of them. Where there is none any more they are cut to patches of the
+    tower's size, as many at most as a row of the run has.
 
     Args:
         files: of the images, in order.
-        text: with a placeholder for each (:data:`k31fn.data.media.PLACEHOLDER`), or with none: then they come first.
+        text: with a placeholder for each (:data:`k31fn.data.media.PLACEHOLDER`), or with none: then
+            they come first.
         recipe: of the run.
 
     Returns:
@@ -169,23 +192,46 @@ def look(files: Sequence[str | Path], text: str, recipe: Recipe) -> tuple[Int[Te
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a prompt and what the model makes of it, token by token; returns the exit status."""
     parser = argparse.ArgumentParser(
-        "python -m k31fn.sample", description="Text from a trained run, up to the end of the document.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
-    where = "run folder such as runs/tiny/20260101-120000, or a folder of runs such as runs/tiny: the newest of them"
+        "python -m k31fn.sample",
+        description="Text from a trained run, up to the end of the document.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    where = (
+        "run folder such as runs/tiny/20260101-120000, or a folder of runs such as runs/tiny: the "
+        "newest of them"
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help=where)
     parser.add_argument("--prompt", default="def ", help="text to go on with")
-    images_help = "an image for each <|kimi_image_placeholder|> of the prompt, or in front of one that has none"
+    images_help = (
+        "an image for each <|kimi_image_placeholder|> of the prompt, or in front of one that has "
+        "none"
+    )
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help=images_help)
-    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message; prints the answer")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's message; prints the answer"
+    )
     parser.add_argument("--tokens", type=int, default=400, help="tokens to draw, at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
-    parser.add_argument("--top-p", type=float, default=0.95, help="draw from the most likely tokens of this mass")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the most likely token"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, help="draw from the most likely tokens of this mass"
+    )
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text")
-    parser.add_argument("--count", type=int, default=1, help="samples, of seeds SEED, SEED + 1, ...")
+    parser.add_argument(
+        "--count", type=int, default=1, help="samples, of seeds SEED, SEED + 1, ..."
+    )
     parser.add_argument("--save", action="store_true", help="write them to RUN/samples.txt too")
-    parser.add_argument("--device", default="", help="cpu, cuda, npu; if empty, the best of this machine")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; a small model's decoding gains from none")
+    parser.add_argument(
+        "--device", default="", help="cpu, cuda, npu; if empty, the best of this machine"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="CPU threads; a small model's decoding gains from none",
+    )
     args = parser.parse_args(argv)
     try:
         _run(args)
@@ -216,37 +262,63 @@ def _run(args: argparse.Namespace) -> None:
     if args.save:
         file = run / "samples.txt"
         heads = (f"--- seed {args.seed + i}" for i in range(args.count))
-        folder.write(file, "".join(f"{head}\n{text}\n" for head, text in zip(heads, texts, strict=True)))
+        folder.write(
+            file, "".join(f"{head}\n{text}\n" for head, text in zip(heads, texts, strict=True))
+        )
         print(f"samples: {file}")
 
 
 def _print_sample(
-    args: argparse.Namespace, key: Tensor, recipe: Recipe, params: model.Params[Tensor], state: balance.State
+    args: argparse.Namespace,
+    key: Tensor,
+    recipe: Recipe,
+    params: model.Params[Tensor],
+    state: balance.State,
 ) -> str:
     """Prints a sample as it is drawn; returns it with its prompt."""
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
     seen: Images | tuple[()] = ()
     if args.image:
         if args.chat:
-            raise ValueError("--image with --chat: a message with images is not made here; leave out --chat")
+            raise ValueError(
+                "--image with --chat: a message with images is not made here; leave out --chat"
+            )
         prompt, seen = tree.map(lambda x: x.to(key.device), look(args.image, args.prompt, recipe))
     else:
-        encoded = chat.prompt(args.prompt, tokenizer) if args.chat else tokenizer.encode(args.prompt).astype("int64")
+        encoded = (
+            chat.prompt(args.prompt, tokenizer)
+            if args.chat
+            else tokenizer.encode(args.prompt).astype("int64")
+        )
         prompt = torch.from_numpy(encoded)[None].to(key.device)
     end = tokenizer.special_tokens[chat.END_OF_ANSWER] if args.chat else tokenizer.end_token
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in several tokens
+    decoder = codecs.getincrementaldecoder("utf-8")(
+        "replace"
+    )  # a character may come in several tokens
     shown: list[str] = []
 
     def show(tokens: Tensor) -> None:
         # The prompt is shown with the first token, when all arguments have proved right.
-        text = ("" if shown else args.prompt + "\n" * args.chat) + decoder.decode(tokenizer.decode_bytes(tokens.cpu()))
+        text = ("" if shown else args.prompt + "\n" * args.chat) + decoder.decode(
+            tokenizer.decode_bytes(tokens.cpu())
+        )
         shown.append(text)
         print(text, end="", flush=True)
 
     generate(
-        params, recipe.model, state, prompt, num_tokens=args.tokens, key=key, temperature=args.temperature,
-        top_p=args.top_p, end_token=end, vocab_size=tokenizer.vocab_size, images=seen, emit=show,
-    )  # fmt: skip
+        params,
+        recipe.model,
+        state,
+        prompt,
+        num_tokens=args.tokens,
+        key=key,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        end_token=end,
+        vocab_size=tokenizer.vocab_size,
+        images=seen,
+        emit=show,
+    )
     shown.append(decoder.decode(b"", final=True))
     print(shown[-1])
     return "".join(shown)

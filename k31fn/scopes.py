@@ -1,9 +1,10 @@
-"""Named scopes in a trace of torch.profiler; without effect, and without cost, while nothing is recorded.
+"""Named scopes in a trace of torch.profiler; without effect, and without cost, while nothing is
+recorded.
 
-``scope(name)`` names what runs inside it. ``of_layer(name, f)`` names the forward of a function, ``forward NAME``, and
-what autograd runs for its backward, ``backward NAME``: the tensors that go in and come out pass through identities
-whose gradients begin and end that scope. What an enclosing ``remat`` computes again is a ``forward NAME`` too, within
-the backward of the step.
+``scope(name)`` names what runs inside it. ``of_layer(name, f)`` names the forward of a function,
+``forward NAME``, and what autograd runs for its backward, ``backward NAME``: the tensors that go in
+and come out pass through identities whose gradients begin and end that scope. What an enclosing
+``remat`` computes again is a ``forward NAME`` too, within the backward of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Recording:
-    """The names seen, and the backward that is under way: of one layer at a time, on whatever thread it runs."""
+    """The names seen, and the backward that is under way: of one layer at a time, on whatever
+    thread it runs.
+    """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -48,7 +51,9 @@ _recording: _Recording | None = None
 
 @contextlib.contextmanager
 def recording() -> Iterator[set[str]]:
-    """Inside, scopes are recorded, by the profiler that is active; yields the set of their names, which grows."""
+    """Inside, scopes are recorded, by the profiler that is active; yields the set of their names,
+    which grows.
+    """
     global _recording
     before, _recording = _recording, _Recording()
     try:
@@ -67,7 +72,8 @@ def scope(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def of_layer(name: str, f: _F) -> _F:
-    """``f(params, carry, ...) -> (carry, aux)`` with its forward and its backward named, if recording.
+    """``f(params, carry, ...) -> (carry, aux)`` with its forward and its backward named, if
+    recording.
 
     The derivatives are those of ``f``, under ``torch.func`` too.
     """

@@ -1,6 +1,7 @@
 """Where else a run's metrics go: TensorBoard events, and by config wandb and trackio.
 
-``metrics.jsonl`` is written in any case. A package is imported, and anything sent anywhere, only if it was chosen.
+``metrics.jsonl`` is written in any case. A package is imported, and anything sent anywhere, only if
+it was chosen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["Name", "NoTracker", "Service", "Several", "TensorBoard", "Tracker", "check", "service", "tensorboard"]
+__all__ = [
+    "Name",
+    "NoTracker",
+    "Service",
+    "Several",
+    "TensorBoard",
+    "Tracker",
+    "check",
+    "service",
+    "tensorboard",
+]
 
 Name = Literal["wandb", "trackio"]
 
@@ -46,7 +57,8 @@ class TensorBoard:
     """Writes TensorBoard events; make one with :func:`tensorboard`.
 
     Raises:
-        OSError: the events cannot be written, such as on a full disk; from any method, perhaps later than the event.
+        OSError: the events cannot be written, such as on a full disk; from any method, perhaps
+            later than the event.
     """
 
     def __init__(self, make_writer: Callable[[str], Any], directory: Path) -> None:
@@ -60,7 +72,11 @@ class TensorBoard:
         """One scalar per number; infinite and NaN values stay, TensorBoard shows them as such."""
         with self._naming_the_directory():
             for name, value in record.items():
-                if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                if (
+                    name != "step"
+                    and isinstance(value, int | float)
+                    and not isinstance(value, bool)
+                ):
                     self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -77,20 +93,26 @@ class TensorBoard:
             raise OSError(error.errno, error.strerror, str(self._directory)) from error
 
     def _of_thread(self, args: Any) -> None:
-        """The writer's thread keeps what went wrong for the next call to raise; its traceback would add nothing."""
+        """The writer's thread keeps what went wrong for the next call to raise; its traceback would
+        add nothing.
+        """
         if not type(args.thread).__module__.startswith("tensorboard."):
             self._uncaught(args)
 
 
-def tensorboard(directory: str | Path, *, warn: Callable[[str], object], resumed_at: int | None = None) -> Tracker:
+def tensorboard(
+    directory: str | Path, *, warn: Callable[[str], object], resumed_at: int | None = None
+) -> Tracker:
     """A tracker that writes TensorBoard events to ``directory``.
 
-    Without the ``tensorboard`` package the run goes on: ``warn`` gets one line, and the tracker drops what it is given.
+    Without the ``tensorboard`` package the run goes on: ``warn`` gets one line, and the tracker
+    drops what it is given.
 
     Args:
         directory: made if it is missing.
         warn: takes the line that says what is missing.
-        resumed_at: first step of a resumed run; TensorBoard then hides what was logged earlier from there on.
+        resumed_at: first step of a resumed run; TensorBoard then hides what was logged earlier from
+            there on.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -122,7 +144,8 @@ class Several:
 class Service:
     """wandb or trackio; make one with :func:`service`.
 
-    A run does not depend on a service: the first error is told, and from then on it gets nothing more.
+    A run does not depend on a service: the first error is told, and from then on it gets nothing
+    more.
     """
 
     def __init__(self, name: str, module: Any, run: Any, warn: Callable[[str], object]) -> None:
@@ -162,12 +185,19 @@ def check(names: Sequence[str]) -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise ImportError(
-                f"trackers={list(names)}: {error}; pip install {name}, or leave {name!r} out of trackers"
+                f"trackers={list(names)}: {error}; pip install {name}, or leave {name!r} out of "
+                "trackers"
             ) from error
 
 
 def service(
-    name: Name, *, project: str, run: str, config: Mapping[str, Any], directory: Path, warn: Callable[[str], object]
+    name: Name,
+    *,
+    project: str,
+    run: str,
+    config: Mapping[str, Any],
+    directory: Path,
+    warn: Callable[[str], object],
 ) -> Tracker:
     """A tracker that gives metrics to wandb or trackio, under settings and log-ins of their own.
 
@@ -187,11 +217,18 @@ def service(
     """
     check([name])
     module: Any = importlib.import_module(name)
-    options: dict[str, Any] = {"project": project, "name": run, "config": dict(config), "resume": "allow"}
+    options: dict[str, Any] = {
+        "project": project,
+        "name": run,
+        "config": dict(config),
+        "resume": "allow",
+    }
     if name == "wandb":
         options |= {"id": f"{project}-{run}", "dir": str(directory)}
     try:
         started = module.init(**options)
     except Exception as error:  # of a package that may raise anything
-        raise OSError(f"trackers: {name} cannot begin a run: {type(error).__name__}: {error}") from error
+        raise OSError(
+            f"trackers: {name} cannot begin a run: {type(error).__name__}: {error}"
+        ) from error
     return Service(name, module, started, warn)

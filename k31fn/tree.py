@@ -1,11 +1,12 @@
 """Pytrees: the containers that every k31fn function takes and returns.
 
-A tree is built from tuples, lists, dicts, NamedTuples and frozen dataclasses made with :func:`dataclass`. Every
-such dataclass is known both to ``optree`` (which k31fn uses) and to ``torch.utils._pytree`` (which ``torch.func``
-uses), so the same object passes through ``torch.func.grad`` and through our own transforms.
+A tree is built from tuples, lists, dicts, NamedTuples and frozen dataclasses made with
+:func:`dataclass`. Every such dataclass is known both to ``optree`` (which k31fn uses) and to
+``torch.utils._pytree`` (which ``torch.func`` uses), so the same object passes through
+``torch.func.grad`` and through our own transforms.
 
-``None`` is not a leaf and is refused wherever k31fn flattens a tree: ``torch.func`` rejects it, and a silently
-dropped leaf is a wrong gradient. An absent part is the empty tuple ``()``.
+``None`` is not a leaf and is refused wherever k31fn flattens a tree: ``torch.func`` rejects it, and
+a silently dropped leaf is a wrong gradient. An absent part is the empty tuple ``()``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
 
 import optree
-import torch.utils._pytree as torch_pytree  # torch.func flattens with this one; register_pytree_node: torch 2.11-2.14
+
+# torch.func flattens with this one; register_pytree_node: torch 2.11-2.14
+import torch.utils._pytree as torch_pytree
 
 __all__ = [
     "dataclass",
@@ -34,16 +37,20 @@ _C = TypeVar("_C", bound=type)
 
 
 def static(**kwargs: Any) -> Any:
-    """A field of a :func:`dataclass` that is part of the tree's structure instead of a child (must be hashable)."""
+    """A field of a :func:`dataclass` that is part of the tree's structure instead of a child (must
+    be hashable).
+    """
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
 def dataclass(cls: _C) -> _C:
-    """Makes ``cls`` a frozen dataclass and a pytree node of both optree and ``torch.utils._pytree``.
+    """Makes ``cls`` a frozen dataclass and a pytree node of both optree and
+    ``torch.utils._pytree``.
 
-    Fields are children in the order of their declaration; fields made with :func:`static` are structure.
-    Rebuilding a node skips ``__init__``, so a tree may hold any kind of leaf (specs, names, gradients).
+    Fields are children in the order of their declaration; fields made with :func:`static` are
+    structure. Rebuilding a node skips ``__init__``, so a tree may hold any kind of leaf (specs,
+    names, gradients).
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
     fields = dataclasses.fields(cls)
@@ -64,13 +71,18 @@ def dataclass(cls: _C) -> _C:
 
     def torch_split(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
         if absent := [n for n in children if getattr(node, n) is None]:
-            raise ValueError(f"{cls.__qualname__}.{absent[0]} is None: None is not a leaf; write () for an absent part")
+            raise ValueError(
+                f"{cls.__qualname__}.{absent[0]} is None: None is not a leaf; write () for an "
+                "absent part"
+            )
         return split(node)
 
     def split_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         return [(torch_pytree.GetAttrKey(n), getattr(node, n)) for n in children], split(node)[1]
 
-    optree.register_pytree_node(cls, optree_split, rebuild, path_entry_type=optree.GetAttrEntry, namespace=_NAMESPACE)
+    optree.register_pytree_node(
+        cls, optree_split, rebuild, path_entry_type=optree.GetAttrEntry, namespace=_NAMESPACE
+    )
     torch_pytree.register_pytree_node(
         cls,
         torch_split,
@@ -87,12 +99,19 @@ def flatten(
     """Leaves of ``tree`` in order, and its structure.
 
     Raises:
-        ValueError: a leaf is None and ``allow_none`` is not set (gradients may be absent); names its path.
+        ValueError: a leaf is None and ``allow_none`` is not set (gradients may be absent); names
+            its path.
     """
-    values, structure = optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
+    values, structure = optree.tree_flatten(
+        tree, is_leaf=is_leaf, none_is_leaf=True, namespace=_NAMESPACE
+    )
     if not allow_none and any(v is None for v in values):
-        path = next(p for p, v in flatten_with_paths(tree, is_leaf=is_leaf, allow_none=True) if v is None)
-        raise ValueError(f"tree leaf {path!r} is None: None is not a leaf; write () for an absent part")
+        path = next(
+            p for p, v in flatten_with_paths(tree, is_leaf=is_leaf, allow_none=True) if v is None
+        )
+        raise ValueError(
+            f"tree leaf {path!r} is None: None is not a leaf; write () for an absent part"
+        )
     return values, structure
 
 
@@ -101,12 +120,16 @@ def unflatten(structure: optree.PyTreeSpec, values: Any) -> Any:
     return optree.tree_unflatten(structure, values)
 
 
-def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None, allow_none: bool = False) -> list[Any]:
+def leaves(
+    tree: Any, *, is_leaf: Callable[[Any], bool] | None = None, allow_none: bool = False
+) -> list[Any]:
     """Leaves of ``tree`` in order."""
     return flatten(tree, is_leaf=is_leaf, allow_none=allow_none)[0]
 
 
-def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def map(
+    f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
     """``f`` over corresponding leaves of trees with the same structure.
 
     Raises:
@@ -125,11 +148,16 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], b
 def flatten_with_paths(
     tree: Any, *, is_leaf: Callable[[Any], bool] | None = None, allow_none: bool = False
 ) -> list[tuple[str, Any]]:
-    """``(path, leaf)`` pairs in order; a path reads ``layers.3.attn.w_q``, with a NamedTuple's field names."""
+    """``(path, leaf)`` pairs in order; a path reads ``layers.3.attn.w_q``, with a NamedTuple's
+    field names.
+    """
     accessors, values, _ = optree.tree_flatten_with_accessor(
         tree, is_leaf=is_leaf, none_is_leaf=True, namespace=_NAMESPACE
     )
-    pairs = [(".".join(_name(entry) for entry in accessor), v) for accessor, v in zip(accessors, values, strict=True)]
+    pairs = [
+        (".".join(_name(entry) for entry in accessor), v)
+        for accessor, v in zip(accessors, values, strict=True)
+    ]
     if not allow_none and any(v is None for v in values):
         flatten(tree, is_leaf=is_leaf)
     return pairs
@@ -144,7 +172,9 @@ def paths(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[st
     return [p for p, _ in flatten_with_paths(tree, is_leaf=is_leaf)]
 
 
-def map_with_path(f: Callable[..., Any], tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def map_with_path(
+    f: Callable[..., Any], tree: Any, *, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
     """``f(path, leaf)`` over the leaves."""
     values = [f(p, v) for p, v in flatten_with_paths(tree, is_leaf=is_leaf)]
     return unflatten(flatten(tree, is_leaf=is_leaf)[1], values)
@@ -156,10 +186,12 @@ def _difference(a: Any, b: Any, is_leaf: Callable[[Any], bool] | None) -> str:
     only_right = [p for p in right if p not in set(left)]
     if not only_left and not only_right:
         return (
-            f"trees differ in structure though their leaves have the same paths: {flatten(a, is_leaf=is_leaf)[1]} "
+            "trees differ in structure though their leaves have the same paths: "
+            f"{flatten(a, is_leaf=is_leaf)[1]} "
             f"against {flatten(b, is_leaf=is_leaf)[1]}"
         )
     return (
-        f"trees differ in structure: {len(left)} against {len(right)} leaves; only in the first: {only_left[:5]}; "
+        f"trees differ in structure: {len(left)} against {len(right)} leaves; only in the first: "
+        f"{only_left[:5]}; "
         f"only in the second: {only_right[:5]}"
     )

@@ -1,7 +1,7 @@
 """Shape annotations and their legend.
 
-Shapes are `jaxtyping` annotations, checked in the tests (`beartype`), not at run time. One letter means one thing
-everywhere, in annotations and in einsum strings alike:
+Shapes are `jaxtyping` annotations, checked in the tests (`beartype`), not at run time. One letter
+means one thing everywhere, in annotations and in einsum strings alike:
 
 | letter | dimension | | letter | dimension |
 |---|---|---|---|---|
@@ -16,8 +16,8 @@ everywhere, in annotations and in einsum strings alike:
 | P | dim of the shared key ("rope") part | | W | short convolution width |
 | C | tokens of a chunk | | Z | vocabulary |
 
-Several results are a NamedTuple; parameters are frozen dataclasses generic in their leaf (`Params[Tensor]`,
-`Params[ParamSpec]`).
+Several results are a NamedTuple; parameters are frozen dataclasses generic in their leaf
+(`Params[Tensor]`, `Params[ParamSpec]`).
 """
 
 from typing import TypeVar

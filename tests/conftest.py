@@ -1,7 +1,9 @@
-"""What every test runs under: run-time shape checks, one thread, fixed seeds, skips for absent devices.
+"""What every test runs under: run-time shape checks, one thread, fixed seeds, skips for absent
+devices.
 
-jaxtyping and beartype check each annotation of each k31fn function while the tests run. The hook must be in place
-before the first import of k31fn, so nothing above it may import k31fn (nor may a pytest plugin).
+jaxtyping and beartype check each annotation of each k31fn function while the tests run. The hook
+must be in place before the first import of k31fn, so nothing above it may import k31fn (nor may a
+pytest plugin).
 """
 
 import faulthandler
@@ -11,17 +13,23 @@ import random
 import sys
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is first imported; test processes are what runs in parallel
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # read when torch is first imported; test processes are what runs in parallel
+)
 
 import jaxtyping
 
 if loaded := sorted(m for m in sys.modules if m.partition(".")[0] == "k31fn"):
-    raise RuntimeError(f"{loaded} imported before tests/conftest.py: shapes would go unchecked; import it later")
+    raise RuntimeError(
+        f"{loaded} imported before tests/conftest.py: shapes would go unchecked; import it later"
+    )
 jaxtyping.install_import_hook("k31fn", "beartype.beartype")
 
 
 class _KernelsUnchecked:
-    """Triton reads the source of its functions, so these may not be wrapped: their modules go around the hook."""
+    """Triton reads the source of its functions, so these may not be wrapped: their modules go
+    around the hook.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -37,12 +45,16 @@ import torch
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton kernels run in its interpreter; read when triton is first imported
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # Triton kernels run in its interpreter; read when triton is first imported
+    )
 
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
-    """Same random numbers in each test, whatever ran before it. k31fn itself draws from keys only."""
+    """Same random numbers in each test, whatever ran before it. k31fn itself draws from keys
+    only.
+    """
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -62,14 +74,18 @@ def _missing(device: str) -> str | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for device in ("cuda", "npu"):
-        marked = [item for item in items if device in item.keywords and item.get_closest_marker(device)]
+        marked = [
+            item for item in items if device in item.keywords and item.get_closest_marker(device)
+        ]
         if marked and (reason := _missing(device)):
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """No stacks are printed of a test that may take longer: a process that goes on while they are read can crash."""
+    """No stacks are printed of a test that may take longer: a process that goes on while they are
+    read can crash.
+    """
     marker = item.get_closest_marker("timeout")
     if marker and marker.args[0] > float(item.config.getini("faulthandler_timeout")):
         faulthandler.cancel_dump_traceback_later()

@@ -6,14 +6,29 @@ from typing import Any
 import torch
 
 from k31fn import model, params, random
-from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mla, mlp, projector, vision, vision_block
+from k31fn.layers import (
+    attn_res,
+    dsa,
+    indexer,
+    kda,
+    latent_moe,
+    mla,
+    mlp,
+    projector,
+    vision,
+    vision_block,
+)
 
 D = 16
 
 
 def config(**changes: Any) -> model.Config:
-    """KDA, DSA, KDA, DSA; AttnRes blocks of two; all but the first MoE; a top-k smaller than the documents."""
-    attention = mla.Config(D, 2, q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
+    """KDA, DSA, KDA, DSA; AttnRes blocks of two; all but the first MoE; a top-k smaller than the
+    documents.
+    """
+    attention = mla.Config(
+        D, 2, q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4
+    )
     base = model.Config(
         vocab_size=19,
         hidden_size=D,
@@ -22,7 +37,9 @@ def config(**changes: Any) -> model.Config:
         kda=kda.Config(D, num_heads=2, head_dim=4),
         full_attention=dsa.Config(attention, indexer.Config(D, 8, num_heads=2, head_dim=4), topk=4),
         dense=mlp.Config(D, 24),
-        moe=latent_moe.Config(D, latent_size=8, expert_size=6, shared_size=10, num_experts=5, top_k=2),
+        moe=latent_moe.Config(
+            D, latent_size=8, expert_size=6, shared_size=10, num_experts=5, top_k=2
+        ),
         residual=attn_res.Config(block_size=2, query_std=0.1),
     )
     return dataclasses.replace(base, **changes)
@@ -30,13 +47,19 @@ def config(**changes: Any) -> model.Config:
 
 def with_vision(**changes: Any) -> model.Config:
     """The same with a tower for patches of 2 x 2 pixels."""
-    block = vision_block.Config(hidden_size=8, num_heads=2, head_dim=4, intermediate_size=12, init_std=0.5)
+    block = vision_block.Config(
+        hidden_size=8, num_heads=2, head_dim=4, intermediate_size=12, init_std=0.5
+    )
     tower = vision.Config(block, num_layers=2, patch_size=2, table_size=(3, 5))
     return config(vision=tower, projector=projector.Config(tower.output_size, D), **changes)
 
 
-def weights(cfg: model.Config, dtype: torch.dtype = torch.float64, seed: int = 0) -> model.Params[torch.Tensor]:
-    """Initial values, ten times as large as for training where they are small, so that no part is nearly absent."""
+def weights(
+    cfg: model.Config, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> model.Params[torch.Tensor]:
+    """Initial values, ten times as large as for training where they are small, so that no part is
+    nearly absent.
+    """
     drawn = params.init(model.specs(cfg), random.key(seed), dtype=dtype)
     return params.tree.map(lambda w: w * 10 if w.ndim > 1 and float(w.std()) < 0.05 else w, drawn)
 

@@ -16,7 +16,9 @@ def required_biases(scores, bias):
 
 def histogram(scores, bias, num_bins=1000):
     cutoff, _ = required_biases(scores, bias)
-    return required_bias_histogram(scores, cutoff, torch.ones(len(scores), dtype=torch.bool), bias, num_bins)
+    return required_bias_histogram(
+        scores, cutoff, torch.ones(len(scores), dtype=torch.bool), bias, num_bins
+    )
 
 
 def skewed_scores(tokens):
@@ -41,7 +43,8 @@ def test_quantile_is_exact_to_a_bin(tokens, num_bins):
 
 
 def test_quantile_interpolates_inside_the_bin():
-    # Expert 0 of 2, top 1, 8 tokens: q = 4; 3 counts lie before the bin with 5, so a fifth of it is needed.
+    # Expert 0 of 2, top 1, 8 tokens: q = 4; 3 counts lie before the bin with 5, so a fifth of it is
+    # needed.
     counts = torch.tensor([[[0, 3, 5, 0], [4, 0, 0, 4]]], dtype=torch.int32)
     ours = balance.quantile(counts, torch.tensor([[-1.0]]), torch.tensor([[0.5]]), top_k=1)
     torch.testing.assert_close(ours, torch.tensor([[-1 + (2 + 1 / 5) * 0.5, -1 + (0 + 1) * 0.5]]))
@@ -49,7 +52,10 @@ def test_quantile_interpolates_inside_the_bin():
 
 def test_quantile_counts_beyond_float32():
     counts = torch.zeros(1, 2, 4, dtype=torch.int32)
-    counts[..., 0], counts[..., 1] = 2**29 + 1, 2**29 - 1  # q = 2^29: one count less than the first bin holds
+    counts[..., 0], counts[..., 1] = (
+        2**29 + 1,
+        2**29 - 1,
+    )  # q = 2^29: one count less than the first bin holds
     ours = balance.quantile(counts, torch.zeros(1, 1), torch.ones(1, 1), top_k=1)
     torch.testing.assert_close(ours, torch.ones(1, 2), rtol=0, atol=1e-6)
 
@@ -68,7 +74,9 @@ def test_iterating_balances_a_skewed_router():
 
 
 def test_a_wrong_statistic_does_not_balance():
-    """Biased scores in place of raw ones in the required bias never settle: the loop above tells."""
+    """Biased scores in place of raw ones in the required bias never settle: the loop above
+    tells.
+    """
     bias = torch.zeros(EXPERTS, dtype=torch.float64)
     for _ in range(8):
         scores = skewed_scores(20_000)
@@ -89,7 +97,9 @@ def test_micro_batches_are_one_batch():
     assert torch.equal(balance.update(state, parts[None], top_k=TOP_K).bias, whole.bias)
 
 
-CFG = latent_moe.Config(hidden_size=6, latent_size=4, expert_size=5, shared_size=7, num_experts=5, top_k=2)
+CFG = latent_moe.Config(
+    hidden_size=6, latent_size=4, expert_size=5, shared_size=7, num_experts=5, top_k=2
+)
 
 
 def three_layers():
@@ -106,12 +116,16 @@ def three_layers():
             h = x + mlp.apply(weights[0], x, dense)
             counts = []
             for layer, cfg in ((1, still), (2, CFG)):
-                out = latent_moe.apply(weights[layer], h, cfg, bias=balance.bias_of(state, layer), segments=segments)
+                out = latent_moe.apply(
+                    weights[layer], h, cfg, bias=balance.bias_of(state, layer), segments=segments
+                )
                 h = h + out.y
                 counts.append(out.routing.histogram)
             return h.sin().sum(), torch.stack(counts)
 
-        (value, counts), grads = autodiff.value_and_grad(autodiff.remat(loss), has_aux=True)(weights)
+        (value, counts), grads = autodiff.value_and_grad(autodiff.remat(loss), has_aux=True)(
+            weights
+        )
         return value, grads, balance.update(state, counts, top_k=2)
 
     return weights, torch.randn(2, 5, 6, dtype=torch.float64), step
@@ -123,7 +137,9 @@ def test_the_new_state_is_an_output():  # field cases D24, D25
     for _ in range(3):
         _, _, state = step(weights, x, state)
     assert torch.equal(first.bias, torch.zeros(2, 5)), "the step must not write into its input"
-    assert torch.equal(balance.bias_of(state, 1), torch.zeros(5)), "a layer without balancing keeps its bias"
+    assert torch.equal(balance.bias_of(state, 1), torch.zeros(5)), (
+        "a layer without balancing keeps its bias"
+    )
     assert balance.bias_of(state, 2).abs().max() > 1e-3
     assert tree.paths(state) == ["bias"]
 
@@ -158,7 +174,9 @@ def test_the_state_survives_a_round_trip_bit_for_bit():
 def test_update_works_under_vmap():
     counts = torch.randint(0, 9, (3, 2, EXPERTS, 50), dtype=torch.int32)
     biases = torch.randn(3, 2, EXPERTS)
-    batched = torch.vmap(lambda b, h: balance.update(balance.State(b, (0, 1)), h, top_k=TOP_K).bias)(biases, counts)
+    batched = torch.vmap(
+        lambda b, h: balance.update(balance.State(b, (0, 1)), h, top_k=TOP_K).bias
+    )(biases, counts)
     for i in range(3):
         alone = balance.update(balance.State(biases[i], (0, 1)), counts[i], top_k=TOP_K)
         torch.testing.assert_close(batched[i], alone.bias, rtol=0, atol=1e-6)

@@ -80,9 +80,18 @@ def test_an_integer_serves_as_a_float():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"schedule": {"kind": "Cosine", "stepz": 1}}, r"schedule\.stepz is not a field of \S*Cosine; nearest: steps"),
-        ({"schedule": {"kind": "Constant"}, "size": []}, r"size is not a field of \S*Example; nearest: sizes"),
-        ({"schedule": {"kind": "Linear"}}, r"schedule\.kind='Linear' must be one of \['Constant', 'Cosine'\]"),
+        (
+            {"schedule": {"kind": "Cosine", "stepz": 1}},
+            r"schedule\.stepz is not a field of \S*Cosine; nearest: steps",
+        ),
+        (
+            {"schedule": {"kind": "Constant"}, "size": []},
+            r"size is not a field of \S*Example; nearest: sizes",
+        ),
+        (
+            {"schedule": {"kind": "Linear"}},
+            r"schedule\.kind='Linear' must be one of \['Constant', 'Cosine'\]",
+        ),
         ({"schedule": {"steps": 1}}, r"schedule\.kind=None must be one of"),
         ({"schedule": {"kind": "Cosine"}}, r"Cosine lacks schedule\.steps"),
         ({}, r"Example lacks schedule"),
@@ -97,12 +106,27 @@ def test_an_integer_serves_as_a_float():
             r"dtype='load' \(str\) must be the name of a torch dtype",
         ),
         ({"schedule": {"kind": "Constant"}, "flag": 1}, r"flag=1 \(int\) must be bool"),
-        ({"schedule": {"kind": "Cosine", "steps": True}}, r"schedule\.steps=True \(bool\) must be int"),
-        ({"schedule": {"kind": "Cosine", "steps": "4"}}, r"schedule\.steps='4' \(str\) must be int"),
-        ({"schedule": {"kind": "Constant"}, "sizes": [1, 2.5]}, r"sizes\[1\]=2\.5 \(float\) must be int"),
+        (
+            {"schedule": {"kind": "Cosine", "steps": True}},
+            r"schedule\.steps=True \(bool\) must be int",
+        ),
+        (
+            {"schedule": {"kind": "Cosine", "steps": "4"}},
+            r"schedule\.steps='4' \(str\) must be int",
+        ),
+        (
+            {"schedule": {"kind": "Constant"}, "sizes": [1, 2.5]},
+            r"sizes\[1\]=2\.5 \(float\) must be int",
+        ),
         ({"schedule": {"kind": "Constant"}, "sizes": 4}, r"sizes=4 \(int\) must be a list"),
-        ({"schedule": {"kind": "Constant"}, "pair": ["x"]}, r"pair=\['x'\] must have 2 elements, it has 1"),
-        ({"schedule": {"kind": "Constant"}, "limit": "4"}, r"limit='4' \(str\) must be int or null"),
+        (
+            {"schedule": {"kind": "Constant"}, "pair": ["x"]},
+            r"pair=\['x'\] must have 2 elements, it has 1",
+        ),
+        (
+            {"schedule": {"kind": "Constant"}, "limit": "4"},
+            r"limit='4' \(str\) must be int or null",
+        ),
         ([], r"Example=\[\] \(list\) must be the fields of"),
     ],
 )
@@ -127,7 +151,9 @@ def test_model_config_kinds():
     cfg = config.load(CONFIGS / "k31_pro.py")
     assert config.to_dict(cfg)["full_attention"]["kind"] == "dsa"
     assert isinstance(cfg.full_attention, dsa.Config)
-    k3 = dataclasses.replace(cfg, full_attention=cfg.full_attention.attn, residual=plain_residual.Config())
+    k3 = dataclasses.replace(
+        cfg, full_attention=cfg.full_attention.attn, residual=plain_residual.Config()
+    )
     data = config.to_dict(k3)
     assert (data["full_attention"]["kind"], data["residual"]) == ("mla", {"kind": "plain_residual"})
     assert isinstance(config.from_dict(model.Config, data).full_attention, mla.Config)
@@ -136,7 +162,10 @@ def test_model_config_kinds():
 def test_unknown_model_field():
     data = config.to_dict(config.load(CONFIGS / "tiny.py"))
     data["moe"]["num_expert"] = 8
-    with pytest.raises(ValueError, match=r"moe\.num_expert is not a field of latent_moe\.Config; nearest: num_experts"):
+    with pytest.raises(
+        ValueError,
+        match=r"moe\.num_expert is not a field of latent_moe\.Config; nearest: num_experts",
+    ):
         config.from_dict(model.Config, data)
 
 
@@ -149,7 +178,9 @@ def test_a_value_that_the_class_refuses():
 
 class TestLoad:
     def test_missing_file_lists_the_others(self):
-        with pytest.raises(ValueError, match=r"k31\.py' does not exist; in its directory: .*k31_pro\.py"):
+        with pytest.raises(
+            ValueError, match=r"k31\.py' does not exist; in its directory: .*k31_pro\.py"
+        ):
             config.load(CONFIGS / "k31.py")
 
     def test_missing_directory(self, tmp_path):
@@ -171,7 +202,9 @@ class TestLoad:
     def test_model_of_another_type(self, tmp_path):
         file = tmp_path / "a.py"
         file.write_text("def model():\n    return {}\n")
-        with pytest.raises(ValueError, match=r"model\(\) returned builtins\.dict, not k31fn\.model\.Config"):
+        with pytest.raises(
+            ValueError, match=r"model\(\) returned builtins\.dict, not k31fn\.model\.Config"
+        ):
             config.load(file)
 
     def test_an_error_of_the_file_comes_through(self, tmp_path):

@@ -54,7 +54,11 @@ def test_k31_differs_from_k3_in_its_indexers_only(cfgs):
     assert full.attn == cfgs["k3"].full_attention
     assert (full.indexer.num_heads, full.indexer.head_dim, full.topk) == (32, 128, 2048)
     assert full.indexer.norm_eps == cfgs["k3"].norm_eps
-    rest = [name for name in vars(cfgs["k3"]) if getattr(cfgs["k3"], name) != getattr(cfgs["k31_pro"], name)]
+    rest = [
+        name
+        for name in vars(cfgs["k3"])
+        if getattr(cfgs["k3"], name) != getattr(cfgs["k31_pro"], name)
+    ]
     assert rest == ["full_attention"]
 
 
@@ -63,7 +67,11 @@ def test_reduced(cfgs):
     assert [i + 1 for i in small.full_attention_layers] == [4, 8]
     assert (small.num_layers, small.moe.num_experts, small.moe.top_k) == (8, 64, 16)
     assert [layer.opens_block for layer in model.layer_configs(small)] == [True] + [False] * 7
-    assert (small.kda, small.full_attention, small.dense) == (full.kda, full.full_attention, full.dense)
+    assert (small.kda, small.full_attention, small.dense) == (
+        full.kda,
+        full.full_attention,
+        full.dense,
+    )
     assert (small.vision, small.projector) == (full.vision, full.projector)
     assert params.count(model.specs(small)) == 22_302_797_120 + 401_214_464 + 46_144_512
 
@@ -97,7 +105,11 @@ def test_tiny_long():
     """As many tokens a step in each phase, in all as many as the tiny recipe."""
     tiny, long = (config.load_recipe(CONFIGS / f"{name}.py") for name in ("tiny", "tiny_long"))
     assert [long.phase_of(i) for i in (199, 200, 349, 350, 449)] == [0, 1, 1, 2, 2]
-    assert [(long.at(i).batch_size, long.at(i).length) for i in (0, 200, 350)] == [(24, 128), (12, 256), (6, 512)]
+    assert [(long.at(i).batch_size, long.at(i).length) for i in (0, 200, 350)] == [
+        (24, 128),
+        (12, 256),
+        (6, 512),
+    ]
     assert dataclasses.replace(long, name="tiny", phases=(), length=256, batch_size=12) == tiny
 
 
@@ -105,7 +117,11 @@ def test_the_schedule_of_the_indexer():
     """Tokens as published for DeepSeek-V3.2: 2.1B dense and 943.7B sparse."""
     recipe = config.load_recipe(CONFIGS / "k31_pro_indexer.py")
     warm, sparse = recipe.at(0), recipe.at(1000)
-    assert (warm.trainable, warm.model.full_attention.stage, recipe.phase_of(999)) == ("indexer", "dense_warmup", 0)
+    assert (warm.trainable, warm.model.full_attention.stage, recipe.phase_of(999)) == (
+        "indexer",
+        "dense_warmup",
+        0,
+    )
     assert (sparse.trainable, sparse.model.full_attention.stage) == ("all", "sparse")
     assert round(1000 * warm.batch_size * warm.length / 1e9, 1) == 2.1
     assert round(15_000 * sparse.batch_size * sparse.length / 1e9, 1) == 943.7

@@ -1,4 +1,6 @@
-"""The device functions on the CPU, with a stand-in for torch_npu, and on CUDA where there is one."""
+"""The device functions on the CPU, with a stand-in for torch_npu, and on CUDA where there is
+one.
+"""
 
 import concurrent.futures
 import ctypes
@@ -16,7 +18,8 @@ from k31fn import device
 CPU = torch.device("cpu")
 
 
-# With a stand-in for torch_npu that notes each call; in its own process, since torch renames a backend for good.
+# With a stand-in for torch_npu that notes each call; in its own process, since torch renames a
+# backend for good.
 NPU = """
 import sys, types, torch
 from k31fn import device
@@ -25,7 +28,9 @@ class Npu:
     is_available = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 2)
     get_device_name = staticmethod(lambda device: "Ascend910")
-    get_device_properties = staticmethod(lambda device: types.SimpleNamespace(cube_core_num=24, vector_core_num=48))
+    get_device_properties = staticmethod(
+        lambda device: types.SimpleNamespace(cube_core_num=24, vector_core_num=48)
+    )
     def __getattr__(self, name):
         return lambda device: calls.append((name, str(device))) or 123
 
@@ -58,7 +63,9 @@ assert device.default() == torch.device("cuda")
 
 def test_npu_functions_go_to_torch_npu() -> None:
     environment = {**os.environ, "PYTHONPATH": ".", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", NPU], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", NPU], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -78,7 +85,11 @@ def test_default_without_accelerator() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpu", r"device='gpu' must be one of \['cpu', 'cuda', 'npu'\], with an index if need be: 'cuda:0'"),
+        (
+            "gpu",
+            r"device='gpu' must be one of \['cpu', 'cuda', 'npu'\], with an index if need be: "
+            r"'cuda:0'",
+        ),
         ("cuda:", "device='cuda:' must be one of"),
         ("cuda:-1", "device='cuda:-1' must be one of"),
         ("", "device='' must be one of"),
@@ -98,7 +109,9 @@ def test_process_group_backends() -> None:
         "cpu:gloo,cuda:nccl",
         "cpu:gloo,npu:hccl",
     ]
-    with pytest.raises(ValueError, match=r"device_type='tpu' must be one of \['cpu', 'cuda', 'npu'\]"):
+    with pytest.raises(
+        ValueError, match=r"device_type='tpu' must be one of \['cpu', 'cuda', 'npu'\]"
+    ):
         device.process_group_backend("tpu")
 
 
@@ -112,7 +125,8 @@ def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert current == [3]
     for name, rank in (("cuda", 4), ("cuda:1", 0)):
         with pytest.raises(
-            ValueError, match=f"device='{name}' for process {rank} of this machine, which has 4 of kind"
+            ValueError,
+            match=f"device='{name}' for process {rank} of this machine, which has 4 of kind",
         ):
             device.of_rank(torch.device(name), rank)
 
@@ -125,11 +139,14 @@ def test_other_devices_are_refused() -> None:
 def test_cpu_memory_is_that_of_the_process() -> None:
     device.synchronize(CPU)
     before = device.memory_allocated(CPU)
-    held = torch.ones(64 << 20, dtype=torch.uint8)  # above malloc's threshold: mapped and unmapped at once
+    held = torch.ones(
+        64 << 20, dtype=torch.uint8
+    )  # above malloc's threshold: mapped and unmapped at once
     after = device.memory_allocated(CPU)
     assert after - before > 60 << 20
     cores = os.cpu_count() or 1
-    # The peak sums three of the kernel's counters, each behind by a batch on each core; a batch grows with the cores.
+    # The peak sums three of the kernel's counters, each behind by a batch on each core; a batch
+    # grows with the cores.
     uncounted = 3 * cores * max(32, 2 * cores) * 4096
     assert device.peak_memory(CPU) >= after - uncounted
     peak = device.peak_memory(CPU)
@@ -148,12 +165,16 @@ def test_peak_rates_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     rates = device.peak_rates(torch.device("cuda", 0))
     assert rates == device.PeakRates(bf16_flops=790e12, bytes=4.3e12)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL")  # other clocks: not measured
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL"
+    )  # other clocks: not measured
     assert device.peak_rates(torch.device("cuda", 0)) is None
 
 
 def test_linear_algebra_is_loaded_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for torch's loader, which fails in a thread that calls while another's first call loads."""
+    """With a stand-in for torch's loader, which fails in a thread that calls while another's first
+    call loads.
+    """
     loads: list[str] = []
 
     def solve(*args: object, **kwargs: object) -> None:
@@ -227,6 +248,8 @@ def test_keep_heap_keeps_freed_memory():
         "fill()\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
     )
-    faults = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    faults = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
         assert int(faults) < 100  # of the 4883 pages

@@ -1,4 +1,6 @@
-"""Checkpoints in K3's names: the golden file both ways, every row of the table, and what is refused."""
+"""Checkpoints in K3's names: the golden file both ways, every row of the table, and what is
+refused.
+"""
 
 import dataclasses
 import json
@@ -73,12 +75,16 @@ class TestGolden:
         assert torch.equal(kda.dt_bias, at(1, "self_attn.dt_bias"))
         assert torch.equal(mla.w_qa, at(3, "self_attn.q_a_proj.weight").T)
         assert torch.equal(mla.w_kvb, at(3, "self_attn.kv_b_proj.weight").T)
-        assert torch.equal(weights.layers[3].attn_mix.query, at(3, "self_attention_res_proj.weight")[0])
+        assert torch.equal(
+            weights.layers[3].attn_mix.query, at(3, "self_attention_res_proj.weight")[0]
+        )
         assert torch.equal(moe.experts.w_down[5], at(3, "block_sparse_moe.experts.5.w2.weight").T)
         assert torch.equal(moe.experts.w_up[5], at(3, "block_sparse_moe.experts.5.w3.weight").T)
         assert torch.equal(weights.layers[0].ffn.w_gate, at(0, "mlp.gate_proj.weight").T)
         assert torch.equal(weights.layers[0].ffn.w_down, at(0, "mlp.down_proj.weight").T)
-        assert torch.equal(weights.embedding.weight, stored["language_model.model.embed_tokens.weight"])
+        assert torch.equal(
+            weights.embedding.weight, stored["language_model.model.embed_tokens.weight"]
+        )
         assert torch.equal(weights.head, stored["language_model.lm_head.weight"].T)
         layer = weights.layers[2]
         for name, value in {
@@ -97,12 +103,18 @@ class TestGolden:
             "block_sparse_moe.shared_experts.gate_proj.weight": layer.ffn.shared.w_gate.T,
             "block_sparse_moe.shared_experts.up_proj.weight": layer.ffn.shared.w_up.T,
         }.items():
-            assert torch.equal(value, at(2, name)), name  # these differ from a neighbour of the same shape
+            assert torch.equal(value, at(2, name)), (
+                name
+            )  # these differ from a neighbour of the same shape
         assert torch.equal(weights.final_norm.weight, stored["language_model.model.norm.weight"])
-        assert torch.equal(weights.final_mix.norm, stored["language_model.model.output_attn_res_norm.weight"])
+        assert torch.equal(
+            weights.final_mix.norm, stored["language_model.model.output_attn_res_norm.weight"]
+        )
         assert state.layers == (1, 2, 3, 4, 5, 6, 7)
         for row, number in enumerate(state.layers):
-            assert torch.equal(state.bias[row], at(number, "block_sparse_moe.gate.e_score_correction_bias"))
+            assert torch.equal(
+                state.bias[row], at(number, "block_sparse_moe.gate.e_score_correction_bias")
+            )
 
     def test_every_leaf_is_contiguous_and_owns_its_memory(self, golden):
         """A view of the mapped file would keep it open, and an optimiser would write into it."""
@@ -120,7 +132,9 @@ class TestGolden:
             assert (exported[name].shape, exported[name].dtype) == (value.shape, value.dtype), name
             assert torch.equal(exported[name], value), name
         # not a bit differs from what the safetensors library wrote, header included
-        assert (tmp_path / "model.safetensors").read_bytes() == (GOLDEN / "model.safetensors").read_bytes()
+        assert (tmp_path / "model.safetensors").read_bytes() == (
+            GOLDEN / "model.safetensors"
+        ).read_bytes()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
     def test_exported_config_says_what_the_golden_one_says(self, golden, tmp_path):
@@ -131,14 +145,22 @@ class TestGolden:
         assert ours["model_type"] == theirs["model_type"]
         told = {k: v for k, v in theirs["text_config"].items() if k in ours["text_config"]}
         assert told == {k: ours["text_config"][k] for k in told}
-        untold = {"head_dim", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"}
+        untold = {
+            "head_dim",
+            "max_position_embeddings",
+            "pad_token_id",
+            "bos_token_id",
+            "eos_token_id",
+        }
         assert theirs["text_config"].keys() - told.keys() == untold
         assert hf.config_from_hf(tmp_path) == cfg
 
     def test_names_of_a_tree(self, golden, stored):
         cfg, weights, _ = golden
         named = hf.to_names(weights, cfg)
-        assert stored.keys() - named.keys() == {n for n in stored if n.endswith("e_score_correction_bias")}
+        assert stored.keys() - named.keys() == {
+            n for n in stored if n.endswith("e_score_correction_bias")
+        }
         assert all(torch.equal(value, stored[name]) for name, value in named.items())
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -191,12 +213,21 @@ class TestRoundTrip:
         first = weights.layers[0]
         slow = torch.full_like(first.attn.A_log, math.log(15.3))
         attn = dataclasses.replace(first.attn, A_log=slow)
-        weights = dataclasses.replace(weights, layers=(dataclasses.replace(first, attn=attn), *weights.layers[1:]))
+        weights = dataclasses.replace(
+            weights, layers=(dataclasses.replace(first, attn=attn), *weights.layers[1:])
+        )
         hf.export(params.cast(weights, model.specs(cfg), torch.bfloat16), state, cfg, tmp_path)
         with safe_open(tmp_path / "model.safetensors", "pt") as file:
             dtypes = {name: file.get_slice(name).get_dtype() for name in list(file.keys())}
         wide = {re.sub(r"\d+", "N", name) for name, dtype in dtypes.items() if dtype == "F32"}
-        attn_names = ("A_log", "dt_bias", "q_convNd.weight", "k_convNd.weight", "v_convNd.weight", "o_norm.weight")
+        attn_names = (
+            "A_log",
+            "dt_bias",
+            "q_convNd.weight",
+            "k_convNd.weight",
+            "v_convNd.weight",
+            "o_norm.weight",
+        )
         expected = {f"{LAYER}N.self_attn.{name}" for name in attn_names}
         assert wide == expected | {f"{LAYER}N.block_sparse_moe.gate.e_score_correction_bias"}
         again, _ = hf.load(tmp_path, cfg, dtype=torch.bfloat16)
@@ -235,19 +266,27 @@ class TestTable:
             entries(golden[0], tuple(row for row in ROWS if row.path != "params.head"))
 
     def test_a_leaf_with_two_rows(self, golden):
-        with pytest.raises(ValueError, match=r"head is covered by 2 rows \['language_model\.lm_head\.weight', 'b'\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"head is covered by 2 rows \['language_model\.lm_head\.weight', 'b'\]",
+        ):
             entries(golden[0], (*ROWS, ROWS[0]._replace(name="b", path="params.head")))
 
     def test_a_name_of_two_leaves(self, golden):
         rows = tuple(
-            row._replace(name="language_model.model.norm.weight") if row.path == "params.head" else row for row in ROWS
+            row._replace(name="language_model.model.norm.weight")
+            if row.path == "params.head"
+            else row
+            for row in ROWS
         )
-        with pytest.raises(ValueError, match=r"language_model\.model\.norm\.weight is the name of 2 leaves"):
+        with pytest.raises(
+            ValueError, match=r"language_model\.model\.norm\.weight is the name of 2 leaves"
+        ):
             entries(golden[0], rows)
 
     def test_the_released_names_and_shapes(self):
-        """Names, shapes and counts of the full-size checkpoint, from the published file (unquantised) and, for the
-        indexer, from public loaders of K3.1."""
+        """Names, shapes and counts of the full-size checkpoint, from the published file
+        (unquantised) and, for the indexer, from public loaders of K3.1."""
         found = {}
         for entry in entries(config.load(CONFIGS / "k31_pro.py")):
             if entry.names[0].startswith(VISION):
@@ -350,28 +389,45 @@ class TestLoadRefuses:
         name = f"{LAYER}1.block_sparse_moe.shared_experts.gate_proj.weight"
         packed = {n: v for n, v in stored.items() if n != name}
         packed[f"{name}_packed"] = torch.zeros(48, 32, dtype=torch.uint8)
-        with pytest.raises(ValueError, match="fix: only the weights of routed experts may be quantised"):
+        with pytest.raises(
+            ValueError, match="fix: only the weights of routed experts may be quantised"
+        ):
             hf.load(checkpoint(tmp_path, packed), golden[0])
 
     def test_vision_weights_are_left_out(self, golden, stored, tmp_path):
-        whole = stored | {"vision_tower.pos_emb.weight": torch.zeros(2), "mm_projector.proj.0.weight": torch.zeros(2)}
+        whole = stored | {
+            "vision_tower.pos_emb.weight": torch.zeros(2),
+            "mm_projector.proj.0.weight": torch.zeros(2),
+        }
         weights, _ = hf.load(checkpoint(tmp_path, whole), golden[0])
         assert_same(weights, golden[1])
 
     def test_mtp(self, k31):
         cfg = dataclasses.replace(k31[0], num_mtp_layers=1)
-        with pytest.raises(ValueError, match=r"num_mtp_layers=1: K3's checkpoint format has no MTP layer; set it to 0"):
+        with pytest.raises(
+            ValueError,
+            match=r"num_mtp_layers=1: K3's checkpoint format has no MTP layer; set it to 0",
+        ):
             hf.load(GOLDEN, cfg)
 
     def test_a_residual_scheme_that_the_format_does_not_know(self, k31, tmp_path):
         cfg = dataclasses.replace(k31[0], residual=mhc.Config())
-        with pytest.raises(ValueError, match=r"residual is an mhc\.Config, which K3's format has no name for"):
-            hf.export(params.init(model.specs(cfg), random.key(0)), model.init_balance(cfg), cfg, tmp_path / "x")
+        with pytest.raises(
+            ValueError, match=r"residual is an mhc\.Config, which K3's format has no name for"
+        ):
+            hf.export(
+                params.init(model.specs(cfg), random.key(0)),
+                model.init_balance(cfg),
+                cfg,
+                tmp_path / "x",
+            )
         assert not (tmp_path / "x").exists()
 
     def test_no_checkpoint(self, golden, tmp_path):
         (tmp_path / "pytorch_model.bin").write_bytes(b"")
-        with pytest.raises(ValueError, match=r"holds neither model\.safetensors nor .*pytorch_model\.bin"):
+        with pytest.raises(
+            ValueError, match=r"holds neither model\.safetensors nor .*pytorch_model\.bin"
+        ):
             hf.load(tmp_path, golden[0])
         with pytest.raises(ValueError, match="no such directory"):
             hf.load(tmp_path / "nowhere", golden[0])
@@ -409,8 +465,12 @@ class TestLoadRefuses:
 class TestExportRefuses:
     def test_a_leaf_of_another_shape(self, k31, tmp_path):
         cfg, weights, state = k31
-        with pytest.raises(ValueError, match=r"params\.head has shape \[128, 263\], cfg wants \[128, 264\]"):
-            hf.export(dataclasses.replace(weights, head=weights.head[:, 1:]), state, cfg, tmp_path / "new")
+        with pytest.raises(
+            ValueError, match=r"params\.head has shape \[128, 263\], cfg wants \[128, 264\]"
+        ):
+            hf.export(
+                dataclasses.replace(weights, head=weights.head[:, 1:]), state, cfg, tmp_path / "new"
+            )
         assert not (tmp_path / "new").exists()
 
     def test_another_structure(self, k31, golden, tmp_path):
@@ -420,14 +480,20 @@ class TestExportRefuses:
     def test_balance_of_other_layers(self, k31, tmp_path):
         cfg, weights, state = k31
         with pytest.raises(
-            ValueError, match=r"balance\.State\.layers=\(0, 1, 2\) must be the MoE layers .*\(1, 2, 3\)"
+            ValueError,
+            match=r"balance\.State\.layers=\(0, 1, 2\) must be the MoE layers .*\(1, 2, 3\)",
         ):
             hf.export(weights, balance.State(state.bias, (0, 1, 2)), cfg, tmp_path)
 
     def test_an_unusual_dtype(self, k31, tmp_path):
         cfg, weights, state = k31
         with pytest.raises(ValueError, match="cannot store"):
-            hf.export(dataclasses.replace(weights, head=weights.head.to(torch.float8_e4m3fn)), state, cfg, tmp_path)
+            hf.export(
+                dataclasses.replace(weights, head=weights.head.to(torch.float8_e4m3fn)),
+                state,
+                cfg,
+                tmp_path,
+            )
 
     def test_a_directory_with_shards(self, k31, tmp_path):
         (tmp_path / "model.safetensors.index.json").write_text("{}")
@@ -444,7 +510,8 @@ class TestExportRefuses:
             moe=dataclasses.replace(cfg.moe, beta=3.0),
         )
         with pytest.raises(
-            ValueError, match=r"cannot say: full_attention\.indexer\.score_scale=0\.5.*; moe\.beta=3\.0"
+            ValueError,
+            match=r"cannot say: full_attention\.indexer\.score_scale=0\.5.*; moe\.beta=3\.0",
         ):
             hf.export(weights, state, odd, tmp_path)
 
@@ -484,7 +551,10 @@ class TestExportRefuses:
     def test_a_folder_that_cannot_be_made(self, golden, tmp_path):
         cfg, weights, state = golden
         (tmp_path / "file").touch()
-        with pytest.raises(ValueError, match=r"^no folder can be made in '.*/file': Not a directory; use another dir"):
+        with pytest.raises(
+            ValueError,
+            match=r"^no folder can be made in '.*/file': Not a directory; use another dir",
+        ):
             hf.export(weights, state, cfg, tmp_path / "file" / "out")
 
 
@@ -504,23 +574,67 @@ class TestConfigFromHf:
         cfg = golden[0]
         assert (cfg.num_layers, cfg.full_attention_layers, cfg.num_dense_layers) == (8, (3, 7), 1)
         assert (cfg.moe.shared_size, cfg.moe.top_k, cfg.residual.block_size) == (48, 2, 3)
-        assert (cfg.full_attention.latent_norm_eps, cfg.norm_eps, cfg.kda.gate_lower_bound) == (1e-6, 1e-5, -5.0)
+        assert (cfg.full_attention.latent_norm_eps, cfg.norm_eps, cfg.kda.gate_lower_bound) == (
+            1e-6,
+            1e-5,
+            -5.0,
+        )
 
     def test_the_published_config_is_ours(self, tmp_path):
         """text_config of the released K3, without what says nothing about the model."""
         full = [*range(4, 93, 4), 93]
         text = {
-            **{"hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
+            **{
+                "hidden_act": "situ",
+                "activation_situ_beta": 4.0,
+                "activation_situ_linear_beta": 25.0,
+            },
             **{"attn_res_block_size": 12, "first_k_dense_replace": 1, "hidden_size": 7168},
-            **{"intermediate_size": 33792, "kv_lora_rank": 512, "latent_moe_use_norm": True, "mla_use_nope": True},
-            **{"mla_use_output_gate": True, "model_type": "kimi_linear", "moe_intermediate_size": 3072},
-            **{"moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid"},
-            **{"num_attention_heads": 96, "num_expert_group": 1, "num_experts": 896, "num_experts_per_token": 16},
+            **{
+                "intermediate_size": 33792,
+                "kv_lora_rank": 512,
+                "latent_moe_use_norm": True,
+                "mla_use_nope": True,
+            },
+            **{
+                "mla_use_output_gate": True,
+                "model_type": "kimi_linear",
+                "moe_intermediate_size": 3072,
+            },
+            **{
+                "moe_layer_freq": 1,
+                "moe_renormalize": True,
+                "moe_router_activation_func": "sigmoid",
+            },
+            **{
+                "num_attention_heads": 96,
+                "num_expert_group": 1,
+                "num_experts": 896,
+                "num_experts_per_token": 16,
+            },
             **{"num_hidden_layers": 93, "num_key_value_heads": 96, "num_nextn_predict_layers": 0},
-            **{"num_shared_experts": 2, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
-            **{"rms_norm_eps": 1e-05, "routed_expert_hidden_size": 3584, "routed_scaling_factor": 1.0},
-            **{"tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True, "v_head_dim": 128},
-            **{"vocab_size": 163840, "max_position_embeddings": 1048576, "quantization_config": {"format": "mxfp4"}},
+            **{
+                "num_shared_experts": 2,
+                "q_lora_rank": 1536,
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+            },
+            **{
+                "rms_norm_eps": 1e-05,
+                "routed_expert_hidden_size": 3584,
+                "routed_scaling_factor": 1.0,
+            },
+            **{
+                "tie_word_embeddings": False,
+                "topk_group": 1,
+                "use_grouped_topk": True,
+                "v_head_dim": 128,
+            },
+            **{
+                "vocab_size": 163840,
+                "max_position_embeddings": 1048576,
+                "quantization_config": {"format": "mxfp4"},
+            },
             "linear_attn_config": {
                 "full_attn_layers": full,
                 "kda_layers": [i for i in range(1, 94) if i not in full],
@@ -528,7 +642,9 @@ class TestConfigFromHf:
                 **{"short_conv_kernel_size": 4, "use_full_rank_gate": True},
             },
         }
-        (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vision_config": PUBLISHED}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"text_config": text, "vision_config": PUBLISHED})
+        )
         assert hf.config_from_hf(tmp_path) == config.load(CONFIGS / "k3.py")
         (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
         assert hf.config_from_hf(tmp_path) == dataclasses.replace(
@@ -536,7 +652,10 @@ class TestConfigFromHf:
         )
         wrong = {"text_config": text, "vision_config": PUBLISHED | {"attn_bias": True}}
         (tmp_path / "config.json").write_text(json.dumps(wrong))
-        with pytest.raises(ValueError, match=r"config\.json: vision_config does not .* attn_bias=True must be False"):
+        with pytest.raises(
+            ValueError,
+            match=r"config\.json: vision_config does not .* attn_bias=True must be False",
+        ):
             hf.config_from_hf(tmp_path)
 
     @pytest.mark.parametrize(
@@ -559,10 +678,22 @@ class TestConfigFromHf:
             ({"num_key_value_heads": 2}, "num_key_value_heads=2 must equal num_attention_heads=4"),
             ({"q_lora_rank": None}, "q_lora_rank=None must be a number"),
             ({"v_head_dim": "16"}, "v_head_dim='16' must be a number"),
-            ({"linear_attn_config.use_full_rank_gate": False}, "use_full_rank_gate=False must be True"),
-            ({"linear_attn_config.gate_lower_bound": ...}, r"linear_attn_config\.gate_lower_bound is missing"),
-            ({"linear_attn_config.allow_neg_eigval": True}, r"linear_attn_config\.allow_neg_eigval is unknown; known:"),
-            ({"linear_attn_config.kda_layers": [1, 2, 3]}, r"must name each of the layers 1\.\.8 once"),
+            (
+                {"linear_attn_config.use_full_rank_gate": False},
+                "use_full_rank_gate=False must be True",
+            ),
+            (
+                {"linear_attn_config.gate_lower_bound": ...},
+                r"linear_attn_config\.gate_lower_bound is missing",
+            ),
+            (
+                {"linear_attn_config.allow_neg_eigval": True},
+                r"linear_attn_config\.allow_neg_eigval is unknown; known:",
+            ),
+            (
+                {"linear_attn_config.kda_layers": [1, 2, 3]},
+                r"must name each of the layers 1\.\.8 once",
+            ),
             ({"linear_attn_config": None}, r"linear_attn_config\.head_dim is missing"),
             ({"dsa_config": {"topk": 4}}, r"dsa_config\.topk is unknown; known: index_n_heads"),
             ({"num_experts_per_token": 8}, r"top_k=8"),
@@ -577,13 +708,25 @@ class TestConfigFromHf:
             hf.config_from_hf(self.write(tmp_path, change))
 
     def test_k31(self, tmp_path):
-        sparse = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 16, "full_attn_layers": [4, 8]}
+        sparse = {
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 16,
+            "full_attn_layers": [4, 8],
+        }
         cfg = hf.config_from_hf(self.write(tmp_path, {"dsa_config": sparse}))
         assert isinstance(cfg.full_attention, dsa.Config)
         index = cfg.full_attention.indexer
-        assert (index.num_heads, index.head_dim, cfg.full_attention.topk, index.norm_eps) == (2, 8, 16, 1e-5)
+        assert (index.num_heads, index.head_dim, cfg.full_attention.topk, index.norm_eps) == (
+            2,
+            8,
+            16,
+            1e-5,
+        )
         with pytest.raises(ValueError, match=r"must equal linear_attn_config\.full_attn_layers"):
-            hf.config_from_hf(self.write(tmp_path, {"dsa_config": sparse | {"full_attn_layers": [4]}}))
+            hf.config_from_hf(
+                self.write(tmp_path, {"dsa_config": sparse | {"full_attn_layers": [4]}})
+            )
 
     def test_not_a_k3_checkpoint(self, tmp_path):
         with pytest.raises(ValueError, match=r"config\.json does not exist"):

@@ -1,4 +1,6 @@
-"""Counts of parameters and bytes: the published numbers exactly, and small models against tensors that are there."""
+"""Counts of parameters and bytes: the published numbers exactly, and small models against tensors
+that are there.
+"""
 
 import dataclasses
 import functools
@@ -41,7 +43,9 @@ def test_published_totals(name, total, active, text):
 
 
 def test_published_parts():
-    """Per layer: KDA 443,740,384, Gated MLA 232,196,096, indexer 7,438,592; per expert 33,030,144."""
+    """Per layer: KDA 443,740,384, Gated MLA 232,196,096, indexer 7,438,592; per expert
+    33,030,144.
+    """
     parts = summary("k31_pro").parts
     assert parts["KDA"] == 69 * 443_740_384
     assert parts["full attention"] == 24 * 232_196_096
@@ -78,13 +82,17 @@ def test_active_by_definition():
 
 
 def test_bytes_against_tensors():
-    """The tiny model as it is: weights, and what the optimisers would hold for each of its tensors."""
+    """The tiny model as it is: weights, and what the optimisers would hold for each of its
+    tensors.
+    """
     cfg = config.load(CONFIGS / "tiny.py")
     specs = model.specs(cfg)
     weights = params.init(specs, random.key(0))
     found = inspect.summarise(cfg)
     for dtype in (torch.bfloat16, torch.float32):
-        assert found.weight_bytes[dtype] == sum(x.nbytes for x in tree.leaves(weights) if x.dtype == dtype)
+        assert found.weight_bytes[dtype] == sum(
+            x.nbytes for x in tree.leaves(weights) if x.dtype == dtype
+        )
     masters = [x.float() for x in tree.leaves(weights) if x.dtype == torch.bfloat16]
     moments = [torch.zeros_like(x, dtype=torch.float32) for x in tree.leaves(weights)]
     one = sum(x.nbytes for x in moments)
@@ -103,7 +111,9 @@ def test_frozen_weights_have_no_state(monkeypatch):
     after = inspect.summarise(cfg)
     size = 264 * 128
     assert before.gradient_bytes - after.gradient_bytes == 4 * size
-    assert before.adamw_bytes - after.adamw_bytes == before.muon_bytes - after.muon_bytes == 12 * size
+    assert (
+        before.adamw_bytes - after.adamw_bytes == before.muon_bytes - after.muon_bytes == 12 * size
+    )
     assert after.weight_bytes == before.weight_bytes
 
 
@@ -146,8 +156,13 @@ def test_pattern(kinds, text):
 class TestCommand:
     def test_it_runs_anywhere(self, tmp_path):
         command = [sys.executable, "-m", "k31fn.inspect", str(CONFIGS / "k31_pro.py")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        )
         assert (done.returncode, done.stderr) == (0, "")
         assert "2,780.11B" in done.stdout
         assert "104.37B" in done.stdout
@@ -155,7 +170,10 @@ class TestCommand:
     def test_errors_are_one_line(self, capsys, tmp_path):
         wrong = tmp_path / "wrong.py"
         wrong.write_text("")
-        for path, message in ((CONFIGS / "k31.py", "does not exist"), (wrong, "defines no model()")):
+        for path, message in (
+            (CONFIGS / "k31.py", "does not exist"),
+            (wrong, "defines no model()"),
+        ):
             assert inspect.main([str(path)]) == 2
             out, err = capsys.readouterr()
             assert out == ""
@@ -176,19 +194,39 @@ class TestOnAMesh:
     def test_what_a_rank_holds_and_sends(self, capsys):
         """The rows of the table, and in them sizes that follow by hand."""
         path = str(CONFIGS / "tiny.py")
-        assert inspect.main([path, "--mesh.fsdp", "2", "--mesh.tp", "2", "--mesh.ep", "2", "--batch-size", "8"]) == 0
+        assert (
+            inspect.main(
+                [path, "--mesh.fsdp", "2", "--mesh.tp", "2", "--mesh.ep", "2", "--batch-size", "8"]
+            )
+            == 0
+        )
         lines = capsys.readouterr().out.splitlines()
         lines = lines[next(i for i, text in enumerate(lines) if text.startswith("mesh ")) :]
 
         def line(start):
             return next(text for text in lines if text.strip().startswith(start))
 
-        assert line("mesh ").split()[1:] == ["fsdp", "2", "x", "tp", "2", "=", "4", "ranks,", "ep", "2"]
+        assert line("mesh ").split()[1:] == [
+            "fsdp",
+            "2",
+            "x",
+            "tp",
+            "2",
+            "=",
+            "4",
+            "ranks,",
+            "ep",
+            "2",
+        ]
         assert line("fsdp ").split()[:2] == ["fsdp", "splits"]
         assert 99.9 <= float(line("fsdp ").split()[2].rstrip("%")) <= 100
-        table = 264 * 128 // 4 * 4  # a quarter of the embedding, in float32; AdamW has two moments of it
+        table = (
+            264 * 128 // 4 * 4
+        )  # a quarter of the embedding, in float32; AdamW has two moments of it
         assert line("embedding  ").split()[1::2] == [f"{n * table / 1e3:.2f}" for n in (1, 1, 2)]
-        experts = 3 * 3 * 8 * 64 * 96 // 4 * 4  # three layers, three matrices each; Muon has one momentum
+        experts = (
+            3 * 3 * 8 * 64 * 96 // 4 * 4
+        )  # three layers, three matrices each; Muon has one momentum
         assert line("routed experts  ").split()[2::2][-3:] == [f"{experts / 1e3:.2f}"] * 3
         assert line("layers.1.ffn.experts.w_gate").split("->") == [
             f"  {'layers.1.ffn.experts.w_gate':<40}{'[8, 64, 96]':>22} ",
@@ -200,7 +238,9 @@ class TestOnAMesh:
     @pytest.mark.usefixtures("unchecked")
     @pytest.mark.slow
     def test_stages(self, capsys):
-        assert inspect.main([str(CONFIGS / "tiny.py"), "--mesh.pp", "2", "--micro-batches", "2"]) == 0
+        assert (
+            inspect.main([str(CONFIGS / "tiny.py"), "--mesh.pp", "2", "--micro-batches", "2"]) == 0
+        )
         out = capsys.readouterr().out
         assert "bytes of a rank of stage rank" in out
         assert "send                  pp" in out
@@ -208,7 +248,9 @@ class TestOnAMesh:
 
     @pytest.mark.slow
     def test_one_rank_sends_nothing(self, capsys):
-        assert inspect.main([str(CONFIGS / "tiny.py"), "--optimizer", "adamw", "--length", "32"]) == 0
+        assert (
+            inspect.main([str(CONFIGS / "tiny.py"), "--optimizer", "adamw", "--length", "32"]) == 0
+        )
         out = capsys.readouterr().out
         assert "mesh        one rank" in out
         assert out.rstrip().endswith("\n  nothing")
@@ -217,9 +259,13 @@ class TestOnAMesh:
         assert inspect.main([str(CONFIGS / "k31_pro.py"), "--mesh.tp", "5"]) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert err.startswith("k31fn.inspect: mesh.tp=5 does not divide model.kda.num_heads=96, model.full_attention.")
+        assert err.startswith(
+            "k31fn.inspect: mesh.tp=5 does not divide model.kda.num_heads=96, model.full_attention."
+        )
         assert err.endswith("; nearest: 4\n")
-        assert inspect.main([str(CONFIGS / "tiny.py"), "--mesh.fsdp", "63", "--batch-size", "63"]) == 2
+        assert (
+            inspect.main([str(CONFIGS / "tiny.py"), "--mesh.fsdp", "63", "--batch-size", "63"]) == 2
+        )
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("k31fn.inspect: mesh.fsdp=63 splits 0.0% of the parameters: ")
@@ -227,10 +273,15 @@ class TestOnAMesh:
 
     @pytest.mark.slow
     def test_the_full_model(self):
-        """Every rank of a stage holds a 128th of its experts, in float32. In a process without the type checks."""
+        """Every rank of a stage holds a 128th of its experts, in float32.
+
+        In a process without the type checks.
+        """
         mesh = ["--mesh.fsdp", "64", "--mesh.tp", "2", "--mesh.pp", "4", "--mesh.ep", "32"]
         command = [sys.executable, "-m", "k31fn.inspect", str(CONFIGS / "k31_pro.py"), *mesh]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=True)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=True
+        )
         assert "= 512 ranks, ep 32" in done.stdout
         lines = done.stdout[done.stdout.index("bytes of a rank") :].splitlines()
         (experts,) = (text.split() for text in lines if text.startswith("  routed experts"))

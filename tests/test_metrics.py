@@ -1,4 +1,7 @@
-"""metrics.jsonl: what is written is read, nothing half a record; and the terminal's line. TensorBoard beside it."""
+"""metrics.jsonl: what is written is read, nothing half a record; and the terminal's line.
+
+TensorBoard beside it.
+"""
 
 import importlib.util
 import json
@@ -52,7 +55,9 @@ def test_a_torn_last_line_is_left_out_and_a_torn_line_inside_is_an_error(path: P
     for step in range(3):
         metrics.append(path, {"step": step, "x": 0.5})
     whole = path.read_bytes()
-    for length in range(len(whole) - 14, len(whole)):  # every place within the last line, up to its end
+    for length in range(
+        len(whole) - 14, len(whole)
+    ):  # every place within the last line, up to its end
         path.write_bytes(whole[:length])
         assert [r["step"] for r in metrics.read(path)] == [0, 1]
     path.write_bytes(whole[:5] + b"\n" + whole)
@@ -93,7 +98,9 @@ def test_rewind_removes_later_steps_and_a_torn_line(path: Path) -> None:
         ({"step": 1, "x": [1]}, r"x=\[1\] \(list\)"),
     ],
 )
-def test_bad_records_are_refused_and_nothing_is_written(path: Path, record: dict, message: str) -> None:
+def test_bad_records_are_refused_and_nothing_is_written(
+    path: Path, record: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         metrics.append(path, record)
     assert not path.exists()
@@ -121,24 +128,36 @@ def test_a_missing_file_is_one_clear_error(path: Path) -> None:
 
 def test_step_line_reads_as_documented() -> None:
     assert metrics.step_line(RECORD, 1000) == (
-        "step   120/1000  loss  1.8432  kl  0.0123  grad  0.5120  lr  0.0049      4,213 tok/s  load  1.3200"
+        "step   120/1000  loss  1.8432  kl  0.0123  grad  0.5120  lr  0.0049      4,213 tok/s  "
+        "load  1.3200"
     )
     assert metrics.step_line({"step": 3, "train/loss": 2.0}) == "step     3  loss  2.0000"
 
 
-@pytest.mark.parametrize("value", [0.0, 1.2e-5, 9.9995e-4, 1.0, 12.34567, 99.99999, 123.4567, 99999.96, 1e6, 3e38])
+@pytest.mark.parametrize(
+    "value", [0.0, 1.2e-5, 9.9995e-4, 1.0, 12.34567, 99.99999, 123.4567, 99999.96, 1e6, 3e38]
+)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_lines_of_one_run_stand_in_columns(value: float, sign: int) -> None:
     width = len(metrics.step_line(RECORD, 1000))
-    wider = sign < 0 and "e" in metrics.step_line({"step": 0, "lr": -value})[11:]  # the sign before an exponent
-    for changed in ({"train/loss": sign * value}, {"step": 9}, {"train/loss": math.nan}, {"tokens_per_second": 9.0}):
+    wider = (
+        sign < 0 and "e" in metrics.step_line({"step": 0, "lr": -value})[11:]
+    )  # the sign before an exponent
+    for changed in (
+        {"train/loss": sign * value},
+        {"step": 9},
+        {"train/loss": math.nan},
+        {"tokens_per_second": 9.0},
+    ):
         line = metrics.step_line(RECORD | changed, 1000)
         assert len(line) == width + (wider and changed.get("train/loss") == sign * value)
     shown = float(metrics.step_line({"step": 0, "train/loss": sign * value}).split()[-1])
     assert shown == pytest.approx(sign * value, rel=0.05)  # two digits at least
 
 
-needs_tensorboard = pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="no tensorboard")
+needs_tensorboard = pytest.mark.skipif(
+    not importlib.util.find_spec("tensorboard"), reason="no tensorboard"
+)
 
 
 @needs_tensorboard
@@ -167,7 +186,9 @@ def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path: Path) -> None
     assert [(e.step, e.value) for e in events] == [(0, 0), (1, 0), (2, 0), (3, 3), (4, 3)]
 
 
-def test_without_tensorboard_a_run_goes_on_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_a_run_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # an import of it fails
     lines: list[str] = []
     tracker = trackers.tensorboard(tmp_path / "events", warn=lines.append)
@@ -202,13 +223,19 @@ class StandIn:
         self._called("finish", ())
 
 
-def open_service(name: Any, package: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warn: Any) -> Any:
+def open_service(
+    name: Any, package: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warn: Any
+) -> Any:
     monkeypatch.setitem(sys.modules, name, package)
-    return trackers.service(name, project="tiny", run="t0", config={"steps": 3}, directory=tmp_path, warn=warn)
+    return trackers.service(
+        name, project="tiny", run="t0", config={"steps": 3}, directory=tmp_path, warn=warn
+    )
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_service_gets_the_finite_numbers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_gets_the_finite_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = StandIn()
     tracker = open_service(name, package, monkeypatch, tmp_path, pytest.fail)
     both = trackers.Several([tracker, trackers.NoTracker()])
@@ -223,7 +250,9 @@ def test_a_service_gets_the_finite_numbers(name: str, tmp_path: Path, monkeypatc
     ]
 
 
-def test_a_service_that_fails_is_told_once_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_fails_is_told_once_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     package = StandIn(fails="log")
     tracker = open_service("wandb", package, monkeypatch, tmp_path, lines.append)
@@ -238,6 +267,9 @@ def test_a_service_that_fails_is_told_once_and_left_alone(tmp_path: Path, monkey
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"trackers=\['wandb'\].*pip install wandb, or leave 'wandb' out of trackers"):
+    with pytest.raises(
+        ImportError,
+        match=r"trackers=\['wandb'\].*pip install wandb, or leave 'wandb' out of trackers",
+    ):
         trackers.check(["wandb"])
     trackers.check([])

@@ -1,4 +1,6 @@
-"""The whole text model: golden values of K3, packing, decoding, gradients, remat, balance, bad input."""
+"""The whole text model: golden values of K3, packing, decoding, gradients, remat, balance, bad
+input.
+"""
 
 import dataclasses
 import functools
@@ -62,14 +64,20 @@ def test_golden_forward(golden, expected, monkeypatch):
     seen = Seen(monkeypatch)
     out = model.apply(weights, expected["input_ids"], cfg, balance=state)
     for i in LAYERS:
-        torch.testing.assert_close(seen.inputs[2 * i], expected[f"layers.{i}.attn_res_in"], rtol=0, atol=1e-4)
-        torch.testing.assert_close(seen.inputs[2 * i + 1], expected[f"layers.{i}.mlp_res_in"], rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            seen.inputs[2 * i], expected[f"layers.{i}.attn_res_in"], rtol=0, atol=1e-4
+        )
+        torch.testing.assert_close(
+            seen.inputs[2 * i + 1], expected[f"layers.{i}.mlp_res_in"], rtol=0, atol=1e-4
+        )
         torch.testing.assert_close(
             seen.carries[2 * i + 1].prefix, expected[f"layers.{i}.prefix_out"], rtol=0, atol=1e-4
         )
     assert len(seen.carries[-1].blocks) + 1 == 4  # info.json: num_block_sources_at_output
     torch.testing.assert_close(out.residual, expected["output_attn_res"], rtol=0, atol=1e-4)
-    torch.testing.assert_close(model.logits(weights, out.hidden), expected["logits"], rtol=0, atol=3e-4)
+    torch.testing.assert_close(
+        model.logits(weights, out.hidden), expected["logits"], rtol=0, atol=3e-4
+    )
     for i, route in zip(range(1, 8), seen.routes, strict=True):
         chosen, order = route.topk_idx.flatten(0, 1).sort(dim=-1)
         assert torch.equal(chosen.int(), expected[f"layers.{i}.router_indices"])
@@ -80,7 +88,9 @@ def test_golden_forward(golden, expected, monkeypatch):
 def test_golden_latent_norm_eps_is_seen(golden, expected):
     """The weak spot of the facts file: another eps of the latent norms moves the logits by 0.05."""
     cfg, weights, state = golden
-    other = dataclasses.replace(cfg, full_attention=dataclasses.replace(cfg.full_attention, latent_norm_eps=1e-5))
+    other = dataclasses.replace(
+        cfg, full_attention=dataclasses.replace(cfg.full_attention, latent_norm_eps=1e-5)
+    )
     out = model.apply(weights, expected["input_ids"], other, balance=state)
     got = model.logits(weights, out.hidden)
     torch.testing.assert_close(got, expected["logits_lora_norm_eps_1e-5"], rtol=0, atol=3e-4)
@@ -88,9 +98,9 @@ def test_golden_latent_norm_eps_is_seen(golden, expected):
 
 
 def _named_gradients(cfg, weights, state, batch):
-    (value, _), grads = autodiff.value_and_grad(lambda p: model.loss(p, batch, cfg, balance=state), has_aux=True)(
-        weights
-    )
+    (value, _), grads = autodiff.value_and_grad(
+        lambda p: model.loss(p, batch, cfg, balance=state), has_aux=True
+    )(weights)
     return value, hf.to_names(grads, cfg)
 
 
@@ -134,14 +144,18 @@ def test_golden_packed(golden):
     torch.testing.assert_close(value, packed["loss"], rtol=0, atol=1e-5)
     for name, want in packed.items():
         if name.startswith("grad."):
-            assert _relative(grads["language_model." + name.removeprefix("grad.")], want) < 2e-4, name
+            assert _relative(grads["language_model." + name.removeprefix("grad.")], want) < 2e-4, (
+                name
+            )
 
 
-# ------------------------------------------------------------------------------------------- packing and causality
+# ---------------------------------------------------------------------------- packing and causality
 
 
 def _hidden(cfg, p, tok, packing=None, state=None):
-    return model.apply(p, tok, cfg, balance=state or model.init_balance(cfg), segments=packing).hidden
+    return model.apply(
+        p, tok, cfg, balance=state or model.init_balance(cfg), segments=packing
+    ).hidden
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
@@ -160,13 +174,17 @@ def test_packed_documents_equal_documents_alone(dtype, tolerance):
     def gradient(f):
         return autodiff.value_and_grad(lambda p: f(p).square().mean())(p)[1]
 
-    torch.testing.assert_close(of_packed(p), alone(p), rtol=0, atol=tolerance * float(alone(p).abs().max()))
+    torch.testing.assert_close(
+        of_packed(p), alone(p), rtol=0, atol=tolerance * float(alone(p).abs().max())
+    )
     scale = max(float(g.abs().max()) for g in tree.leaves(gradient(alone)))
     assert_close_trees(gradient(of_packed), gradient(alone), rtol=0, atol=10 * tolerance * scale)
 
 
 def test_changing_one_document_leaves_the_other():
-    """D06 at equal T: every attention layer is bit-exact; the experts' products change bits with their row count."""
+    """D06 at equal T: every attention layer is bit-exact; the experts' products change bits with
+    their row count.
+    """
     cfg = small.config()
     p, tok = small.weights(cfg), small.tokens(1, 24)
     packing = segments.from_lengths([[9, 11]], 24)
@@ -175,11 +193,15 @@ def test_changing_one_document_leaves_the_other():
     other[0, 20:] = 5  # padding carries any token
     a, b = (_hidden(cfg, p, t, packing)[:, 9:20] for t in (tok, other))
     torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    assert not torch.allclose(*(_hidden(cfg, p, t)[:, 9:20] for t in (tok, other)))  # without boundaries they do differ
+    assert not torch.allclose(
+        *(_hidden(cfg, p, t)[:, 9:20] for t in (tok, other))
+    )  # without boundaries they do differ
 
 
 def test_rows_and_flattened_rows_have_the_same_gradient():
-    """D05: offsets [0, T, 2T] over two rows, and over one row of 2T; other offsets are refused by segments."""
+    """D05: offsets [0, T, 2T] over two rows, and over one row of 2T; other offsets are refused by
+    segments.
+    """
     cfg, tok = small.config(num_mtp_layers=1), small.tokens(2, 9)
     p, state = small.weights(cfg), model.init_balance(cfg)
 
@@ -214,7 +236,9 @@ def test_prefill_and_decode_equal_the_forward(kind):
     state = model.init_balance(cfg)
     whole = model.logits(p, _hidden(cfg, p, tok, state=state))
     for cut in range(9):
-        pieces = [piece for piece in (tok[:, :cut], *tok[:, cut:].split(1, dim=1)) if piece.shape[1]]
+        pieces = [
+            piece for piece in (tok[:, :cut], *tok[:, cut:].split(1, dim=1)) if piece.shape[1]
+        ]
         decoding, parts = model.init_state(cfg, 2, dtype=torch.float32), []
         for piece in pieces:
             out, decoding = model.extend(p, piece, cfg, decoding, balance=state)
@@ -222,7 +246,7 @@ def test_prefill_and_decode_equal_the_forward(kind):
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-5)
 
 
-# --------------------------------------------------------------------------------------------- gradients and remat
+# ------------------------------------------------------------------------------ gradients and remat
 
 
 def _loss(cfg, tok, packing=None, remat="none"):
@@ -247,14 +271,24 @@ RESIDUALS = {"attn_res": small.config().residual, "mhc": MHC, "plain": plain_res
     [
         ("attn_res", "layer"),
         ("mhc", "cross_layer"),
-        *[pytest.param(*pair, marks=pytest.mark.slow) for pair in (
-            ("attn_res", "intra_layer"), ("attn_res", "cross_layer"), ("mhc", "layer"), ("mhc", "intra_layer"),
-            ("plain", "layer"), ("plain", "intra_layer"), ("plain", "cross_layer"),
-        )],
+        *[
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                ("attn_res", "intra_layer"),
+                ("attn_res", "cross_layer"),
+                ("mhc", "layer"),
+                ("mhc", "intra_layer"),
+                ("plain", "layer"),
+                ("plain", "intra_layer"),
+                ("plain", "cross_layer"),
+            )
+        ],
     ],
-)  # fmt: skip
+)
 def test_remat_changes_no_bit_and_keeps_decisions(residual, policy):
-    """D23, D26: with remat the routes are decided once, tokens are counted once, gradients are the same bits."""
+    """D23, D26: with remat the routes are decided once, tokens are counted once, gradients are the
+    same bits.
+    """
     cfg = small.config(residual=RESIDUALS[residual], num_mtp_layers=1)
     p, tok = small.weights(cfg, torch.float32), small.tokens(2, 10)
     batch = model.make_batch(tok, vocab_size=cfg.vocab_size)
@@ -262,7 +296,8 @@ def test_remat_changes_no_bit_and_keeps_decisions(residual, policy):
     results = {}
     for remat in ("none", policy):
         step = autodiff.value_and_grad(
-            lambda p, remat=remat: model.loss(p, batch, cfg, balance=state, remat=remat), has_aux=True
+            lambda p, remat=remat: model.loss(p, batch, cfg, balance=state, remat=remat),
+            has_aux=True,
         )
         results[remat] = step(p)
     (value, parts), grads = results["none"]
@@ -270,9 +305,14 @@ def test_remat_changes_no_bit_and_keeps_decisions(residual, policy):
     assert torch.equal(value, value_r)
     assert torch.equal(parts.load, parts_r.load)
     assert torch.equal(parts.load.sum(1), torch.full((4,), 2 * 10 * cfg.moe.top_k))
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(grads_r), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(grads_r), strict=True)
+    )
     by_transform = torch.func.grad(_loss(cfg, tok, remat=policy))(p)
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(by_transform), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(tree.leaves(grads), tree.leaves(by_transform), strict=True)
+    )
 
 
 def _peak(f):
@@ -283,7 +323,9 @@ def _peak(f):
 
 
 def test_remat_per_layer_holds_one_layer_and_the_stream():
-    """Gradients, one stream of [B T D] per layer and 1.3 of the largest layer's own peak; without remat a multiple."""
+    """Gradients, one stream of [B T D] per layer and 1.3 of the largest layer's own peak; without
+    remat a multiple.
+    """
     num_layers, width, size = 6, 32, (2, 32)
     attention = dataclasses.replace(small.config().full_attention.attn, hidden_size=width)
     cfg = small.config(
@@ -291,7 +333,9 @@ def test_remat_per_layer_holds_one_layer_and_the_stream():
         num_layers=num_layers,
         full_attention_layers=(1, 5),
         kda=dataclasses.replace(small.config().kda, hidden_size=width),
-        full_attention=dsa.Config(attention, indexer.Config(width, 8, num_heads=2, head_dim=4), topk=4),
+        full_attention=dsa.Config(
+            attention, indexer.Config(width, 8, num_heads=2, head_dim=4), topk=4
+        ),
         dense=mlp.Config(width, 24),
         moe=dataclasses.replace(small.config().moe, hidden_size=width),
         residual=attn_res.Config(block_size=4, query_std=0.1),
@@ -303,11 +347,15 @@ def test_remat_per_layer_holds_one_layer_and_the_stream():
         x = torch.randn(*size, width)
         carry = attn_res.Carry(x, (x.clone(),) if i else ())
         out, pull = autodiff.vjp(
-            lambda p, carry: block.apply(p, carry, model.layer_configs(cfg)[i], bias=bias)[0], p.layers[i], carry
+            lambda p, carry: block.apply(p, carry, model.layer_configs(cfg)[i], bias=bias)[0],
+            p.layers[i],
+            carry,
         )
         pull(tree.map(torch.ones_like, out))
 
-    own = max(_peak(lambda i=i: of_layer(i)) for i in range(3))  # dense with KDA, MoE with DSA, MoE with KDA
+    own = max(
+        _peak(lambda i=i: of_layer(i)) for i in range(3)
+    )  # dense with KDA, MoE with DSA, MoE with KDA
     gradients = sum(w.nbytes for w in tree.leaves(p))
     bound = gradients + num_layers * math.prod(size) * width * 4 + 1.3 * own
     tok = small.tokens(*size)
@@ -331,18 +379,26 @@ def test_per_sample_gradients_over_packings():
         batch = model.Batch(row[None], labels, packing, (labels >= 0).sum(), (ids > 0).sum())
         return model.loss(p, batch, cfg, balance=state)[0]
 
-    got = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0))(p, tok, packings.ids, packings.position)
+    got = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0))(
+        p, tok, packings.ids, packings.position
+    )
     for i in range(3):
         want = torch.func.grad(loss)(p, tok[i], packings.ids[i], packings.position[i])
         assert_close_trees(tree.map(lambda g, i=i: g[i], got), want, rtol=1e-9, atol=1e-12)
 
 
 def test_the_indexer_learns_from_its_own_loss_only():
-    """D11: every indexer parameter has a gradient; weight 0 takes it away and changes no other bit."""
+    """D11: every indexer parameter has a gradient; weight 0 takes it away and changes no other
+    bit.
+    """
     cfg, tok = small.config(), small.tokens(2, 12)
     p = small.weights(cfg)
     on = dict(tree.flatten_with_paths(torch.func.grad(_loss(cfg, tok))(p)))
-    off = dict(tree.flatten_with_paths(torch.func.grad(_loss(dataclasses.replace(cfg, indexer_weight=0.0), tok))(p)))
+    off = dict(
+        tree.flatten_with_paths(
+            torch.func.grad(_loss(dataclasses.replace(cfg, indexer_weight=0.0), tok))(p)
+        )
+    )
     index = {path for path in on if ".indexer." in path}
     assert len(index) == 2 * 5  # two DSA layers: wq_b, wk, weights, norm weight and bias
     assert all(on[path].any() and not off[path].any() for path in index)
@@ -350,28 +406,38 @@ def test_the_indexer_learns_from_its_own_loss_only():
 
 
 def test_loss_does_not_depend_on_how_tokens_are_split():
-    """D13, D15: two micro-batches of unequal length sum to the loss, gradients and router counts of one batch."""
+    """D13, D15: two micro-batches of unequal length sum to the loss, gradients and router counts of
+    one batch.
+    """
     cfg, tok = small.config(), small.tokens(2, 12)
     packing = segments.from_lengths([[7, 5], [4]], 12)
     p, state = small.weights(cfg), model.init_balance(cfg)
     whole = model.make_batch(tok, packing, vocab_size=cfg.vocab_size)
 
     def run(batch):
-        f = autodiff.value_and_grad(lambda p: model.loss(p, batch, cfg, balance=state), has_aux=True)
+        f = autodiff.value_and_grad(
+            lambda p: model.loss(p, batch, cfg, balance=state), has_aux=True
+        )
         (value, parts), grads = f(p)
         return value, parts.histogram, grads
 
     rows = [
-        model.Batch(whole.tokens[i : i + 1], whole.labels[i : i + 1],
-                    segments.Segments(packing.ids[i : i + 1], packing.position[i : i + 1]),
-                    whole.num_labels, whole.num_queries)
+        model.Batch(
+            whole.tokens[i : i + 1],
+            whole.labels[i : i + 1],
+            segments.Segments(packing.ids[i : i + 1], packing.position[i : i + 1]),
+            whole.num_labels,
+            whole.num_queries,
+        )
         for i in range(2)
-    ]  # fmt: skip
+    ]
     together = run(whole)
     apart = [run(row) for row in rows]
     assert_close_trees(tree.map(torch.add, *(a[0] for a in apart)), together[0], rtol=1e-12, atol=0)
     assert torch.equal(apart[0][1] + apart[1][1], together[1])
-    assert_close_trees(tree.map(torch.add, *(a[2] for a in apart)), together[2], rtol=1e-10, atol=1e-13)
+    assert_close_trees(
+        tree.map(torch.add, *(a[2] for a in apart)), together[2], rtol=1e-10, atol=1e-13
+    )
 
 
 def test_labels_stop_at_documents():
@@ -390,20 +456,26 @@ def test_no_valid_label():
     batch = model.make_batch(tok, packing, vocab_size=cfg.vocab_size)
     assert int(batch.num_labels) == 0
     off = dataclasses.replace(cfg, indexer_weight=0.0)
-    value, grads = autodiff.value_and_grad(lambda p: model.loss(p, batch, off, balance=model.init_balance(cfg))[0])(p)
+    value, grads = autodiff.value_and_grad(
+        lambda p: model.loss(p, batch, off, balance=model.init_balance(cfg))[0]
+    )(p)
     assert float(value) == 0
     assert not any(g.any() for g in tree.leaves(grads))
 
 
 @pytest.mark.parametrize("num_labels", [0, 7])
 def test_tokens_without_labels_train_the_indexers_only(num_labels):
-    """D16: no label in a micro-batch, of a step with some and of one with none; queries there are."""
+    """D16: no label in a micro-batch, of a step with some and of one with none; queries there
+    are.
+    """
     cfg = small.config(num_mtp_layers=1)
     p = small.weights(cfg)
     batch = model.make_batch(small.tokens(1, 9), vocab_size=cfg.vocab_size)
     masked = torch.full_like(batch.labels, -100)
     batch = dataclasses.replace(batch, labels=masked, num_labels=torch.tensor(num_labels))
-    step = autodiff.value_and_grad(lambda p: model.loss(p, batch, cfg, balance=model.init_balance(cfg)), has_aux=True)
+    step = autodiff.value_and_grad(
+        lambda p: model.loss(p, batch, cfg, balance=model.init_balance(cfg)), has_aux=True
+    )
     (value, parts), grads = step(p)
     torch.testing.assert_close(value, parts.kl.mean() / 9, rtol=1e-14, atol=0)
     assert value > 0
@@ -411,7 +483,9 @@ def test_tokens_without_labels_train_the_indexers_only(num_labels):
 
 
 def test_balance_is_an_explicit_output():
-    """D24, D25: the state after three steps is what the steps computed; a layer without balancing keeps its bias."""
+    """D24, D25: the state after three steps is what the steps computed; a layer without balancing
+    keeps its bias.
+    """
     cfg, tok = small.config(), small.tokens(2, 12)
     p, state = small.weights(cfg), model.init_balance(cfg)
     for _ in range(3):
@@ -443,7 +517,11 @@ def test_bf16_model_keeps_its_islands():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_pieces_of_two_stages_make_the_whole_at_every_cut(reduction):
     cfg = small.config(indexer_reduction=reduction)
-    p, batch, state = small.weights(cfg), model.make_batch(small.tokens(2, 9), vocab_size=19), model.init_balance(cfg)
+    p, batch, state = (
+        small.weights(cfg),
+        model.make_batch(small.tokens(2, 9), vocab_size=19),
+        model.init_balance(cfg),
+    )
     want, whole = model.loss(p, batch, cfg, balance=state)
     lacks = {"embedding": ("final_mix", "final_norm", "head"), "head": ("embedding",)}
     for cut in range(cfg.num_layers + 1):
@@ -462,7 +540,9 @@ def test_the_pieces_of_two_stages_make_the_whole_at_every_cut(reduction):
         zero = torch.zeros_like(lm)
         parts = model.Losses(zero, zero, *above), model.Losses(lm, zero, *below)
         joined = [torch.cat(pair) for pair in zip(above[:3], below[:3], strict=True)]
-        assert_close_trees([lm, *joined], [whole.lm, whole.kl, whole.load, whole.histogram], rtol=0, atol=0)
+        assert_close_trees(
+            [lm, *joined], [whole.lm, whole.kl, whole.load, whole.histogram], rtol=0, atol=0
+        )
         assert (above.logits, below.logits, whole.logits) == ((), (), ())  # nobody asked for them
         total = sum(model.weigh(part, batch, cfg) for part in parts)
         torch.testing.assert_close(total, want, rtol=1e-14, atol=0)
@@ -474,29 +554,53 @@ def test_mtp_predicts_the_token_after_the_next():
     packing = segments.from_lengths([[5, 4]], 9)
     batch = model.make_batch(tok, packing, vocab_size=19)
     assert mtp.labels(batch.labels).tolist() == [
-        [int(tok[0, 2]), int(tok[0, 3]), int(tok[0, 4]), -100, -100, int(tok[0, 7]), int(tok[0, 8]), -100, -100]
+        [
+            int(tok[0, 2]),
+            int(tok[0, 3]),
+            int(tok[0, 4]),
+            -100,
+            -100,
+            int(tok[0, 7]),
+            int(tok[0, 8]),
+            -100,
+            -100,
+        ]
     ]
     state = model.init_balance(cfg)
-    (value, parts), grads = autodiff.value_and_grad(lambda p: model.loss(p, batch, cfg, balance=state), has_aux=True)(p)
+    (value, parts), grads = autodiff.value_and_grad(
+        lambda p: model.loss(p, batch, cfg, balance=state), has_aux=True
+    )(p)
     assert parts.load.shape[0] == len(model.moe_layers(cfg)) == 4
     without = model.loss(p, batch, dataclasses.replace(cfg, mtp_weight=0.0), balance=state)[0]
     torch.testing.assert_close(value, without + cfg.mtp_weight * parts.mtp / 7, rtol=1e-12, atol=0)
-    assert parts.kl.shape == (3,)  # two DSA layers and the MTP layer's, whose indexer learns as theirs do (D11)
+    assert parts.kl.shape == (
+        3,
+    )  # two DSA layers and the MTP layer's, whose indexer learns as theirs do (D11)
     assert all(g.any() for path, g in tree.flatten_with_paths(grads.mtp) if "experts" not in path)
-    recomputed = autodiff.value_and_grad(lambda p: model.loss(p, batch, cfg, balance=state, remat="layer")[0])(p)
+    recomputed = autodiff.value_and_grad(
+        lambda p: model.loss(p, batch, cfg, balance=state, remat="layer")[0]
+    )(p)
     assert_close_trees(recomputed, (value, grads), rtol=0, atol=0)
 
 
 def test_mtp_reads_nothing_of_the_next_document():
-    """D06: the first document's terms do not know the second's tokens, though an MTP layer reads one token ahead."""
+    """D06: the first document's terms do not know the second's tokens, though an MTP layer reads
+    one token ahead.
+    """
     cfg = small.config(num_mtp_layers=1)
-    p, tok, h = small.weights(cfg), small.tokens(1, 9), random.normal(random.key(2), (1, 9, 16), dtype=torch.float64)
+    p, tok, h = (
+        small.weights(cfg),
+        small.tokens(1, 9),
+        random.normal(random.key(2), (1, 9, 16), dtype=torch.float64),
+    )
     packing = segments.from_lengths([[5, 3]], 9)
     layer = mtp.Config(block.Config(cfg.full_attention, cfg.moe, plain_residual.Config()))
     bias = torch.zeros(cfg.moe.num_experts)
 
     def hidden(tok):
-        return mtp.apply(p.mtp, h, tok, layer, embed=p.embedding, segments=packing, bias=bias).hidden
+        return mtp.apply(
+            p.mtp, h, tok, layer, embed=p.embedding, segments=packing, bias=bias
+        ).hidden
 
     other = tok.clone()
     other[0, 5:] = (other[0, 5:] + 1) % 19
@@ -520,7 +624,7 @@ def test_a_dense_model_reports_no_layers():
     assert out.histogram.shape == (0, 5, router.NUM_BINS)
 
 
-# ---------------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
@@ -543,14 +647,20 @@ def test_bad_batches():
     tok = small.tokens(1, 4)
     with pytest.raises(ValueError, match=r"tokens\[0, 2\]=19"):
         model.make_batch(torch.tensor([[1, 2, 19, 3]]), vocab_size=19)
-    descending = segments.Segments(torch.tensor([[2, 2, 1, 1]]), torch.zeros(1, 4, dtype=torch.int64))
+    descending = segments.Segments(
+        torch.tensor([[2, 2, 1, 1]]), torch.zeros(1, 4, dtype=torch.int64)
+    )
     with pytest.raises(ValueError, match=r"segments\.ids"):
         model.make_batch(tok, descending, vocab_size=19)
     empty = segments.Segments(torch.tensor([[1, 1, 3, 3]]), torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="document 2 is empty"):
         model.make_batch(tok, empty, vocab_size=19)
-    with pytest.raises(ValueError, match=r"segments have shape \[1, 4\], the tokens \[B, T\]=\[2, 4\]"):
-        model.make_batch(small.tokens(2, 4), segments.whole(1, 4), vocab_size=19)  # half the queries would be counted
+    with pytest.raises(
+        ValueError, match=r"segments have shape \[1, 4\], the tokens \[B, T\]=\[2, 4\]"
+    ):
+        model.make_batch(
+            small.tokens(2, 4), segments.whole(1, 4), vocab_size=19
+        )  # half the queries would be counted
 
 
 def test_bad_arguments():
@@ -561,8 +671,12 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match=r"segments have shape \[1, 5\]"):
         model.apply(p, tok, cfg, balance=state, segments=segments.whole(1, 5))
     three_heads = dataclasses.replace(cfg.full_attention.attn, num_heads=3)
-    of_three = dataclasses.replace(cfg, full_attention=dataclasses.replace(cfg.full_attention, attn=three_heads))
-    with pytest.raises(ValueError, match=r"mla w_qb: 12 columns do not divide into num_heads=3 heads of 6"):
+    of_three = dataclasses.replace(
+        cfg, full_attention=dataclasses.replace(cfg.full_attention, attn=three_heads)
+    )
+    with pytest.raises(
+        ValueError, match=r"mla w_qb: 12 columns do not divide into num_heads=3 heads of 6"
+    ):
         model.apply(p, tok, of_three, balance=state)
     odd = dataclasses.replace(cfg, kda=dataclasses.replace(cfg.kda, head_dim=3))
     with pytest.raises(ValueError, match=r"8 columns do not divide into num_heads=2 heads of 3"):

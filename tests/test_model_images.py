@@ -1,4 +1,6 @@
-"""The whole model with images in the pack: places, labels, isolation, decoding, gradients, bad input."""
+"""The whole model with images in the pack: places, labels, isolation, decoding, gradients, bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ def patches_of(grids: Sequence[Grid], seed: int) -> Tensor:
     return random.normal(random.key(seed), (sum(map(num_patches, grids)), 12)).to(torch.float64)
 
 
-def images(tokens: Tensor, grids: list[list[Grid]], pixels: Sequence[Tensor], length: int = 24) -> Images:
-    full = torch.stack([torch.cat([p, torch.zeros(length - len(p), 12, dtype=p.dtype)]) for p in pixels])
+def images(
+    tokens: Tensor, grids: list[list[Grid]], pixels: Sequence[Tensor], length: int = 24
+) -> Images:
+    full = torch.stack(
+        [torch.cat([p, torch.zeros(length - len(p), 12, dtype=p.dtype)]) for p in pixels]
+    )
     return Images(full, from_grids(grids, length), projector.slots(tokens, MEDIA))
 
 
@@ -57,7 +63,9 @@ def hidden(p: Any, tokens: Tensor, packing: segments.Segments | None, seen: Any)
 
 
 def gradient(p: Any, batch: model.Batch, **options: Any) -> tuple[Tensor, Any]:
-    return autodiff.value_and_grad(lambda p: model.loss(p, batch, CFG, balance=BALANCE, **options)[0])(p)
+    return autodiff.value_and_grad(
+        lambda p: model.loss(p, batch, CFG, balance=BALANCE, **options)[0]
+    )(p)
 
 
 def make(tokens: Tensor, packing: segments.Segments, seen: Any) -> model.Batch:
@@ -93,10 +101,16 @@ def test_gradients_reach_the_tower_and_not_the_placeholder():
     """The embedding of the media token is read nowhere."""
     p = weights()
     _, grads = gradient(p, BATCH)
-    assert all(bool(g.any()) for path, g in tree.flatten_with_paths(grads) if path.startswith(("vision", "projector")))
+    assert all(
+        bool(g.any())
+        for path, g in tree.flatten_with_paths(grads)
+        if path.startswith(("vision", "projector"))
+    )
     assert not grads.embedding.weight[MEDIA].any()
     assert grads.embedding.weight[1].any()
-    off = dataclasses.replace(CFG, indexer_weight=0.0)  # whose teacher is no function of the trunk to its gradient
+    off = dataclasses.replace(
+        CFG, indexer_weight=0.0
+    )  # whose teacher is no function of the trunk to its gradient
 
     def loss(tower: Any, onto: Any) -> Tensor:
         seeing = dataclasses.replace(p, vision=tower, projector=onto)
@@ -111,7 +125,9 @@ def test_remat_changes_no_bit():
 
 
 def test_labels():
-    """D07: never a placeholder, never the next document's token; what follows an image is a label."""
+    """D07: never a placeholder, never the next document's token; what follows an image is a
+    label.
+    """
     x = -100
     assert BATCH.labels.tolist() == [
         [x, x, 2, 3, x, 4, x, 6, x, x, 7, 8, x],
@@ -123,7 +139,9 @@ def test_labels():
 
 
 def test_documents_with_images_do_not_see_each_other():
-    """D06: another first document, its images too, changes nothing of the second, nor of its gradients."""
+    """D06: another first document, its images too, changes nothing of the second, nor of its
+    gradients.
+    """
     p = weights()
     second = torch.zeros(3, 13, dtype=torch.bool)
     second[0, 7:] = True
@@ -137,7 +155,9 @@ def test_documents_with_images_do_not_see_each_other():
     torch.testing.assert_close(a[0, 7:], b[0, 7:], rtol=0, atol=1e-12)
     off = dataclasses.replace(CFG, indexer_weight=0.0)
     grads = [
-        autodiff.value_and_grad(lambda p, batch=batch: model.loss(p, batch, off, balance=BALANCE)[0])(p)
+        autodiff.value_and_grad(
+            lambda p, batch=batch: model.loss(p, batch, off, balance=BALANCE)[0]
+        )(p)
         for batch in (dataclasses.replace(x, labels=only) for x in (BATCH, other))
     ]
     assert_close_trees(grads[0], grads[1], rtol=1e-10, atol=1e-12)
@@ -159,11 +179,15 @@ def test_rows_and_one_long_row_have_the_same_gradient():
     tokens = torch.stack([TOKENS[r, s] for r, s in kept])[None]
     packing = segments.from_lengths([[n for lengths in LENGTHS for n in lengths]], tokens.shape[1])
     seen = images(tokens, [[g for grids in GRIDS for g in grids]], [torch.cat(PIXELS)], 40)
-    assert_close_trees(gradient(p, make(tokens, packing, seen)), gradient(p, BATCH), rtol=1e-9, atol=1e-12)
+    assert_close_trees(
+        gradient(p, make(tokens, packing, seen)), gradient(p, BATCH), rtol=1e-9, atol=1e-12
+    )
 
 
 def test_prefill_and_decoding_equal_the_forward():
-    """Cut anywhere, also inside an image; the images are handed in with the tokens that hold their placeholders."""
+    """Cut anywhere, also inside an image; the images are handed in with the tokens that hold their
+    placeholders.
+    """
     p = weights()
     tokens, seen = TOKENS[:1, :7], images(TOKENS[:1, :7], [[A, C]], [PIXELS[0][:12]], 12)
     whole = model.logits(p, hidden(p, tokens, None, seen))
@@ -172,7 +196,9 @@ def test_prefill_and_decoding_equal_the_forward():
         for piece in (slice(0, cut), slice(cut, 7)):
             if tokens[:, piece].shape[1]:
                 now = dataclasses.replace(seen, slots=seen.slots[:, piece])
-                out, state = model.extend(p, tokens[:, piece], CFG, state, balance=BALANCE, images=now)
+                out, state = model.extend(
+                    p, tokens[:, piece], CFG, state, balance=BALANCE, images=now
+                )
                 parts.append(out)
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-9, atol=1e-10)
 
@@ -193,7 +219,9 @@ def test_a_batch_of_text_alone():
 def test_bad_input():
     p, blind = weights(), small.config()
     with pytest.raises(ValueError, match="a batch with images for a model of text alone"):
-        model.apply(dataclasses.replace(p, vision=()), TOKENS, blind, balance=BALANCE, images=IMAGES)
+        model.apply(
+            dataclasses.replace(p, vision=()), TOKENS, blind, balance=BALANCE, images=IMAGES
+        )
     with pytest.raises(ValueError, match=r"slots \[3, 13\] do not belong to tokens \[2, 13\]"):
         hidden(p, TOKENS[:2], None, IMAGES)
     with pytest.raises(ValueError, match=r"patches of 3 numbers, the tower takes 12"):

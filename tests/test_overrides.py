@@ -64,18 +64,22 @@ def test_without_arguments_it_is_the_same():
 def test_another_class_by_its_name():
     """With its defaults, and fields of its own."""
     assert override(Example(8), "--schedule", "Constant").schedule == Constant()
-    assert override(Example(8), "--schedule=Cosine", "--schedule.steps", "3").schedule == Cosine(steps=3)
+    assert override(Example(8), "--schedule=Cosine", "--schedule.steps", "3").schedule == Cosine(
+        steps=3
+    )
     assert override(Both(Example(8)), "--schedule", "Constant", "--inner.steps", "3") == Both(
         Example(8, schedule=Constant()), Cosine(3)
     )
     tiny = config.load_recipe(CONFIGS / "tiny.py")
-    got = override(tiny, "--model.residual", "mhc", "--model.residual.num-streams", "2", "--steps", "3")
+    got = override(
+        tiny, "--model.residual", "mhc", "--model.residual.num-streams", "2", "--steps", "3"
+    )
     model = dataclasses.replace(tiny.model, residual=mhc.Config(num_streams=2))
     assert got == dataclasses.replace(tiny, model=model, steps=3)
     assert override(got, "--model.residual", "attn_res").model.residual == attn_res.Config()
-    assert override(got, "--model.residual", "mhc", "--model.residual.iterations", "7").model.residual == mhc.Config(
-        num_streams=2, iterations=7
-    )
+    assert override(
+        got, "--model.residual", "mhc", "--model.residual.iterations", "7"
+    ).model.residual == mhc.Config(num_streams=2, iterations=7)
 
 
 def test_a_class_that_is_none_or_has_no_defaults_is_refused():
@@ -109,7 +113,9 @@ def test_checks_wait_for_the_whole():
 
 
 def test_flat_fields_have_no_prefix():
-    value = override(Both(Example(8)), "--width", "16", "--schedule.steps", "3", "--inner.steps", "4")
+    value = override(
+        Both(Example(8)), "--width", "16", "--schedule.steps", "3", "--inner.steps", "4"
+    )
     assert value == Both(Example(16, schedule=Cosine(3)), Cosine(4))
 
 
@@ -159,7 +165,11 @@ def test_every_field_of_the_recipe_is_explained(capsys):
         override(recipe, "--help")
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
     absent = {"lora", "phases"}  # parts that this recipe does not have
-    for name in (f.name for f in dataclasses.fields(recipe) if not dataclasses.is_dataclass(getattr(recipe, f.name))):
+    for name in (
+        f.name
+        for f in dataclasses.fields(recipe)
+        if not dataclasses.is_dataclass(getattr(recipe, f.name))
+    ):
         if name in absent:
             continue
         option = f"--{name.replace('_', '-')} "

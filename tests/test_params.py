@@ -23,10 +23,19 @@ from k31fn.params import (
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 KEY = random.key(7)
 
-INITIALIZERS = [Constant(2.5), Normal(0.02), TruncatedNormal(0.02), Uniform(-0.5, 0.5), SoftplusInverse()]
+INITIALIZERS = [
+    Constant(2.5),
+    Normal(0.02),
+    TruncatedNormal(0.02),
+    Uniform(-0.5, 0.5),
+    SoftplusInverse(),
+]
 
 
-def spec(init: Initializer = Constant(0.0), shape: tuple[int, ...] = (4, 6), **fields: Any) -> ParamSpec:  # noqa: B008
+ZERO = Constant(0.0)
+
+
+def spec(init: Initializer = ZERO, shape: tuple[int, ...] = (4, 6), **fields: Any) -> ParamSpec:
     return ParamSpec(shape, ("",) * len(shape), init, **fields)
 
 
@@ -36,22 +45,37 @@ def layer() -> dict[str, Any]:
         "norm": spec(Constant(1.0), (48,), tags=frozenset({"no_decay"})),
         "A_log": spec(Constant(math.log(15.3)), (3,), dtype=F32, tags=frozenset({"no_decay"})),
         "absent": (),
-        "experts": [spec(Uniform(-0.5, 0.5), (2, 8, 8), tags=frozenset({"matrix", "expert"})) for _ in range(2)],
+        "experts": [
+            spec(Uniform(-0.5, 0.5), (2, 8, 8), tags=frozenset({"matrix", "expert"}))
+            for _ in range(2)
+        ],
     }
 
 
-# ---------------------------------------------------------------------------------------------------------- ParamSpec
+# ---------------------------------------------------------------------------------------- ParamSpec
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"shape": (2, 3), "axes": ("hidden",)}, r"axes=\('hidden',\): needs one name per dimension of shape \(2, 3\)"),
-        ({"shape": (2, 0), "axes": ("", "")}, r"shape=\(2, 0\): every dimension must be at least 1"),
-        ({"shape": (2,), "axes": ("",), "tags": frozenset({"muon"})}, r"tags=\['muon'\] unknown; known: .*'matrix'"),
+        (
+            {"shape": (2, 3), "axes": ("hidden",)},
+            r"axes=\('hidden',\): needs one name per dimension of shape \(2, 3\)",
+        ),
+        (
+            {"shape": (2, 0), "axes": ("", "")},
+            r"shape=\(2, 0\): every dimension must be at least 1",
+        ),
+        (
+            {"shape": (2,), "axes": ("",), "tags": frozenset({"muon"})},
+            r"tags=\['muon'\] unknown; known: .*'matrix'",
+        ),
         ({"shape": (2, 6), "axes": ("", ""), "head_dim": 3}, "a per_head leaf needs a head_dim"),
         ({"shape": (2, 6), "axes": ("", ""), "tags": frozenset({"per_head"})}, "head_dim=0"),
-        ({"shape": (2, 6), "axes": ("", ""), "tags": frozenset({"per_head"}), "head_dim": 4}, "head_dim=4"),
+        (
+            {"shape": (2, 6), "axes": ("", ""), "tags": frozenset({"per_head"}), "head_dim": 4},
+            "head_dim=4",
+        ),
     ],
 )
 def test_a_wrong_spec_is_refused(fields: dict[str, Any], message: str):
@@ -66,7 +90,7 @@ def test_a_spec_is_a_leaf():
     assert spec(shape=()).numel == 1
 
 
-# --------------------------------------------------------------------------------------------------------------- init
+# --------------------------------------------------------------------------------------------- init
 
 
 @pytest.mark.parametrize("init", INITIALIZERS, ids=lambda i: type(i).__name__)
@@ -113,7 +137,9 @@ def test_leaves_of_the_same_shape_and_other_keys_differ():
     for i, a in enumerate(values):
         for b in values[i + 1 :]:
             assert not torch.equal(a, b)
-            assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.6  # 64 numbers: 0.125 is one sigma
+            assert (
+                abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.6
+            )  # 64 numbers: 0.125 is one sigma
     again = params.init(same, KEY, dtype=F32)
     assert all(torch.equal(first[name], again[name]) for name in same)
 
@@ -143,13 +169,16 @@ def test_the_distributions():
     assert float(dt.log().mean()) == pytest.approx(math.log(1e-2), abs=5 * spread / (12 * n) ** 0.5)
 
 
-# --------------------------------------------------------------------------------------------- dtypes, abstract, cast
+# --------------------------------------------------------------------------- dtypes, abstract, cast
 
 
 @pytest.mark.parametrize(
-    ("dtype", "ordinary", "island"), [(None, BF16, F32), (BF16, BF16, F32), (F32, F32, F32), (F64, F64, F64)]
+    ("dtype", "ordinary", "island"),
+    [(None, BF16, F32), (BF16, BF16, F32), (F32, F32, F32), (F64, F64, F64)],
 )
-def test_islands_stay_at_least_float32(dtype: torch.dtype | None, ordinary: torch.dtype, island: torch.dtype):
+def test_islands_stay_at_least_float32(
+    dtype: torch.dtype | None, ordinary: torch.dtype, island: torch.dtype
+):
     specs = layer()
     for made in (
         params.init(specs, KEY, dtype=dtype),
@@ -171,10 +200,14 @@ def test_the_decay_rate_survives_a_bf16_model():
 
 def test_a_float64_run_starts_from_the_numbers_of_a_float32_run():
     specs = {"w": spec(Normal(0.02), (64,))}
-    assert torch.equal(params.init(specs, KEY, dtype=F64)["w"].to(F32), params.init(specs, KEY, dtype=F32)["w"])
+    assert torch.equal(
+        params.init(specs, KEY, dtype=F64)["w"].to(F32), params.init(specs, KEY, dtype=F32)["w"]
+    )
 
 
-@pytest.mark.parametrize("call", [lambda s: params.init(s, KEY, dtype=torch.float16), params.abstract])
+@pytest.mark.parametrize(
+    "call", [lambda s: params.init(s, KEY, dtype=torch.float16), params.abstract]
+)
 def test_other_dtypes_are_refused(call: Any):
     if call is params.abstract:
         call = lambda s: params.abstract(s, dtype=torch.int64)  # noqa: E731
@@ -195,7 +228,7 @@ def test_cast_needs_the_same_tree():
         params.cast({"w": torch.ones(64, 48)}, specs, BF16)
 
 
-# ------------------------------------------------------------------------------------------------------ count, select
+# ------------------------------------------------------------------------------------ count, select
 
 
 def test_count():
@@ -223,7 +256,7 @@ def test_none_is_refused():
         params.count({"w": spec(), "b": None})
 
 
-# --------------------------------------------------------------------------------------------------------- leaf kinds
+# --------------------------------------------------------------------------------------- leaf kinds
 
 
 def test_quantized_and_low_rank_leaves_are_trees_of_leaves():
@@ -246,4 +279,6 @@ def test_leaf_kinds_multiply_as_their_dense_weight():
     )
     dense = torch.stack([codes[i].to(F64) * scales[i // 2] for i in range(6)])
     torch.testing.assert_close(linear(x, Quantized(codes, scales)), x @ dense)
-    torch.testing.assert_close(linear(x, LowRank(Quantized(codes, scales), a, b)), x @ (dense + a @ b))
+    torch.testing.assert_close(
+        linear(x, LowRank(Quantized(codes, scales), a, b)), x @ (dense + a @ b)
+    )

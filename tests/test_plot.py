@@ -1,4 +1,6 @@
-"""The plots hold the runs' numbers, smoothing does not lag, and mistakes are one clear error each."""
+"""The plots hold the runs' numbers, smoothing does not lag, and mistakes are one clear error
+each.
+"""
 
 import importlib.util
 import sys
@@ -35,9 +37,11 @@ def test_save_loss_plot_writes_a_picture_and_nothing_else(tmp_path: Path) -> Non
 
 def test_figure_holds_the_numbers_of_each_run(tmp_path: Path) -> None:
     runs = {
-        "tiny/t0": [{"step": i, "train/loss": 3.0 - i / 10} for i in range(10)] + [{"step": 9, "heldout/loss": 2.5}],
+        "tiny/t0": [{"step": i, "train/loss": 3.0 - i / 10} for i in range(10)]
+        + [{"step": 9, "heldout/loss": 2.5}],
         "tiny/t1": [
-            {"step": i, "train/loss": 2.0, "train/indexer_kl": 0.1, "moe/load_max_over_mean": 1.5} for i in (0, 1)
+            {"step": i, "train/loss": 2.0, "train/indexer_kl": 0.1, "moe/load_max_over_mean": 1.5}
+            for i in (0, 1)
         ],
     }
     loss, kl, load = plot._draw(runs).axes
@@ -55,7 +59,9 @@ def test_figure_holds_the_numbers_of_each_run(tmp_path: Path) -> None:
 def test_smoothing_keeps_lines_straight_and_averages_noise() -> None:
     line = np.linspace(5.0, 1.0, 500)
     smooth = plot._smooth(line)
-    np.testing.assert_allclose(smooth[:490], line[:490], rtol=0, atol=1e-12)  # a trailing mean would be 10 steps late
+    np.testing.assert_allclose(
+        smooth[:490], line[:490], rtol=0, atol=1e-12
+    )  # a trailing mean would be 10 steps late
     noise = np.random.default_rng(0).normal(size=500)
     assert plot._smooth(noise)[20:480].std() < 0.35 * noise.std()  # 1/sqrt(21) = 0.22
     np.testing.assert_allclose(plot._smooth(noise)[250], noise[240:261].mean())
@@ -96,12 +102,29 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_table_has_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     losses = list(np.linspace(5.0, 1.0, 41))
     rates = {"tokens_per_second": 1500.0, "mfu": 0.1234, "skipped": 1, "grad_norm": 0.5}
-    runs = [make_run(tmp_path / "a" / "t0", losses, **rates), make_run(tmp_path / "b" / "t0", [3.0, 2.0])]
+    runs = [
+        make_run(tmp_path / "a" / "t0", losses, **rates),
+        make_run(tmp_path / "b" / "t0", [3.0, 2.0]),
+    ]
     assert plot.main([*map(str, runs), "--out", str(tmp_path / "x.png")]) == 0
     head, first, second, _ = capsys.readouterr().out.splitlines()
-    assert " ".join(head.split()) == "run steps train loss held out KL load grad norm tokens/s MFU skipped"
+    assert (
+        " ".join(head.split())
+        == "run steps train loss held out KL load grad norm tokens/s MFU skipped"
+    )
     last, held_out = np.mean(losses[-4:]), losses[39] + 0.1
-    assert first.split() == ["a/t0", "41", f"{last:.4f}", f"{held_out:.4f}", "-", "-", "0.5000", "1,500", "12.3%", "41"]
+    assert first.split() == [
+        "a/t0",
+        "41",
+        f"{last:.4f}",
+        f"{held_out:.4f}",
+        "-",
+        "-",
+        "0.5000",
+        "1,500",
+        "12.3%",
+        "41",
+    ]
     assert second.split() == ["b/t0", "2", "2.0000", *"-------"]
     assert len({len(line) for line in (head, first, second)}) == 1
 
@@ -120,7 +143,9 @@ def test_phases_and_details_of_one_run() -> None:
     ]
     loss, norm = plot._draw({"a/b": records}).axes
     for axes in (loss, norm):
-        assert [line.get_xdata() for line in axes.get_lines() if line.get_linestyle() == ":"] == [[3.0, 3.0]]
+        assert [line.get_xdata() for line in axes.get_lines() if line.get_linestyle() == ":"] == [
+            [3.0, 3.0]
+        ]
     assert [t.get_text() for t in norm.get_legend().get_texts()] == ["head", "kda"]
     assert plot._draw({"a/b": records, "c/d": records}).axes[1].get_legend() is None
 
@@ -151,7 +176,9 @@ def test_mistakes_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "tiny"]
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "tiny" / "t0", [3.0])
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"k31fn\[train\]"):

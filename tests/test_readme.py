@@ -35,5 +35,7 @@ def test_links_and_commands_exist():
 
 
 def test_the_table_of_benchmarks_is_that_of_their_results(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["table", str(Path(__file__).parents[1] / "README.md"), "--check"])
+    monkeypatch.setattr(
+        "sys.argv", ["table", str(Path(__file__).parents[1] / "README.md"), "--check"]
+    )
     assert table.main() == 0

@@ -1,4 +1,6 @@
-"""Sampling: exact probabilities, decoding equal to the full forward, and what the command line prints."""
+"""Sampling: exact probabilities, decoding equal to the full forward, and what the command line
+prints.
+"""
 
 import dataclasses
 import importlib.util
@@ -29,13 +31,17 @@ def draw(key, **kwargs):
 def chi_square(counts, probs):
     kept = probs > 0
     assert not counts[~kept].any()
-    return float(((counts - N * probs)[kept].square() / (N * probs[kept])).sum()), int(kept.sum()) - 1
+    return float(((counts - N * probs)[kept].square() / (N * probs[kept])).sum()), int(
+        kept.sum()
+    ) - 1
 
 
 class TestChoose:
     @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
     def test_probabilities(self, temperature):
-        """The statistic has mean k and variance 2 k; six standard deviations come by chance once in some 10^5."""
+        """The statistic has mean k and variance 2 k; six standard deviations come by chance once in
+        some 10^5.
+        """
         expected = PROBS ** (1 / temperature) / (PROBS ** (1 / temperature)).sum()
         statistic, k = chi_square(draw(1, temperature=temperature), expected)
         assert statistic < k + 6 * math.sqrt(2 * k)
@@ -83,9 +89,13 @@ class TestChoose:
         assert torch.equal(first[:7], sample.choose(logits[:7], random.key(3)))
         changed = torch.cat([torch.randn(20, 30), logits[20:]])
         assert torch.equal(first[20:], sample.choose(changed, random.key(3))[20:])
-        assert len(sample.choose(torch.zeros(40, 30), random.key(3)).unique()) > 10  # rows do not share a draw
+        assert (
+            len(sample.choose(torch.zeros(40, 30), random.key(3)).unique()) > 10
+        )  # rows do not share a draw
 
-    @pytest.mark.parametrize("bad", [{"temperature": -0.1}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}])
+    @pytest.mark.parametrize(
+        "bad", [{"temperature": -0.1}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}]
+    )
     def test_bad_numbers(self, bad):
         with pytest.raises(ValueError, match="must be at least 0 and top_p="):
             sample.choose(torch.zeros(1, 3), random.key(0), **bad)
@@ -101,7 +111,9 @@ def unchecked():
 @pytest.fixture(scope="module")
 def parts():
     cfg = small.config()
-    state = dataclasses.replace(model.init_balance(cfg), bias=torch.linspace(-0.1, 0.1, 15).view(3, 5))
+    state = dataclasses.replace(
+        model.init_balance(cfg), bias=torch.linspace(-0.1, 0.1, 15).view(3, 5)
+    )
     return small.weights(cfg), cfg, state
 
 
@@ -111,36 +123,50 @@ class TestGenerate:
         """Longer than the top-k of 4 and than a tile of 16."""
         weights, cfg, state = parts
         prompt = small.tokens(2, 3)
-        drawn = sample.generate(weights, cfg, state, prompt, num_tokens=18, key=random.key(0), temperature=0.0)
+        drawn = sample.generate(
+            weights, cfg, state, prompt, num_tokens=18, key=random.key(0), temperature=0.0
+        )
         whole = torch.cat([prompt, drawn], dim=1)
         for length in range(prompt.shape[1], whole.shape[1]):
             out = model.apply(weights, whole[:, :length], cfg, balance=state)
-            assert torch.equal(model.logits(weights, out.hidden)[:, -1].argmax(-1), whole[:, length])
+            assert torch.equal(
+                model.logits(weights, out.hidden)[:, -1].argmax(-1), whole[:, length]
+            )
         assert len(drawn.unique()) > 1
 
     def test_the_draws_are_those_of_choose(self, parts):
         weights, cfg, state = parts
         prompt, key = small.tokens(2, 4), random.key(5)
-        drawn = sample.generate(weights, cfg, state, prompt, num_tokens=4, key=key, temperature=0.7, top_p=0.9)
+        drawn = sample.generate(
+            weights, cfg, state, prompt, num_tokens=4, key=key, temperature=0.7, top_p=0.9
+        )
         whole = torch.cat([prompt, drawn], dim=1)
         for i in range(4):
-            scores = model.logits(weights, model.apply(weights, whole[:, : 4 + i], cfg, balance=state).hidden)[:, -1]
+            scores = model.logits(
+                weights, model.apply(weights, whole[:, : 4 + i], cfg, balance=state).hidden
+            )[:, -1]
             expected = sample.choose(scores, random.fold_in(key, i), temperature=0.7, top_p=0.9)
             assert torch.equal(expected, drawn[:, i])
 
     def test_emits_each_column_and_ends_after_the_end_token(self, parts):
         weights, cfg, state = parts
         prompt, columns = small.tokens(3, 4), []
-        free = sample.generate(weights, cfg, state, prompt, num_tokens=12, key=random.key(1), emit=columns.append)
+        free = sample.generate(
+            weights, cfg, state, prompt, num_tokens=12, key=random.key(1), emit=columns.append
+        )
         assert torch.equal(torch.stack(columns, dim=1), free)
         assert free.shape == (3, 12)
         end = int(free[0, 2])
-        ended = sample.generate(weights, cfg, state, prompt, num_tokens=12, key=random.key(1), end_token=end)
+        ended = sample.generate(
+            weights, cfg, state, prompt, num_tokens=12, key=random.key(1), end_token=end
+        )
         for before, after in zip(free.tolist(), ended.tolist(), strict=True):
             stop = before.index(end) if end in before else 12
             assert after[: stop + 1] == before[: min(stop + 1, len(after))]
             assert set(after[stop:]) <= {end}
-        alone = sample.generate(weights, cfg, state, prompt[:1], num_tokens=12, key=random.key(1), end_token=end)
+        alone = sample.generate(
+            weights, cfg, state, prompt[:1], num_tokens=12, key=random.key(1), end_token=end
+        )
         assert alone.shape[1] == free[0].tolist().index(end) + 1
 
     def test_padded_rows_of_the_vocabulary_are_never_drawn(self, parts):
@@ -156,7 +182,9 @@ class TestGenerate:
                 sample.generate(*parts, prompt, num_tokens=num_tokens, key=random.key(0))
 
 
-needs_orbax = pytest.mark.skipif(not importlib.util.find_spec("orbax"), reason="no orbax-checkpoint")
+needs_orbax = pytest.mark.skipif(
+    not importlib.util.find_spec("orbax"), reason="no orbax-checkpoint"
+)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +197,9 @@ def run(tmp_path_factory):
         for step in (3, 8):
             state = trainer.init_state(dataclasses.replace(recipe, seed=step), CPU)
             bias = torch.full_like(state.balance.bias, 0.01 * step)
-            checkpoints.save(step, dataclasses.replace(state, balance=balance.State(bias, state.balance.layers)))
+            checkpoints.save(
+                step, dataclasses.replace(state, balance=balance.State(bias, state.balance.layers))
+            )
     return where
 
 
@@ -182,7 +212,9 @@ def once_loaded(run):
 def loaded(once_loaded, monkeypatch):
     """Loads the run once for many tests: a reader of checkpoints takes a second to start."""
     recipe, *state = once_loaded
-    monkeypatch.setattr(sample, "load", lambda run, *, where: (recipe, *tree.map(lambda x: x.to(where), state)))
+    monkeypatch.setattr(
+        sample, "load", lambda run, *, where: (recipe, *tree.map(lambda x: x.to(where), state))
+    )
 
 
 @needs_orbax
@@ -229,16 +261,23 @@ class TestCommandLine:
 
         monkeypatch.setattr(sample, "generate", generated)
         assert self.call(capsys, run, "--chat", "--prompt", "why?") == "why?\nok\n"
-        special = {name: i for i, name in enumerate(("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"), 257)}
+        special = {
+            name: i
+            for i, name in enumerate(("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"), 257)
+        }
         text = '<|open|>message role="user"<|sep|>why?<|close|>message<|sep|><|end_of_msg|>'
         text += '<|open|>message role="assistant"<|sep|><|open|>response<|sep|>'
         parts = re.split(r"(<\|\w+\|>)", text)
-        expected = [t for part in parts for t in ([special[part]] if part in special else part.encode())]
+        expected = [
+            t for part in parts for t in ([special[part]] if part in special else part.encode())
+        ]
         assert asked == [(expected, special["<|close|>"])]
         monkeypatch.setattr(sample, "load", lambda run, *, where: (recipe, *state))
         assert "the tokenizer has no <|open|>" in self.call(capsys, run, "--chat", status=2)
 
-    def test_a_character_is_printed_when_its_last_byte_has_come(self, run, capsys, monkeypatch, loaded):
+    def test_a_character_is_printed_when_its_last_byte_has_come(
+        self, run, capsys, monkeypatch, loaded
+    ):
         pieces = []
 
         def generated(*args, emit, **kwargs):
@@ -273,7 +312,9 @@ class TestCommandLine:
     def test_no_run(self, tmp_path, capsys, run):
         assert "neither a run folder nor a folder of runs" in self.call(capsys, tmp_path, status=2)
         (tmp_path / "config.json").write_bytes((run / "config.json").read_bytes())
-        assert "has no complete checkpoint yet; train it first" in self.call(capsys, tmp_path, status=2)
+        assert "has no complete checkpoint yet; train it first" in self.call(
+            capsys, tmp_path, status=2
+        )
         assert not (tmp_path / "checkpoints").exists()
 
     @pytest.mark.slow
@@ -283,9 +324,15 @@ class TestCommandLine:
             target = broken / file.relative_to(run)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
-        weights = trainer.init_state(dataclasses.replace(folder.recipe_of(run), seed=8), CPU).params.head
+        weights = trainer.init_state(
+            dataclasses.replace(folder.recipe_of(run), seed=8), CPU
+        ).params.head
         pattern = weights.numpy().tobytes()[:64]
-        (hit,) = [p for p in (broken / "checkpoints" / "8").rglob("*") if p.is_file() and pattern in p.read_bytes()]
+        (hit,) = [
+            p
+            for p in (broken / "checkpoints" / "8").rglob("*")
+            if p.is_file() and pattern in p.read_bytes()
+        ]
         contents = bytearray(hit.read_bytes())
         contents[contents.index(pattern) + 5] ^= 1
         hit.write_bytes(contents)

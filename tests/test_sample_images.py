@@ -1,4 +1,6 @@
-"""Images given to ``k31fn.sample``: the rows that training makes of them, and a caption of a model never trained."""
+"""Images given to ``k31fn.sample``: the rows that training makes of them, and a caption of a model
+never trained.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(folder: Path, **changes: Any) -> config.Recipe:
     tiny = config.load_recipe(CONFIGS / "tiny_vision.py")
     stores = (str(folder / "train"),)
-    return dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, train=stores, heldout=stores), **changes)
+    return dataclasses.replace(
+        tiny, data=dataclasses.replace(tiny.data, train=stores, heldout=stores), **changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +60,18 @@ def stores(picture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stores")
     content = io.BytesIO(picture.read_bytes()).getvalue()
     url = "data:image/png;base64," + base64.b64encode(content).decode()
-    (folder / "all.jsonl").write_text(json.dumps({"text": f"see {PLACEHOLDER}12\n", "images": [url]}) + "\n")
+    (folder / "all.jsonl").write_text(
+        json.dumps({"text": f"see {PLACEHOLDER}12\n", "images": [url]}) + "\n"
+    )
     cfg = images.Config(max_patches=8)
     prepare(
-        Config(str(folder / "all.jsonl"), "bytes+media", images="images", heldout_fraction=0.0, image=cfg),
+        Config(
+            str(folder / "all.jsonl"),
+            "bytes+media",
+            images="images",
+            heldout_fraction=0.0,
+            image=cfg,
+        ),
         folder / "out",
     )
     return folder / "out"
@@ -68,7 +80,9 @@ def stores(picture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_prompt_is_the_row_that_training_sees(picture: Path, stores: Path) -> None:
     made = recipe(stores)
     assert isinstance(made.data, data.Prepared)
-    rows = data.open_prepared(made.data, data.open_tokenizer("bytes+media"), length=128, batch_size=1).batch_at(0)
+    rows = data.open_prepared(
+        made.data, data.open_tokenizer("bytes+media"), length=128, batch_size=1
+    ).batch_at(0)
     tokens, seen = sample.look([picture], f"see {PLACEHOLDER}12\n", made)
     count, patches = tokens.shape[1], seen.pixels.shape[1]
     assert torch.equal(tokens[0], rows.tokens[0, :count])
@@ -89,21 +103,45 @@ def test_without_its_store_as_many_patches_as_a_row(picture: Path, tmp_path: Pat
 
 
 def test_the_command(
-    picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    picture: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The caption is that of the whole forward at each token, and another picture's is another."""
     made = recipe(tmp_path)
     state = trainer.init_state(made, CPU)
     monkeypatch.setattr(sample, "load", lambda run, *, where: (made, state.params, state.balance))
     monkeypatch.setattr(sample.folder, "resolve", lambda run: run)
-    command = ["RUN", "--image", str(picture), "--prompt", "", "--tokens", "6", "--seed", "3", "--device", "cpu"]
+    command = [
+        "RUN",
+        "--image",
+        str(picture),
+        "--prompt",
+        "",
+        "--tokens",
+        "6",
+        "--seed",
+        "3",
+        "--device",
+        "cpu",
+    ]
     assert sample.main(command) == 0
     said = capsys.readouterr().out
     tokens, seen = sample.look([picture], "", made)
     drawn = sample.generate(
-        state.params, made.model, state.balance, tokens, num_tokens=6, key=random.key(3), temperature=0.8, top_p=0.95,
-        end_token=256, vocab_size=data.open_tokenizer("bytes+media").vocab_size, images=seen,
-    )  # fmt: skip
+        state.params,
+        made.model,
+        state.balance,
+        tokens,
+        num_tokens=6,
+        key=random.key(3),
+        temperature=0.8,
+        top_p=0.95,
+        end_token=256,
+        vocab_size=data.open_tokenizer("bytes+media").vocab_size,
+        images=seen,
+    )
     assert said == bytes(t for t in drawn[0].tolist() if t < 256).decode("utf-8", "replace") + "\n"
     assert sample.main([*command, "--chat"]) == 2
     assert "--image with --chat" in capsys.readouterr().err
@@ -112,6 +150,8 @@ def test_the_command(
     assert "cannot be decoded" in capsys.readouterr().err
     assert sample.main(["RUN", "--image", str(picture), "--prompt", PLACEHOLDER * 2]) == 2
     assert "more <|kimi_image_placeholder|> than its 1 images" in capsys.readouterr().err
-    monkeypatch.setattr(sample, "load", lambda run, *, where: (config.load_recipe(CONFIGS / "tiny.py"), (), ()))
+    monkeypatch.setattr(
+        sample, "load", lambda run, *, where: (config.load_recipe(CONFIGS / "tiny.py"), (), ())
+    )
     assert sample.main(command) == 2
     assert "has no vision" in capsys.readouterr().err

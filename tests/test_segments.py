@@ -20,7 +20,12 @@ def packed() -> seg.Segments:
 
 def test_from_lengths(packed: seg.Segments) -> None:
     assert packed.ids.tolist() == [[1, 1, 1, 2, 2, 0], [1, 2, 3, 3, 3, 3], [0] * 6, [1] * 6]
-    assert packed.position.tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3], [0] * 6, list(range(6))]
+    assert packed.position.tolist() == [
+        [0, 1, 2, 0, 1, 0],
+        [0, 0, 0, 1, 2, 3],
+        [0] * 6,
+        list(range(6)),
+    ]
 
 
 def test_whole() -> None:
@@ -54,28 +59,42 @@ def test_random_packings_against_a_loop() -> None:
 def test_from_cu_seqlens_one_row() -> None:
     assert equal(seg.from_cu_seqlens([0, 3, 5], length=6), seg.from_lengths([[3, 2]], 6))
     assert equal(
-        seg.from_cu_seqlens(torch.tensor([0, 3, 5], dtype=torch.int32), length=5), seg.from_lengths([[3, 2]], 5)
+        seg.from_cu_seqlens(torch.tensor([0, 3, 5], dtype=torch.int32), length=5),
+        seg.from_lengths([[3, 2]], 5),
     )
 
 
 def test_offsets_with_a_batch_d05() -> None:
-    """[0, T, 2T] over (2, T) is one document per row; offsets that let a document cross rows are refused."""
+    """[0, T, 2T] over (2, T) is one document per row; offsets that let a document cross rows are
+    refused.
+    """
     assert equal(seg.from_cu_seqlens([0, 4, 8], batch=2, length=4), seg.whole(2, 4))
-    assert equal(seg.from_cu_seqlens([0, 3, 4, 7], batch=2, length=4), seg.from_lengths([[3, 1], [3]], 4))
+    assert equal(
+        seg.from_cu_seqlens([0, 3, 4, 7], batch=2, length=4), seg.from_lengths([[3, 1], [3]], 4)
+    )
     with pytest.raises(ValueError, match=r"miss 4, where row 1 starts.*batch=1, length=8"):
         seg.from_cu_seqlens([0, 3, 8], batch=2, length=4)
     with pytest.raises(ValueError, match=r"miss 8, where row 2 starts"):
         seg.from_cu_seqlens([0, 4, 7, 12], batch=3, length=4)
-    with pytest.raises(ValueError, match=r"offsets\[-1\]=4 is not in the last row of batch=2, length=4"):
+    with pytest.raises(
+        ValueError, match=r"offsets\[-1\]=4 is not in the last row of batch=2, length=4"
+    ):
         seg.from_cu_seqlens([0, 3, 4], batch=2, length=4)  # offsets of one row only
 
 
 def test_empty_document_is_refused_by_number_d04() -> None:
-    with pytest.raises(ValueError, match=r"offsets\[1\]=offsets\[2\]=3: document 2 is empty; drop the repeated offset"):
+    with pytest.raises(
+        ValueError,
+        match=r"offsets\[1\]=offsets\[2\]=3: document 2 is empty; drop the repeated offset",
+    ):
         seg.from_cu_seqlens([0, 3, 3, 6], length=6)
-    with pytest.raises(ValueError, match=r"rows\[1\]\[1\]=0: document 2 of row 1 is empty; leave it out"):
+    with pytest.raises(
+        ValueError, match=r"rows\[1\]\[1\]=0: document 2 of row 1 is empty; leave it out"
+    ):
         seg.from_lengths([[6], [3, 0, 3]], 6)
-    with pytest.raises(ValueError, match=r"segments.ids\[0, 3\]=3 skips a number: document 2 is empty"):
+    with pytest.raises(
+        ValueError, match=r"segments.ids\[0, 3\]=3 skips a number: document 2 is empty"
+    ):
         seg.from_ids(torch.tensor([[1, 1, 1, 3, 3, 3]]))
 
 
@@ -83,10 +102,16 @@ def test_empty_document_is_refused_by_number_d04() -> None:
     ("ids", "message"),
     [
         ([[1, 1], [1, -1]], r"segments.ids\[1, 1\]=-1 must not be negative; number documents"),
-        ([[1, 2, 1]], r"segments.ids\[0, 2\]=1 is less than 2 before it; number documents in ascending order"),
+        (
+            [[1, 2, 1]],
+            r"segments.ids\[0, 2\]=1 is less than 2 before it; number documents in ascending order",
+        ),
         ([[1, 0, 2]], r"segments.ids\[0, 2\]=2 follows padding; move the padding to the end"),
         ([[1, 1, 1], [0, 1, 1]], r"segments.ids\[1, 1\]=1 follows padding"),
-        ([[2, 2]], r"segments.ids\[0, 0\]=2 skips a number: document 1 is empty; number without gaps"),
+        (
+            [[2, 2]],
+            r"segments.ids\[0, 0\]=2 skips a number: document 1 is empty; number without gaps",
+        ),
     ],
 )
 def test_bad_ids_are_refused(ids: list[list[int]], message: str) -> None:
@@ -96,7 +121,10 @@ def test_bad_ids_are_refused(ids: list[list[int]], message: str) -> None:
 
 def test_any_invalid_row_is_refused() -> None:
     """All 256 rows of four ids in -1..2: just those that ``from_lengths`` can make pass."""
-    made = {tuple(seg.from_lengths([r], 4).ids[0].tolist()) for r in ([], [1], [2], [3], [4], [1, 1], [1, 2], [1, 3])}
+    made = {
+        tuple(seg.from_lengths([r], 4).ids[0].tolist())
+        for r in ([], [1], [2], [3], [4], [1, 1], [1, 2], [1, 3])
+    }
     made |= {tuple(seg.from_lengths([r], 4).ids[0].tolist()) for r in ([2, 1], [2, 2], [3, 1])}
     for row in itertools.product((-1, 0, 1, 2), repeat=4):
         if row in made:
@@ -109,7 +137,10 @@ def test_any_invalid_row_is_refused() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: seg.from_ids(torch.ones(1, 2, dtype=torch.int16)), "torch.int16; expected .*int64 or int32"),
+        (
+            lambda: seg.from_ids(torch.ones(1, 2, dtype=torch.int16)),
+            "torch.int16; expected .*int64 or int32",
+        ),
         (lambda: seg.from_lengths([[4, 3]], 6), r"rows\[0\] has 7 tokens, more than length=6"),
         (lambda: seg.from_lengths([[3], [-1]], 6), r"rows\[1\]\[0\]=-1"),
         (lambda: seg.from_lengths([], 6), "at least one row"),
@@ -117,9 +148,18 @@ def test_any_invalid_row_is_refused() -> None:
         (lambda: seg.whole(2, 0), "length=0"),
         (lambda: seg.from_cu_seqlens([1, 3], length=3), r"offsets=\[1, 3\].*run from 0"),
         (lambda: seg.from_cu_seqlens([0], length=3), "run from 0"),
-        (lambda: seg.from_cu_seqlens([0, 3, 2], length=3), r"offsets\[2\]=2 is less than offsets\[1\]=3"),
-        (lambda: seg.from_cu_seqlens([0, 4], length=3), r"offsets\[-1\]=4 is not in the last row.*1..3"),
-        (lambda: seg.from_cu_seqlens(list(range(1, 20)), length=3), r"offsets=\[1, 2, 3, 4, 5, 6, 7, 8, ...\]"),
+        (
+            lambda: seg.from_cu_seqlens([0, 3, 2], length=3),
+            r"offsets\[2\]=2 is less than offsets\[1\]=3",
+        ),
+        (
+            lambda: seg.from_cu_seqlens([0, 4], length=3),
+            r"offsets\[-1\]=4 is not in the last row.*1..3",
+        ),
+        (
+            lambda: seg.from_cu_seqlens(list(range(1, 20)), length=3),
+            r"offsets=\[1, 2, 3, 4, 5, 6, 7, 8, ...\]",
+        ),
     ],
 )
 def test_refusals(call, message: str) -> None:
@@ -141,7 +181,11 @@ def test_visible_on_tiles(packed: seg.Segments) -> None:
     for q0, q1, k0, k1 in [(0, 6, 0, 6), (2, 5, 0, 6), (4, 6, 0, 4), (3, 4, 1, 6), (2, 2, 0, 6)]:
         tile = seg.visible(seg.window(packed, q0, q1), seg.window(packed, k0, k1))
         assert tile.equal(expected[:, q0:q1, k0:k1])
-    assert seg.visible(packed, packed).sum(-1).equal(torch.where(seg.valid(packed), packed.position + 1, 0))
+    assert (
+        seg.visible(packed, packed)
+        .sum(-1)
+        .equal(torch.where(seg.valid(packed), packed.position + 1, 0))
+    )
 
 
 def test_same_document(packed: seg.Segments) -> None:
@@ -174,7 +218,10 @@ def test_labels_stop_at_document_ends_d07() -> None:
     assert seg.next_token_labels(tokens, packed, ignore=-1)[0, 2] == -1
     naive = tokens.roll(-1, 1)  # what a plain shift would train: 3 -> 4 across documents
     assert naive[0, 2] == 4
-    assert seg.next_token_labels(tokens[:, :4], seg.whole(2, 4)).tolist() == [[2, 3, 4, -100], [2, 3, 4, -100]]
+    assert seg.next_token_labels(tokens[:, :4], seg.whole(2, 4)).tolist() == [
+        [2, 3, 4, -100],
+        [2, 3, 4, -100],
+    ]
 
 
 def test_labels_do_not_wrap_around() -> None:
@@ -208,7 +255,9 @@ def test_vmap_over_different_packings(packed: seg.Segments) -> None:
 
 def test_segments_are_a_tree(packed: seg.Segments) -> None:
     assert tree.paths(packed) == ["ids", "position"]
-    assert torch.func.grad(lambda x, s: (x * seg.valid(s)).sum())(torch.ones(4, 6), packed).sum() == 17
+    assert (
+        torch.func.grad(lambda x, s: (x * seg.valid(s)).sum())(torch.ones(4, 6), packed).sum() == 17
+    )
 
 
 @pytest.mark.cuda

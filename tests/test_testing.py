@@ -21,7 +21,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=F64)
 
 
-# ------------------------------------------------------------------------------------------------------ check_grads
+# -------------------------------------------------------------------------------------- check_grads
 
 
 def layer(params: dict[str, Tensor], x: Tensor) -> dict[str, Any]:
@@ -36,13 +36,17 @@ def layer_args() -> tuple[dict[str, Tensor], Tensor]:
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("per_coordinate", [False, True])
 @pytest.mark.parametrize("wrap", [lambda f: f, autodiff.remat], ids=["plain", "remat"])
-def test_check_grads_passes_right_gradients(order: int, per_coordinate: bool, wrap: Callable[..., Any]):
+def test_check_grads_passes_right_gradients(
+    order: int, per_coordinate: bool, wrap: Callable[..., Any]
+):
     check_grads(wrap(layer), layer_args(), order=order, per_coordinate=per_coordinate)
 
 
 def matmul_with(bwd: Callable[..., Any]) -> Callable[..., Any]:
     """``x @ w`` with the given reverse rule."""
-    rule = autodiff.custom_vjp(torch.matmul, name="matmul").defvjp(lambda x, w: (x @ w, (x, w)), bwd)
+    rule = autodiff.custom_vjp(torch.matmul, name="matmul").defvjp(
+        lambda x, w: (x @ w, (x, w)), bwd
+    )
     return lambda params, x: torch.tanh(rule(x, params["w"])) ** 2
 
 
@@ -65,7 +69,10 @@ def test_the_right_rule_for_the_planted_errors_passes():
 @pytest.mark.parametrize("per_coordinate", [False, True])
 def test_check_grads_finds_planted_errors_and_names_the_leaf(error: str, per_coordinate: bool):
     args = ({"w": normal(6, 6)}, normal(5, 6))
-    with pytest.raises(AssertionError, match=f"order 1, leaf '{AT_FAULT[error]}'.*reverse mode gives .*relative error"):
+    with pytest.raises(
+        AssertionError,
+        match=f"order 1, leaf '{AT_FAULT[error]}'.*reverse mode gives .*relative error",
+    ):
         check_grads(matmul_with(BACKWARDS[error]), args, per_coordinate=per_coordinate)
 
 
@@ -74,7 +81,11 @@ def test_check_grads_names_the_element():
         lambda x: (x * x, (x,)), lambda r, ct: (2 * r[0] * ct * torch.tensor([1.0, 1.0, 1.1]),)
     )
     with pytest.raises(AssertionError, match=r"leaf '0'\[1, 2\]"):
-        check_grads(rule, (torch.tensor([[0.0, 0.0, 0.0], [1.0, 2.0, 3.0]], dtype=F64),), per_coordinate=True)
+        check_grads(
+            rule,
+            (torch.tensor([[0.0, 0.0, 0.0], [1.0, 2.0, 3.0]], dtype=F64),),
+            per_coordinate=True,
+        )
 
 
 def test_check_grads_sees_a_leaf_that_hardly_matters():
@@ -142,7 +153,9 @@ def test_check_grads_asks_a_decision_once():
 
 def test_finite_differences_see_through_stop_gradient_unless_its_source_is_a_frozen_argument():
     def loss(x: Tensor, teacher: Tensor) -> Tensor:
-        return ((x - 2 * autodiff.stop_gradient(teacher)) ** 2 * autodiff.stop_gradient(teacher)).sum()
+        return (
+            (x - 2 * autodiff.stop_gradient(teacher)) ** 2 * autodiff.stop_gradient(teacher)
+        ).sum()
 
     x = normal(4)
     with pytest.raises(AssertionError, match="leaf '0'"):
@@ -174,20 +187,37 @@ def test_check_grads_passes_kinks_that_are_not_at_the_point():
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("sharpness", [1e-2, 1.0, 30.0])
 def test_check_grads_passes_steep_and_flat_functions(scale: float, sharpness: float):
-    check_grads(lambda x: torch.sigmoid(sharpness / scale * x) * scale, (scale * normal(3, 4),), order=2)
+    check_grads(
+        lambda x: torch.sigmoid(sharpness / scale * x) * scale, (scale * normal(3, 4),), order=2
+    )
 
 
 def test_check_grads_passes_degenerate_leaves():
     """A scalar, an empty leaf, one that is not used, one in which f is linear, integers."""
-    args = (torch.tensor(0.3, dtype=F64), torch.zeros(0, dtype=F64), normal(3), normal(3), torch.arange(2))
+    args = (
+        torch.tensor(0.3, dtype=F64),
+        torch.zeros(0, dtype=F64),
+        normal(3),
+        normal(3),
+        torch.arange(2),
+    )
     for per_coordinate in (False, True):
-        check_grads(lambda a, b, c, d, i: (a.sin(), 3 * d[i], i), args, order=2, per_coordinate=per_coordinate)
+        check_grads(
+            lambda a, b, c, d, i: (a.sin(), 3 * d[i], i),
+            args,
+            order=2,
+            per_coordinate=per_coordinate,
+        )
 
 
 @pytest.mark.parametrize(
     ("f", "args", "message"),
     [
-        (lambda x: x["a"], ({"a": torch.ones(2)},), r"args leaf '0.a' is torch.float32; give float64"),
+        (
+            lambda x: x["a"],
+            ({"a": torch.ones(2)},),
+            r"args leaf '0.a' is torch.float32; give float64",
+        ),
         (
             lambda x: {"y": x, "z": x.to(torch.float32)},
             (torch.ones(2, dtype=F64),),
@@ -198,18 +228,26 @@ def test_check_grads_passes_degenerate_leaves():
         (lambda x: x["a"], ({"a": None},), "None is not a leaf"),
     ],
 )
-def test_check_grads_refuses_what_it_cannot_judge(f: Callable[..., Any], args: tuple[Any, ...], message: str):
+def test_check_grads_refuses_what_it_cannot_judge(
+    f: Callable[..., Any], args: tuple[Any, ...], message: str
+):
     with pytest.raises(ValueError, match=message):
         check_grads(f, args)
     with pytest.raises(ValueError, match="order=3"):
         check_grads(f, args, order=3)
 
 
-# ----------------------------------------------------------------------------------------------- assert_close_trees
+# ------------------------------------------------------------------------------- assert_close_trees
 
 
 def test_close_trees_pass_within_either_tolerance():
-    expected = {"a": torch.tensor([1.0, 1e-9, 100.0]), "n": 3, "s": "x", "i": torch.tensor([1, 2]), "e": ()}
+    expected = {
+        "a": torch.tensor([1.0, 1e-9, 100.0]),
+        "n": 3,
+        "s": "x",
+        "i": torch.tensor([1, 2]),
+        "e": (),
+    }
     actual = {**expected, "a": torch.tensor([1.0009, 9e-7, 100.09])}
     assert_close_trees(actual, expected, rtol=1e-3, atol=1e-6)
     for tighter in ({"rtol": 1e-4, "atol": 1e-6}, {"rtol": 1e-3, "atol": 1e-8}):
@@ -219,11 +257,17 @@ def test_close_trees_pass_within_either_tolerance():
 
 def test_the_worst_leaf_comes_first_with_its_worst_element():
     expected = {"a": torch.zeros(2, 2), "b": torch.zeros(2, 2), "c": torch.zeros(2)}
-    actual = {"a": torch.full((2, 2), 0.02), "b": torch.tensor([[0.0, 0.5], [0.02, 0.0]]), "c": torch.zeros(2)}
+    actual = {
+        "a": torch.full((2, 2), 0.02),
+        "b": torch.tensor([[0.0, 0.5], [0.02, 0.0]]),
+        "c": torch.zeros(2),
+    }
     with pytest.raises(AssertionError) as e:
         assert_close_trees(actual, expected, rtol=0, atol=0.01)
     first, second = str(e.value).splitlines()[1:]
-    assert first.strip().startswith("b: 2 of 4 elements; worst at [0, 1]: got 0.5, expected 0 (error 0.5")
+    assert first.strip().startswith(
+        "b: 2 of 4 elements; worst at [0, 1]: got 0.5, expected 0 (error 0.5"
+    )
     assert second.strip().startswith("a: 4 of 4 elements")
 
 
@@ -234,7 +278,11 @@ def test_the_worst_leaf_comes_first_with_its_worst_element():
         ({"a": torch.ones(1), "c": torch.ones(1)}, {"a": torch.ones(1)}, "not expected: c"),
         ([torch.ones(1)], (torch.ones(1),), "not the same tree"),
         ({"a": torch.ones(2)}, {"a": torch.ones(1)}, r"a: shape \[2\], expected \[1\]"),
-        ({"a": torch.ones(2)}, {"a": torch.ones(2, dtype=F64)}, "a: dtype torch.float32, expected torch.float64"),
+        (
+            {"a": torch.ones(2)},
+            {"a": torch.ones(2, dtype=F64)},
+            "a: dtype torch.float32, expected torch.float64",
+        ),
         ({"a": 3}, {"a": 4}, "a: got 3, expected 4"),
         ({"a": 3.0}, {"a": torch.tensor(3.0)}, "a: got 3.0, expected a tensor"),
         (torch.tensor(float("nan")), torch.tensor(float("nan")), "the tree itself.*got nan"),
@@ -259,7 +307,7 @@ def test_close_trees_with_equal_infinities_and_nans():
         assert_close_trees(x, x.clone(), rtol=1.0, atol=1.0)
 
 
-# ------------------------------------------------------------------------------------------------ assert_op_matches
+# -------------------------------------------------------------------------------- assert_op_matches
 
 
 def scaled_square(x: Tensor, parts: tuple[Tensor, ...], scale: float) -> dict[str, Tensor]:
@@ -268,9 +316,14 @@ def scaled_square(x: Tensor, parts: tuple[Tensor, ...], scale: float) -> dict[st
 
 def square_rule(factor: float, fwd_factor: float = 1.0) -> Callable[..., Any]:
     """The op with a hand-written backward, wrong by ``factor``."""
-    rule = autodiff.custom_vjp(scaled_square, nondiff_argnums=(2,), opaque=True, name="fused_square").defvjp(
+    rule = autodiff.custom_vjp(
+        scaled_square, nondiff_argnums=(2,), opaque=True, name="fused_square"
+    ).defvjp(
         lambda x, parts, scale: (scaled_square(x, parts, scale * fwd_factor), (x, parts)),
-        lambda scale, r, ct: (factor * 2 * scale * r[0] * r[1][0] * ct["y"], ((scale * ct["y"] * r[0] ** 2).sum(0),)),
+        lambda scale, r, ct: (
+            factor * 2 * scale * r[0] * r[1][0] * ct["y"],
+            ((scale * ct["y"] * r[0] ** 2).sum(0),),
+        ),
     )
     return rule
 
@@ -283,7 +336,11 @@ def op() -> Iterator[Op]:
 
 
 def register(op: Op, fn: Callable[..., Any]) -> None:
-    op.register(Implementation("fused", ("cpu",), fn, lambda x, parts, scale: "" if x.ndim == 2 else "x is not 2-d"))
+    op.register(
+        Implementation(
+            "fused", ("cpu",), fn, lambda x, parts, scale: "" if x.ndim == 2 else "x is not 2-d"
+        )
+    )
 
 
 def op_args() -> tuple[Any, ...]:
@@ -295,7 +352,9 @@ def test_an_op_that_matches(op: Op):
     assert_op_matches(op, "fused", op_args(), rtol=1e-6, atol=1e-6)
     args = op_args()
     low = (args[0].bfloat16(), (args[1][0].bfloat16(),), 0.5)
-    assert_op_matches(op, "fused", low, rtol=2e-2, atol=1e-3, grad_rtol=2e-2, grad_atol=2e-2, reference_dtype=F64)
+    assert_op_matches(
+        op, "fused", low, rtol=2e-2, atol=1e-3, grad_rtol=2e-2, grad_atol=2e-2, reference_dtype=F64
+    )
 
 
 def writing(x: Tensor, parts: tuple[Tensor, ...], scale: float) -> dict[str, Tensor]:
@@ -338,12 +397,20 @@ def test_an_op_that_is_wrong_under_vmap_only(op: Op):
             return 2 * ct * ctx.saved_tensors[0]
 
         @staticmethod
-        def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        def vmap(
+            info: Any, in_dims: Any, x: Tensor
+        ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
             return (x**2, x[:1].expand_as(x).clone()), (0, 0)
 
-    register(op, lambda x, parts, scale: {"y": scale * Square.apply(x)[0] * parts[0], "largest": x.argmax()})
+    register(
+        op,
+        lambda x, parts, scale: {"y": scale * Square.apply(x)[0] * parts[0], "largest": x.argmax()},
+    )
     assert_op_matches(op, "fused", op_args(), rtol=1e-5, atol=1e-5, vmap_grad=False)
-    with pytest.raises(AssertionError, match="gradient of sample 1 under vmap: 1 of 2 leaves differ:\n  0: 15 of 15"):
+    with pytest.raises(
+        AssertionError,
+        match="gradient of sample 1 under vmap: 1 of 2 leaves differ:\n  0: 15 of 15",
+    ):
         assert_op_matches(op, "fused", op_args(), rtol=1e-5, atol=1e-5)
 
 
@@ -359,7 +426,7 @@ def test_an_op_whose_implementation_did_not_run(op: Op):
         assert_op_matches(op, "reference", op_args(), rtol=1e-5, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------- live_bytes
+# --------------------------------------------------------------------------------------- live_bytes
 
 KB = 1000  # of 250 float32 elements
 
@@ -445,7 +512,9 @@ def test_blocks_nest():
         assert (inner.current, outer.current) == (0, KB)
 
 
-@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), lambda f: autodiff.value_and_grad(f)])
+@pytest.mark.parametrize(
+    "transform", [grad, lambda f: vmap(grad(f)), lambda f: autodiff.value_and_grad(f)]
+)
 def test_live_bytes_under_transforms(transform: Callable[..., Any]):
     x = torch.randn(1, 250) if transform not in (grad,) else torch.randn(250)
     f = (lambda x: x.exp().sum()) if transform in (grad,) else (lambda x: x.exp().sum(-1).sum())

@@ -31,7 +31,14 @@ def nested() -> dict[str, Any]:
 
 def test_paths_read_like_attribute_access():
     pairs = tree.flatten_with_paths(nested())
-    assert pairs == [("a.first", 5), ("a.second.k", 6), ("z.0.w", 1), ("z.1.w", 2), ("z.1.b.0", 3), ("z.1.b.1", 4)]
+    assert pairs == [
+        ("a.first", 5),
+        ("a.second.k", 6),
+        ("z.0.w", 1),
+        ("z.1.w", 2),
+        ("z.1.b.0", 3),
+        ("z.1.b.1", 4),
+    ]
     assert tree.paths(7) == [""]
     assert tree.paths(()) == []
 
@@ -103,7 +110,9 @@ def test_torch_modules_take_their_parameters_from_paths():
 def test_map_needs_the_same_structure_and_names_the_difference():
     a, b = {"x": 1, "y": {"k": 2}}, {"x": 10, "y": {"k": 20}}
     assert tree.map(lambda p, q: p + q, a, b) == {"x": 11, "y": {"k": 22}}
-    with pytest.raises(ValueError, match=r"2 against 3 leaves; only in the first: \['y.k'\].*\['y.m', 'z'\]"):
+    with pytest.raises(
+        ValueError, match=r"2 against 3 leaves; only in the first: \['y.k'\].*\['y.m', 'z'\]"
+    ):
         tree.map(lambda p, q: p, a, {"x": 1, "y": {"m": 2}, "z": 3})
     with pytest.raises(ValueError, match=r"same paths: .*against"):
         tree.map(lambda p, q: p, [1], (1,))
@@ -112,7 +121,9 @@ def test_map_needs_the_same_structure_and_names_the_difference():
 def test_map_with_path_and_is_leaf():
     assert tree.map_with_path(lambda p, v: f"{p}={v}", {"a": [1, 2]}) == {"a": ["a.0=1", "a.1=2"]}
     pairs = lambda v: isinstance(v, Both)  # noqa: E731
-    assert tree.map(lambda v: v.first if isinstance(v, Both) else v, [Both(1, 2), 3], is_leaf=pairs) == [1, 3]
+    assert tree.map(
+        lambda v: v.first if isinstance(v, Both) else v, [Both(1, 2), 3], is_leaf=pairs
+    ) == [1, 3]
     assert tree.paths([Both(1, 2), 3], is_leaf=pairs) == ["0", "1"]
 
 
@@ -129,7 +140,9 @@ def test_map_with_path_and_is_leaf():
     ],
 )
 def test_none_is_refused_with_its_path(flatten: Any):
-    with pytest.raises(ValueError, match=r"tree leaf 'a\.1' is None: None is not a leaf; write \(\) for an absent"):
+    with pytest.raises(
+        ValueError, match=r"tree leaf 'a\.1' is None: None is not a leaf; write \(\) for an absent"
+    ):
         flatten({"a": [1, None]})
 
 

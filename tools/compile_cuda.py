@@ -1,7 +1,8 @@
 # pyright: reportMissingImports=false
 """Compiles every Triton kernel of k31fn for sm_90, without a GPU: ``python -m tools.compile_cuda``.
 
-Prints a line per kernel and fails on the first that does not compile. Needs the upstream triton package.
+Prints a line per kernel and fails on the first that does not compile. Needs the upstream triton
+package.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import sys
 import time
 
 os.environ.pop("TRITON_INTERPRET", None)
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not said; this is its default
+os.environ.setdefault(
+    "TRITON_DEFAULT_FP_FUSION", "1"
+)  # Triton 3.9 warns where it is not said; this is its default
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -37,14 +40,20 @@ def compile_one(build: Build, capability: int) -> str:
     names = build.kernel.arg_names
     wide = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in build.aligned]
     attributes = {(i,): [["tt.divisibility", 16]] for i in wide}
-    source = ASTSource(fn=build.kernel, signature=signature, constexprs=dict(build.constants), attrs=attributes)
+    source = ASTSource(
+        fn=build.kernel, signature=signature, constexprs=dict(build.constants), attrs=attributes
+    )
     options = {"num_warps": build.tile.warps, "num_stages": build.tile.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     if (shared := compiled.metadata.shared) > _SHARED.get(capability, shared):
         raise ValueError(
-            f"{build.name} needs {shared} bytes of shared memory, sm_{capability} has {_SHARED[capability]}"
+            f"{build.name} needs {shared} bytes of shared memory, sm_{capability} has "
+            f"{_SHARED[capability]}"
         )
-    return f"{len(compiled.asm['cubin'])} bytes, shared {shared}, {time.perf_counter() - started:.1f} s"
+    return (
+        f"{len(compiled.asm['cubin'])} bytes, shared {shared}, "
+        f"{time.perf_counter() - started:.1f} s"
+    )
 
 
 def main() -> int:

@@ -1,9 +1,10 @@
-"""All Triton kernels of k31fn, from the registry: what they compile to, and whether they keep to the dialect.
+"""All Triton kernels of k31fn, from the registry: what they compile to, and whether they keep to
+the dialect.
 
-``builds(kind)`` lists what is compiled for a kind of device, and refuses a registry that would leave something out: a
-file of kernels that no implementation names, an op without a forward kernel, or without a backward one where it has
-gradients, a kernel that no device's list has, or no kernel at all. ``dialect(path)`` lists what a file uses that not
-all backends have.
+``builds(kind)`` lists what is compiled for a kind of device, and refuses a registry that would
+leave something out: a file of kernels that no implementation names, an op without a forward kernel,
+or without a backward one where it has gradients, a kernel that no device's list has, or no kernel
+at all. ``dialect(path)`` lists what a file uses that not all backends have.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ def files() -> list[Path]:
 def modules() -> dict[str, Any]:
     """The imported module of each op with kernels, which lists them; some may be in other files."""
     load_all()
-    named = {op.name: impl.kernels for op in OPS.values() for impl in op.implementations.values() if impl.kernels}
+    named = {
+        op.name: impl.kernels
+        for op in OPS.values()
+        for impl in op.implementations.values()
+        if impl.kernels
+    }
     return {op: importlib.import_module(name) for op, name in sorted(named.items())}
 
 
@@ -75,10 +81,18 @@ def builds(kind: str) -> list[Build]:
 
 
 def _kernels(path: Path) -> set[str]:
-    """Names of the file's ``@triton.jit`` functions that are not helpers: a kernel returns nothing."""
-    functions = [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]
+    """Names of the file's ``@triton.jit`` functions that are not helpers: a kernel returns
+    nothing.
+    """
+    functions = [
+        n
+        for n in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(n, ast.FunctionDef)
+    ]
     jitted = [f for f in functions if any(ast.unparse(d) == "triton.jit" for d in f.decorator_list)]
-    return {f.name for f in jitted if not f.name.startswith("_") and not any(map(_returns, ast.walk(f)))}
+    return {
+        f.name for f in jitted if not f.name.startswith("_") and not any(map(_returns, ast.walk(f)))
+    }
 
 
 def _returns(node: ast.AST) -> bool:
@@ -88,14 +102,27 @@ def _returns(node: ast.AST) -> bool:
 def dialect(path: Path, source: str | None = None) -> list[str]:
     """What the file has that not every backend can do, as ``line: what, why``."""
     tree = ast.parse(path.read_text(encoding="utf-8") if source is None else source)
-    found = [(0, f"{name}: {len(name)} characters, at most {_NAME}") for name in _kernels(path) if len(name) > _NAME]
+    found = [
+        (0, f"{name}: {len(name)} characters, at most {_NAME}")
+        for name in _kernels(path)
+        if len(name) > _NAME
+    ]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("tl", "triton", "tl.extra"):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in (
+            "tl",
+            "triton",
+            "tl.extra",
+        ):
             reason = _ABSENT.get(node.attr)
             if reason:
                 found.append((node.lineno, f"{ast.unparse(node)}: {reason}"))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot":
             given = {k.arg: ast.unparse(k.value) for k in node.keywords}
             if given.get("input_precision") != "'ieee'":
-                found.append((node.lineno, "tl.dot: input_precision='ieee', or float32 is cut to tf32 on CUDA"))
+                found.append(
+                    (
+                        node.lineno,
+                        "tl.dot: input_precision='ieee', or float32 is cut to tf32 on CUDA",
+                    )
+                )
     return [f"{line}: {what}" for line, what in sorted(found)]

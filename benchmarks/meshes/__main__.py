@@ -27,13 +27,19 @@ PARTS = {
 
 def _options() -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("benchmarks.meshes", description=package.__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        "benchmarks.meshes", description=package.__doc__, formatter_class=form
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=RECIPES, default=["tiny"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="float64, float32, bfloat16")
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32"], help="float64, float32, bfloat16"
+    )
     parser.add_argument("--meshes", nargs="*", default=[], help="some of them: 'fsdp2 ep2' tp2")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, default=Path("meshes.json"), help="a file that is there is added to")
+    parser.add_argument(
+        "--out", type=Path, default=Path("meshes.json"), help="a file that is there is added to"
+    )
     parser.add_argument("--steps", type=int, default=50, help="of training")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=10)
@@ -61,8 +67,13 @@ def main() -> None:
         for name in options.models:
             for dtype in options.dtypes:
                 recipe = dataclasses.replace(RECIPES[name](options), compute=dtype)
-                sizes = {k: getattr(recipe, k) for k in ("batch_size", "length", "compute", "remat")}
-                found.setdefault(part, {})[f"{name} {dtype}"] = {"sizes": sizes, "of": PARTS[part](recipe, here)}
+                sizes = {
+                    k: getattr(recipe, k) for k in ("batch_size", "length", "compute", "remat")
+                }
+                found.setdefault(part, {})[f"{name} {dtype}"] = {
+                    "sizes": sizes,
+                    "of": PARTS[part](recipe, here),
+                }
                 if rank == 0:
                     options.out.write_text(json.dumps(found, indent=1))
     exchange_json("done", axes.atoms)  # the first process holds what the others need for leaving

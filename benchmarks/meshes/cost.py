@@ -27,7 +27,9 @@ def timing(recipe: config.Recipe, here: Here) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, made in {ONE: recipe, **dict(here.meshes(recipe))}.items():
         time_it = functools.partial(_time, made, here)
-        found[name] = here.attempt(f"timing of {recipe.name} in {recipe.compute} on {name}", time_it)
+        found[name] = here.attempt(
+            f"timing of {recipe.name} in {recipe.compute} on {name}", time_it
+        )
     return found
 
 
@@ -36,7 +38,9 @@ def _time(made: config.Recipe, here: Here) -> dict[str, Any]:
     axes = axes_of(made)
     state, step = trainer.init_state(made, here.device, axes), trainer.make_step(made, axes)
     held = devices.memory_allocated(here.device)
-    batches = trainer.make_batches(made, trainer.rows_at(dataset_of(made, here), 0, axes), here.device, axes)
+    batches = trainer.make_batches(
+        made, trainer.rows_at(dataset_of(made, here), 0, axes), here.device, axes
+    )
     devices.reset_peak_memory(here.device)
     seconds: list[float] = []
 
@@ -57,7 +61,9 @@ def _time(made: config.Recipe, here: Here) -> dict[str, Any]:
         "state_bytes": held,
         "peak_bytes": devices.peak_memory(here.device),
     }
-    most: dict[str, Any] = {k: max(other[k] for other in exchange_json(told, here.everyone)) for k in told}
+    most: dict[str, Any] = {
+        k: max(other[k] for other in exchange_json(told, here.everyone)) for k in told
+    }
     with record_collectives() as record:
         once()
     most |= {"sent_bytes": dict(record.nbytes), "collectives": dict(record.counts)}

@@ -18,7 +18,8 @@ class Exposed(NamedTuple):
         compute: some kernel, copy or fill runs that is not NCCL's.
         communication: an NCCL kernel runs. It runs while it waits for the other GPUs, too.
         exposed: an NCCL kernel runs and nothing else.
-        by_kind: exposed, of each kind of NCCL kernel alone; those that run at the same time each count.
+        by_kind: exposed, of each kind of NCCL kernel alone; those that run at the same time each
+            count.
     """
 
     compute: float
@@ -45,7 +46,10 @@ def measure(trace: Mapping[str, Any]) -> Exposed:
         compute=_length(busy),
         communication=_length(all_kinds),
         exposed=_length(all_kinds) - _shared(all_kinds, busy),
-        by_kind={kind: _length(u := union(spans)) - _shared(u, busy) for kind, spans in communication.items()},
+        by_kind={
+            kind: _length(u := union(spans)) - _shared(u, busy)
+            for kind, spans in communication.items()
+        },
     )
 
 

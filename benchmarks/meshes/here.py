@@ -27,7 +27,9 @@ HALVES = "one device, in halves"
 
 @dataclass(frozen=True)
 class Here:
-    """This process: its device, all processes (for what they tell each other), its number, and the text."""
+    """This process: its device, all processes (for what they tell each other), its number, and the
+    text.
+    """
 
     device: torch.device
     everyone: tuple[Axis, ...]
@@ -77,8 +79,17 @@ def _meshes(n: int) -> Iterator[Mesh]:
     for name in ("fsdp", "tp", "cp"):
         yield Mesh(**{name: n}, ep=n)
     if n >= 4:
-        for pair in (("dp", "fsdp"), ("fsdp", "tp"), ("fsdp", "cp"), ("cp", "tp"), ("pp", "fsdp"), ("pp", "tp")):
-            yield Mesh(**{pair[0]: n // 2, pair[1]: 2} if pair[0] != "pp" else {"pp": 2, pair[1]: n // 2})
+        for pair in (
+            ("dp", "fsdp"),
+            ("fsdp", "tp"),
+            ("fsdp", "cp"),
+            ("cp", "tp"),
+            ("pp", "fsdp"),
+            ("pp", "tp"),
+        ):
+            yield Mesh(
+                **{pair[0]: n // 2, pair[1]: 2} if pair[0] != "pp" else {"pp": 2, pair[1]: n // 2}
+            )
         yield Mesh(fsdp=n, ep=n // 2)
         yield Mesh(pp=2, tp=n // 2, ep=n // 2)
 
@@ -97,7 +108,12 @@ def wide(options: argparse.Namespace) -> config.Recipe:
     cfg = dataclasses.replace(pro, vocab_size=264, moe=moe, **layers)
     optimizer = config.Optimizer(kind="adamw", peak_lr=1e-4)
     return config.Recipe(
-        "wide", cfg, optimizer=optimizer, batch_size=options.rows, length=options.length, remat="layer"
+        "wide",
+        cfg,
+        optimizer=optimizer,
+        batch_size=options.rows,
+        length=options.length,
+        remat="layer",
     )
 
 

@@ -28,18 +28,29 @@ def gradient(recipe: config.Recipe, here: Here, axes: MeshAxes) -> dict[str, Ten
     batches = trainer.make_batches(recipe, rows, here.device, axes)
     sums, grads = make_gradient(recipe, layout)(state, batches)
     loads = {f"load of layer {i}": row for i, row in zip(layout.moe_layers, sums.load, strict=True)}
-    return {"loss": sums.total, "kl": sums.kl / batches[0].num_queries, **loads, **dict(tree.flatten_with_paths(grads))}
+    return {
+        "loss": sums.total,
+        "kl": sums.kl / batches[0].num_queries,
+        **loads,
+        **dict(tree.flatten_with_paths(grads)),
+    }
 
 
-def distance(found: dict[str, Tensor], other: dict[str, Tensor], recipe: config.Recipe, here: Here) -> dict[str, Any]:
-    """Of this rank's parts from the whole tensors of one device, or from the same parts; over all ranks.
+def distance(
+    found: dict[str, Tensor], other: dict[str, Tensor], recipe: config.Recipe, here: Here
+) -> dict[str, Any]:
+    """Of this rank's parts from the whole tensors of one device, or from the same parts; over all
+    ranks.
 
-    ``loss`` and ``largest`` are relative: the largest difference in a leaf over the largest entry of it, in the worst
-    leaf. ``indexer`` is the same of the indexers' leaves, whose gradients are differences of probabilities that are
-    nearly equal; ``largest`` leaves them out. ``norm``: the norm of a leaf's differences over that of the leaf, in the
-    worst; ``kl`` is in nats per query; ``moved``: tokens that were sent to another expert, at least.
+    ``loss`` and ``largest`` are relative: the largest difference in a leaf over the largest entry
+    of it, in the worst leaf. ``indexer`` is the same of the indexers' leaves, whose gradients are
+    differences of probabilities that are nearly equal; ``largest`` leaves them out. ``norm``: the
+    norm of a leaf's differences over that of the leaf, in the worst; ``kl`` is in nats per query;
+    ``moved``: tokens that were sent to another expert, at least.
     """
-    split = dict(tree.flatten_with_paths(partition(model.specs(recipe.model), AxisRules(), recipe.mesh)))
+    split = dict(
+        tree.flatten_with_paths(partition(model.specs(recipe.model), AxisRules(), recipe.mesh))
+    )
     coordinate = recipe.mesh.coordinate(here.rank % recipe.mesh.world_size)
     mine: dict[str, list[float]] = {}
     for path, part in found.items():
@@ -47,7 +58,13 @@ def distance(found: dict[str, Tensor], other: dict[str, Tensor], recipe: config.
         if whole.shape != part.shape:
             whole = whole[tile(split[path], whole.shape, recipe.mesh, coordinate)]
         apart, like = (part - whole).double(), whole.double()
-        sums = apart.abs().max(), like.abs().max(), apart.square().sum(), like.square().sum(), apart.abs().sum() / 2
+        sums = (
+            apart.abs().max(),
+            like.abs().max(),
+            apart.square().sum(),
+            like.square().sum(),
+            apart.abs().sum() / 2,
+        )
         mine[path] = torch.stack(sums).tolist()
     rows: dict[str, list[list[float]]] = {}
     for told in exchange_json(mine, here.everyone):
@@ -74,20 +91,35 @@ def distance(found: dict[str, Tensor], other: dict[str, Tensor], recipe: config.
 
 
 def equality(recipe: config.Recipe, here: Here) -> dict[str, Any]:
-    """Of each mesh: how far from one GPU, from the mesh's threads on one GPU, and these from the one."""
+    """Of each mesh: how far from one GPU, from the mesh's threads on one GPU, and these from the
+    one.
+    """
     found: dict[str, Any] = {}
-    one, what = gradient(recipe, here, Mesh().axes()), f"equality of {recipe.name} in {recipe.compute} on"
-    two, apart = dataclasses.replace(recipe, micro_batches=2), functools.partial(distance, here=here)
-    found[HALVES] = here.attempt(f"{what} {HALVES}", lambda: {ONE: apart(gradient(two, here, axes_of(two)), one, two)})
+    one, what = (
+        gradient(recipe, here, Mesh().axes()),
+        f"equality of {recipe.name} in {recipe.compute} on",
+    )
+    two, apart = (
+        dataclasses.replace(recipe, micro_batches=2),
+        functools.partial(distance, here=here),
+    )
+    found[HALVES] = here.attempt(
+        f"{what} {HALVES}", lambda: {ONE: apart(gradient(two, here, axes_of(two)), one, two)}
+    )
     for name, made in here.meshes(recipe):
 
         def compare(made: config.Recipe = made) -> dict[str, Any]:
             part = gradient(made, here, axes_of(made))
             distances = {ONE: apart(part, one, made)}
             if recipe.compute == "bfloat16":
-                on_threads = each_rank(lambda axes: gradient(made, here, axes), made.mesh, lambda _: (), timeout=300)
+                on_threads = each_rank(
+                    lambda axes: gradient(made, here, axes), made.mesh, lambda _: (), timeout=300
+                )
                 same = on_threads[here.rank]
-                distances |= {"threads": apart(part, same, made), "threads from one GPU": apart(same, one, made)}
+                distances |= {
+                    "threads": apart(part, same, made),
+                    "threads from one GPU": apart(same, one, made),
+                }
             return distances
 
         found[name] = here.attempt(f"{what} {name}", compare)
@@ -106,8 +138,12 @@ def training(recipe: config.Recipe, here: Here) -> dict[str, Any]:
             o, rows, numbers = made.optimizer, dataset_of(made, here), []
             for i in range(made.steps):
                 warmup = min(o.warmup_steps, made.steps)
-                lr = optim.warmup_cosine(i, peak=o.peak_lr, num_steps=made.steps, warmup_steps=warmup)
-                batches = trainer.make_batches(made, trainer.rows_at(rows, i, axes), here.device, axes)
+                lr = optim.warmup_cosine(
+                    i, peak=o.peak_lr, num_steps=made.steps, warmup_steps=warmup
+                )
+                batches = trainer.make_batches(
+                    made, trainer.rows_at(rows, i, axes), here.device, axes
+                )
                 state, metrics = step(state, batches, lr)
                 numbers.append(torch.stack(metrics[:-1]))
             return {"steps": torch.stack(numbers).tolist(), "names": trainer.Metrics._fields[:-1]}
@@ -117,10 +153,14 @@ def training(recipe: config.Recipe, here: Here) -> dict[str, Any]:
 
 
 def restoring(recipe: config.Recipe, here: Here) -> dict[str, Any]:
-    """Saved on each mesh after two steps; read by one GPU, and by processes on the CPU in another mesh, bit by bit."""
+    """Saved on each mesh after two steps; read by one GPU, and by processes on the CPU in another
+    mesh, bit by bit.
+    """
     found: dict[str, Any] = {}
     for name, made in here.meshes(recipe):
-        go = functools.partial(_restore, made, dataclasses.replace(recipe, mesh=Mesh(tp=here.size)), here)
+        go = functools.partial(
+            _restore, made, dataclasses.replace(recipe, mesh=Mesh(tp=here.size)), here
+        )
         found[name] = here.attempt(f"checkpoint of {recipe.name} on {name}", go)
     return found
 
@@ -139,17 +179,25 @@ def _restore(made: config.Recipe, other: config.Recipe, here: Here) -> dict[str,
 
     cpu, others = torch.device("cpu"), axes_of(other)
     with checkpoint.Checkpointer(folder, read_only=True, axes=others) as reading:
-        on_cpu = reading.restore(2, trainer.abstract_state(other, others), layout=trainer.layout_of(other))
+        on_cpu = reading.restore(
+            2, trainer.abstract_state(other, others), layout=trainer.layout_of(other)
+        )
     equal = [*_same_bits(state, on_one, made, here), *_same_bits(on_cpu, on_one, other, here)]
     losses = {
         "same mesh": _next_loss(made, state, axes, here.device, here),
         ONE: _next_loss(alone(made), on_one, Mesh().axes(), here.device, here),
         f"CPU, {named(other.mesh)}": _next_loss(other, on_cpu, others, cpu, here),
     }
-    return {"tensors": len(equal), "bit-equal": all(all(e) for e in exchange_json(equal, here.everyone)), **losses}
+    return {
+        "tensors": len(equal),
+        "bit-equal": all(all(e) for e in exchange_json(equal, here.everyone)),
+        **losses,
+    }
 
 
-def _same_bits(state: trainer.TrainState, whole: trainer.TrainState, made: config.Recipe, here: Here) -> list[bool]:
+def _same_bits(
+    state: trainer.TrainState, whole: trainer.TrainState, made: config.Recipe, here: Here
+) -> list[bool]:
     """Whether each tensor that this rank holds is its part of the whole one."""
     held, complete = trainer.held_by(made), dict(tree.flatten_with_paths(whole))
     coordinate, equal = made.mesh.coordinate(here.rank), []
@@ -161,7 +209,13 @@ def _same_bits(state: trainer.TrainState, whole: trainer.TrainState, made: confi
     return equal
 
 
-def _next_loss(made: config.Recipe, state: Any, axes: MeshAxes, device: torch.device, here: Here) -> float:
+def _next_loss(
+    made: config.Recipe, state: Any, axes: MeshAxes, device: torch.device, here: Here
+) -> float:
     """Of the third step."""
     rows = trainer.rows_at(dataset_of(made, here), 2, axes)
-    return float(trainer.make_step(made, axes)(state, trainer.make_batches(made, rows, device, axes), 1e-3)[1].loss)
+    return float(
+        trainer.make_step(made, axes)(state, trainer.make_batches(made, rows, device, axes), 1e-3)[
+            1
+        ].loss
+    )

@@ -1,4 +1,6 @@
-"""What ``benchmarks.meshes`` wrote, as tables and a plot: ``python -m benchmarks.meshes.report FILES --plot a.png``."""
+"""What ``benchmarks.meshes`` wrote, as tables and a plot: ``python -m benchmarks.meshes.report
+FILES --plot a.png``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def equality(runs: Found) -> Iterator[str]:
-    """Relative differences from one device; in bfloat16 beside those of one that sums in the mesh's order."""
+    """Relative differences from one device; in bfloat16 beside those of one that sums in the mesh's
+    order.
+    """
     for name, run in runs.items():
         rounded = "bfloat16" in name
         head = ["mesh", "loss", "KL, nats", "gradients", "worst in", "of indexers", "tokens moved"]
@@ -53,7 +57,13 @@ def training(runs: Found) -> Iterator[str]:
             apart = [abs(a - b) / b for a, b in zip(losses, one, strict=True)]
             first, ten, last = (f"{x:.1e}" for x in (apart[0], max(apart[:10]), max(apart)))
             rows.append([mesh, f"{losses[-1]:.5f}", first, ten, last])
-        head = ["mesh", f"loss of step {len(one)}", "apart at step 1", "within 10 steps", f"within {len(one)}"]
+        head = [
+            "mesh",
+            f"loss of step {len(one)}",
+            "apart at step 1",
+            "within 10 steps",
+            f"within {len(one)}",
+        ]
         yield f"Training, {name}, {run['sizes']}\n\n{table(head, rows)}"
 
 
@@ -82,11 +92,18 @@ def timing(runs: Found) -> Iterator[str]:
             cells += [f"{found[k] / 2**30:.1f} GiB" for k in ("state_bytes", "peak_bytes")]
             profiles = found.get("profile", [])
             if profiles:
-                cells += [_range([1e3 * p[k] for p in profiles]) for k in ("compute", "communication", "exposed")]
+                cells += [
+                    _range([1e3 * p[k] for p in profiles])
+                    for k in ("compute", "communication", "exposed")
+                ]
                 kinds = {kind for p in profiles for kind in p["by_kind"]}
-                spans = {kind: [1e3 * p["by_kind"].get(kind, 0) for p in profiles] for kind in kinds}
+                spans = {
+                    kind: [1e3 * p["by_kind"].get(kind, 0) for p in profiles] for kind in kinds
+                }
                 spans = dict(sorted(spans.items(), key=lambda span: -max(span[1])))
-                cells.append(", ".join(f"{kind} {_range(v)}" for kind, v in spans.items() if max(v) >= 0.5))
+                cells.append(
+                    ", ".join(f"{kind} {_range(v)}" for kind, v in spans.items() if max(v) >= 0.5)
+                )
             else:
                 cells += [""] * 4
             sent = sorted(found["sent_bytes"].items(), key=lambda kind: -kind[1])
@@ -110,7 +127,9 @@ def restoring(runs: Found) -> Iterator[str]:
 
 
 def plot(runs: Found, out: Path) -> None:
-    """Above, the losses of all meshes, one on the other; below, how far each is from one device (1e-8: equal)."""
+    """Above, the losses of all meshes, one on the other; below, how far each is from one device
+    (1e-8: equal).
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 6.4), layout="constrained")
@@ -119,7 +138,11 @@ def plot(runs: Found, out: Path) -> None:
     one = [row[0] for row in run[ONE]["steps"]]
     for i, (mesh, found) in enumerate((m, f) for m, f in run.items() if "steps" in f):
         losses = [row[0] for row in found["steps"]]
-        style = {"color": "black", "linestyle": ":"} if mesh in (ONE, HALVES) else {"color": f"C{i - 2}"}
+        style = (
+            {"color": "black", "linestyle": ":"}
+            if mesh in (ONE, HALVES)
+            else {"color": f"C{i - 2}"}
+        )
         above.plot(losses, linewidth=1.2, **style)
         if mesh != ONE:
             apart = [max(abs(a - b) / b, 1e-8) for a, b in zip(losses, one, strict=True)]
@@ -147,7 +170,9 @@ def _put(some: Found, found: Found) -> None:
 def main() -> None:
     """Prints the tables of the parts that are there."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="several of the same machine are put together")
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="several of the same machine are put together"
+    )
     parser.add_argument("--plot", type=Path, help="where to draw the training")
     options = parser.parse_args()
     found: Found = {}

@@ -1,26 +1,38 @@
 """Reverse-mode differentiation of pure functions over pytrees.
 
-* :class:`custom_vjp`: a function with its own backward, usable under every ``torch.func`` transform.
-* :func:`vjp`, :func:`value_and_grad`: what training uses. ``torch.func.grad`` always builds the graph of the backward
-  as well; these do not, and give the same numbers.
-* :func:`remat`: keep a function's inputs only and run it again in the backward; :func:`saveable` ops and
-  :func:`keepable` functions inside may be kept.
-* :func:`decision`: an integer choice (a route, a top-k set) made once and kept by every enclosing :func:`remat`;
-  :func:`report`: integers that a function only tells (counts), which no remat keeps or makes again.
-* :func:`split_vjp`: a pullback in two parts, the inputs' and the weights'; :func:`weight_product` marks what it splits.
+* :class:`custom_vjp`: a function with its own backward, usable under every ``torch.func``
+  transform.
+* :func:`vjp`, :func:`value_and_grad`: what training uses. ``torch.func.grad`` always builds the
+  graph of the backward as well; these do not, and give the same numbers.
+* :func:`remat`: keep a function's inputs only and run it again in the backward; :func:`saveable`
+  ops and :func:`keepable` functions inside may be kept.
+* :func:`decision`: an integer choice (a route, a top-k set) made once and kept by every enclosing
+  :func:`remat`; :func:`report`: integers that a function only tells (counts), which no remat keeps
+  or makes again.
+* :func:`split_vjp`: a pullback in two parts, the inputs' and the weights'; :func:`weight_product`
+  marks what it splits.
 * :func:`stop_gradient`, :func:`hessian`.
 
 Forward mode (``torch.func.jvp``, ``jacfwd``, ``torch.func.hessian``) is not supported and says so.
 
-What is ambient (implementation overrides, decisions, axis environments) lives in context variables. A backward may run
-on another thread, where they have other values, so :func:`remat` captures the context in its forward and replays in it,
-and the backward of a :class:`custom_vjp` finds the variables given to :func:`carry` as its forward did.
+What is ambient (implementation overrides, decisions, axis environments) lives in context variables.
+A backward may run on another thread, where they have other values, so :func:`remat` captures the
+context in its forward and replays in it, and the backward of a :class:`custom_vjp` finds the
+variables given to :func:`carry` as its forward did.
 """
 
 from k31fn.autodiff.carried import carry
 from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
 from k31fn.autodiff.deferred import weight_product
-from k31fn.autodiff.remat import decision, keepable, record_decisions, remat, replay_decisions, report, saveable
+from k31fn.autodiff.remat import (
+    decision,
+    keepable,
+    record_decisions,
+    remat,
+    replay_decisions,
+    report,
+    saveable,
+)
 from k31fn.autodiff.split import SplitWork, check_split, split_vjp
 from k31fn.autodiff.transforms import hessian, value_and_grad, vjp
 

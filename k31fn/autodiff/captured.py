@@ -15,10 +15,11 @@ __all__ = ["captured_tensors", "refuse_captured"]
 
 
 def captured_tensors(*held: Any) -> Iterator[Tensor]:
-    """Differentiated tensors that these functions reach by closure, default, partial, method, module or global name.
+    """Differentiated tensors that these functions reach by closure, default, partial, method,
+    module or global name.
 
-    Looks through inner functions and pytrees. Not found: a tensor behind an attribute of an attribute of an object, and
-    one that a function fetches by a call.
+    Looks through inner functions and pytrees. Not found: a tensor behind an attribute of an
+    attribute of an object, and one that a function fetches by a call.
     """
     seen: dict[int, Any] = {}  # holds what it has seen: a freed object's id may be used again
     pending: list[Any] = [held]
@@ -46,10 +47,17 @@ def _holds(x: Any) -> Any:
         case types.FunctionType():
             cells = [c.cell_contents for c in x.__closure__ or () if _filled(c)]
             named = [x.__globals__.get(n) for n in _global_names(x.__code__)]
-            return [cells, x.__defaults__, x.__kwdefaults__, [v for v in named if isinstance(v, Tensor | nn.Module)]]
+            return [
+                cells,
+                x.__defaults__,
+                x.__kwdefaults__,
+                [v for v in named if isinstance(v, Tensor | nn.Module)],
+            ]
         case _:
             own = getattr(x, "__dict__", {}).values()
-            return list(own) if callable(x) else [v for v in own if isinstance(v, Tensor | nn.Module)]
+            return (
+                list(own) if callable(x) else [v for v in own if isinstance(v, Tensor | nn.Module)]
+            )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,7 +82,9 @@ def refuse_captured(name: str, *held: Any) -> None:
     """
     for tensor in captured_tensors(*held):
         raise ValueError(
-            f"{name} captured a differentiated tensor of shape {tuple(tensor.shape)}, {tensor.dtype} (by closure, "
-            "default, partial, module or global name); its gradient would be zero. Pass it as an argument: also a mask "
+            f"{name} captured a differentiated tensor of shape {tuple(tensor.shape)}, "
+            f"{tensor.dtype} (by closure, "
+            "default, partial, module or global name); its gradient would be zero. Pass it as an "
+            "argument: also a mask "
             "or an index that was made inside a torch.func transform"
         )

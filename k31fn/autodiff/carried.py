@@ -1,6 +1,7 @@
 """Context variables that a backward reads as its forward did, also on another thread.
 
-Autograd runs the backward of tensors on a device on a thread of its own, where context variables have their defaults.
+Autograd runs the backward of tensors on a device on a thread of its own, where context variables
+have their defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _CARRIED: list[contextvars.ContextVar[Any]] = []
 
 
 def carry(variable: contextvars.ContextVar[_T]) -> contextvars.ContextVar[_T]:
-    """The variable, which every backward from now on finds as its forward did. It needs a default."""
+    """The variable, which every backward from now on finds as its forward did. It needs a
+    default.
+    """
     _CARRIED.append(variable)
     return variable
 
@@ -34,7 +37,9 @@ class Carried:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """On another thread the variables are what they were; on the same one they are left as they are."""
+        """On another thread the variables are what they were; on the same one they are left as they
+        are.
+        """
         if threading.get_ident() == self._thread:
             yield
             return

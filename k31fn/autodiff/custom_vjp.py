@@ -16,9 +16,21 @@ __all__ = ["custom_vjp", "differentiable", "stop_gradient"]
 
 
 class _Call:
-    """What one call of a rule knows besides its tensors; travels through ``Function.apply`` as a plain object."""
+    """What one call of a rule knows besides its tensors; travels through ``Function.apply`` as a
+    plain object.
+    """
 
-    __slots__ = ("args_def", "carried", "constants", "num_out", "out_def", "res_def", "res_source", "rule", "static")
+    __slots__ = (
+        "args_def",
+        "carried",
+        "constants",
+        "num_out",
+        "out_def",
+        "res_def",
+        "res_source",
+        "rule",
+        "static",
+    )
 
     rule: custom_vjp
     static: tuple[Any, ...]
@@ -28,20 +40,28 @@ class _Call:
     out_def: Any
     num_out: int
     res_def: Any
-    res_source: list[tuple[str, Any]]  # per leaf of the residuals: ("input", i) | ("output", i) | ("constant", value)
+    res_source: list[
+        tuple[str, Any]
+    ]  # per leaf of the residuals: ("input", i) | ("output", i) | ("constant", value)
 
     def needs(self, wanted: Container[int]) -> tuple[Any, ...]:
         """Per differentiable argument a tree: whether this leaf's gradient is used."""
         index = iter(range(len(self.constants)))
-        return tree.unflatten(self.args_def, [c is _TENSOR and next(index) in wanted for c in self.constants])
+        return tree.unflatten(
+            self.args_def, [c is _TENSOR and next(index) in wanted for c in self.constants]
+        )
 
     def args(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The rule's positional arguments with these tensor leaves."""
         it = iter(tensors)
-        trees = list(tree.unflatten(self.args_def, [next(it) if c is _TENSOR else c for c in self.constants]))
+        trees = list(
+            tree.unflatten(self.args_def, [next(it) if c is _TENSOR else c for c in self.constants])
+        )
         static = list(self.static)
         total = len(trees) + len(static)
-        return [static.pop(0) if i in self.rule.nondiff_argnums else trees.pop(0) for i in range(total)]
+        return [
+            static.pop(0) if i in self.rule.nondiff_argnums else trees.pop(0) for i in range(total)
+        ]
 
 
 _TENSOR = object()
@@ -50,8 +70,9 @@ _TENSOR = object()
 class _Forward(torch.autograd.Function):
     """The forward of every rule.
 
-    A residual that is an input is saved as that input, so derivatives of any order flow through it; other residuals
-    leave as extra outputs, which is how a tensor survives the ``torch.func`` levels.
+    A residual that is an input is saved as that input, so derivatives of any order flow through it;
+    other residuals leave as extra outputs, which is how a tensor survives the ``torch.func``
+    levels.
     """
 
     generate_vmap_rule = True
@@ -62,9 +83,13 @@ class _Forward(torch.autograd.Function):
         inputs = {id(t): i for i, t in enumerate(tensors)}
         outputs, call.out_def = tree.flatten(out)
         if wrong := [o for o in outputs if not isinstance(o, Tensor)]:
-            raise ValueError(f"{call.rule.name}: its output has the leaf {wrong[0]!r}; every leaf must be a tensor")
+            raise ValueError(
+                f"{call.rule.name}: its output has the leaf {wrong[0]!r}; every leaf must be a "
+                "tensor"
+            )
         positions = {id(o): i for i, o in enumerate(outputs) if id(o) not in inputs}
-        # autograd marks the objects that it is given; it must not be an input or a constant that the rule captured
+        # autograd marks the objects that it is given; it must not be an input or a constant that
+        # the rule captured
         outputs = _batch_alike([o.view_as(o) if id(o) in inputs else o.detach() for o in outputs])
         call.num_out = len(outputs)
         values, call.res_def = tree.flatten(residuals)
@@ -88,7 +113,9 @@ class _Forward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for o in output if not differentiable(o)])
         sources = {"input": tensors, "output": output}
-        ctx.save_for_backward(*[sources[kind][i] for kind, i in call.res_source if kind != "constant"])
+        ctx.save_for_backward(
+            *[sources[kind][i] for kind, i in call.res_source if kind != "constant"]
+        )
         ctx.inputs = [(t.shape, differentiable(t)) for t in tensors]
         ctx.outputs = [(o.shape, o.dtype, o.device) for o in output[: call.num_out]]
 
@@ -97,15 +124,23 @@ class _Forward(torch.autograd.Function):
         call: _Call = ctx.call
         if any(c is not None for c in cotangents[call.num_out :]):
             raise RuntimeError(
-                f"{call.rule.name}: a second derivative needs the gradient of a residual that is neither an input nor "
-                "an output of the function; save inputs and outputs only, or use the reference implementation"
+                f"{call.rule.name}: a second derivative needs the gradient of a residual that is "
+                "neither an input nor "
+                "an output of the function; save inputs and outputs only, or use the reference "
+                "implementation"
             )
         filled = [
-            torch.zeros(shape, dtype=dtype, device=device) if c is None and dtype.is_floating_point else c
-            for c, (shape, dtype, device) in zip(cotangents[: call.num_out], ctx.outputs, strict=True)
+            torch.zeros(shape, dtype=dtype, device=device)
+            if c is None and dtype.is_floating_point
+            else c
+            for c, (shape, dtype, device) in zip(
+                cotangents[: call.num_out], ctx.outputs, strict=True
+            )
         ]
         needed = ctx.needs_input_grad[1:]
-        wanted = [i for i, (_, differentiable) in enumerate(ctx.inputs) if differentiable and needed[i]]
+        wanted = [
+            i for i, (_, differentiable) in enumerate(ctx.inputs) if differentiable and needed[i]
+        ]
         if call.rule.opaque:
             some = _OpaqueBackward.apply(call, wanted, len(filled), *filled, *ctx.saved_tensors)
         else:
@@ -114,7 +149,8 @@ class _Forward(torch.autograd.Function):
         for i, g in zip(wanted, some, strict=True):
             if g is not None and g.shape != ctx.inputs[i][0]:
                 raise ValueError(
-                    f"{call.rule.name}: bwd returned a gradient of shape {tuple(g.shape)} for an input of shape "
+                    f"{call.rule.name}: bwd returned a gradient of shape {tuple(g.shape)} for an "
+                    "input of shape "
                     f"{tuple(ctx.inputs[i][0])}"
                 )
             grads[i] = g
@@ -128,28 +164,39 @@ class _Forward(torch.autograd.Function):
 def _batch_alike(outputs: list[Tensor]) -> list[Tensor]:
     """Batches all floating outputs under ``vmap`` if one is.
 
-    torch's generated rule sums the gradient of an unbatched input over the samples. It would do so also with the part
-    that comes from an unbatched output, whose cotangent is the sum already: counted once per sample (torch 2.11, 2.13).
+    torch's generated rule sums the gradient of an unbatched input over the samples. It would do so
+    also with the part that comes from an unbatched output, whose cotangent is the sum already:
+    counted once per sample (torch 2.11, 2.13).
     """
-    batched = next((o for o in outputs if differentiable(o) and _functorch.is_batched_here(o)), None)
+    batched = next(
+        (o for o in outputs if differentiable(o) and _functorch.is_batched_here(o)), None
+    )
     if batched is None:
         return outputs
     zero = batched.detach().flatten()[:0].sum()  # not from values, so never NaN
-    return [o + zero.to(o.dtype) if differentiable(o) and not _functorch.is_batched_here(o) else o for o in outputs]
+    return [
+        o + zero.to(o.dtype) if differentiable(o) and not _functorch.is_batched_here(o) else o
+        for o in outputs
+    ]
 
 
 class _OpaqueBackward(torch.autograd.Function):
     """The backward of an opaque rule as one node whose own backward refuses.
 
-    An opaque kernel tapes nothing, so a second derivative through it would be silently wrong. Counting grad levels
-    instead gives false alarms (``torch.func.grad`` over ``remat`` over an opaque rule is first order).
+    An opaque kernel tapes nothing, so a second derivative through it would be silently wrong.
+    Counting grad levels instead gives false alarms (``torch.func.grad`` over ``remat`` over an
+    opaque rule is first order).
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: _Call, wanted: list[int], num_cotangents: int, *tensors: Tensor | None) -> tuple[Any, ...]:
-        return tuple(_run_backward(call, wanted, tensors[:num_cotangents], tensors[num_cotangents:]))
+    def forward(
+        call: _Call, wanted: list[int], num_cotangents: int, *tensors: Tensor | None
+    ) -> tuple[Any, ...]:
+        return tuple(
+            _run_backward(call, wanted, tensors[:num_cotangents], tensors[num_cotangents:])
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -159,23 +206,32 @@ class _OpaqueBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         raise RuntimeError(
-            f"{ctx.name} is first order only: a second derivative through it is not defined; use {ctx.instead}, which "
+            f"{ctx.name} is first order only: a second derivative through it is not defined; use "
+            f"{ctx.instead}, which "
             "is differentiable to any order"
         )
 
 
 def _run_backward(
-    call: _Call, wanted: list[int], cotangents: Sequence[Tensor | None], saved: Sequence[Tensor | None]
+    call: _Call,
+    wanted: list[int],
+    cotangents: Sequence[Tensor | None],
+    saved: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     it = iter(saved)
-    residuals = tree.unflatten(call.res_def, [v if kind == "constant" else next(it) for kind, v in call.res_source])
+    residuals = tree.unflatten(
+        call.res_def, [v if kind == "constant" else next(it) for kind, v in call.res_source]
+    )
     ct = tree.unflatten(call.out_def, list(cotangents))
     needs = (call.needs(set(wanted)),) if call.rule.needs else ()
     with call.carried.entered():
         grads = call.rule.bwd(*call.static, *needs, residuals, ct)
     subtrees = call.args_def.children()
     if not isinstance(grads, tuple) or len(grads) != len(subtrees):
-        raise ValueError(f"{call.rule.name}: bwd must return a tuple of {len(subtrees)} gradients, one per argument")
+        raise ValueError(
+            f"{call.rule.name}: bwd must return a tuple of {len(subtrees)} gradients, one per "
+            "argument"
+        )
     flat: list[Tensor | None] = []
     for subtree, grad in zip(subtrees, grads, strict=True):
         flat += [None] * subtree.num_leaves if grad is None else _grad_leaves(call, subtree, grad)
@@ -187,14 +243,16 @@ def _grad_leaves(call: _Call, subtree: Any, grad: Any) -> list[Tensor | None]:
     values = tree.leaves(grad, allow_none=True)
     if len(values) != subtree.num_leaves:
         raise ValueError(
-            f"{call.rule.name}: bwd returned {len(values)} gradient leaves for an argument with {subtree.num_leaves}"
+            f"{call.rule.name}: bwd returned {len(values)} gradient leaves for an argument with "
+            f"{subtree.num_leaves}"
         )
     return values
 
 
 def _refuse_forward_mode(name: str) -> NoReturn:
     raise RuntimeError(
-        f"{name} under forward-mode differentiation: k31fn functions are reverse-mode only; use torch.func.jacrev or "
+        f"{name} under forward-mode differentiation: k31fn functions are reverse-mode only; use "
+        "torch.func.jacrev or "
         "k31fn.autodiff.hessian (reverse over reverse)"
     )
 
@@ -207,23 +265,28 @@ def differentiable(x: Tensor) -> bool:
 class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
     """A function of pytrees with its own reverse rule.
 
-    ``fwd(*args) -> (out, residuals)`` and ``bwd(*static, residuals, ct) -> one gradient tree (or None for zero) per
-    differentiable argument``, as in ``jax.custom_vjp``. Works under ``torch.func.grad``, ``vjp``, ``vmap``, ``jacrev``,
-    nested, and under plain autograd, with any number of leaves. Rules in plain torch are differentiable to any order as
-    long as their residuals are inputs and outputs.
+    ``fwd(*args) -> (out, residuals)`` and ``bwd(*static, residuals, ct) -> one gradient tree (or
+    None for zero) per differentiable argument``, as in ``jax.custom_vjp``. Works under
+    ``torch.func.grad``, ``vjp``, ``vmap``, ``jacrev``, nested, and under plain autograd, with any
+    number of leaves. Rules in plain torch are differentiable to any order as long as their
+    residuals are inputs and outputs.
 
     Args:
         fn: the function; used for its name and documentation.
-        nondiff_argnums: positions of plain Python arguments; they reach ``bwd`` first, in the order of their position.
-        opaque: the backward cannot be taped (a kernel). A second derivative then raises instead of being wrong.
-        needs: ``bwd`` is told whose gradients are used, ``bwd(*static, needs, residuals, ct)``: ``needs`` has a tree of
-            bools per differentiable argument, with its structure (a bool for a tensor). For a frozen weight, or an
-            integer, it is False; the gradient returned for it is dropped and may be None.
+        nondiff_argnums: positions of plain Python arguments; they reach ``bwd`` first, in the order
+            of their position.
+        opaque: the backward cannot be taped (a kernel). A second derivative then raises instead of
+            being wrong.
+        needs: ``bwd`` is told whose gradients are used, ``bwd(*static, needs, residuals, ct)``:
+            ``needs`` has a tree of bools per differentiable argument, with its structure (a bool
+            for a tensor). For a frozen weight, or an integer, it is False; the gradient returned
+            for it is dropped and may be None.
         name: for messages; by default that of ``fn``.
         instead: what the message about a second derivative recommends.
 
     Raises:
-        ValueError: (at a call) ``fwd`` captured a differentiated tensor; its gradient would silently be zero.
+        ValueError: (at a call) ``fwd`` captured a differentiated tensor; its gradient would
+            silently be zero.
     """
 
     def __init__(
@@ -256,7 +319,9 @@ class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
         call.rule, call.carried = self, Carried()
         call.static = tuple(args[i] for i in self.nondiff_argnums)
         refuse_captured(self.name, self.fwd, call.static)
-        values, call.args_def = tree.flatten(tuple(a for i, a in enumerate(args) if i not in self.nondiff_argnums))
+        values, call.args_def = tree.flatten(
+            tuple(a for i, a in enumerate(args) if i not in self.nondiff_argnums)
+        )
         call.constants = [_TENSOR if isinstance(v, Tensor) else v for v in values]
         outputs = _Forward.apply(call, *[v for v in values if isinstance(v, Tensor)])
         return tree.unflatten(call.out_def, outputs[: call.num_out])

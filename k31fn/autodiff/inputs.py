@@ -39,7 +39,9 @@ class Inputs:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """A graph that is built inside notes which of its saved tensors are inputs, and holds the others."""
+        """A graph that is built inside notes which of its saved tensors are inputs, and holds the
+        others.
+        """
         token = _CURRENT.set(self)
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
@@ -52,12 +54,14 @@ class Inputs:
         """The inputs again, for the backward.
 
         Raises:
-            RuntimeError: one has another shape, dtype or layout than at first: the function around is not pure.
+            RuntimeError: one has another shape, dtype or layout than at first: the function around
+                is not pure.
         """
         for x, layout in zip(values, self._layouts, strict=True):
             if (x.shape, x.stride(), x.dtype) != layout:
                 raise RuntimeError(
-                    f"an argument of a kept function was {layout} at first and is {(x.shape, x.stride(), x.dtype)} in "
+                    f"an argument of a kept function was {layout} at first and is "
+                    f"{(x.shape, x.stride(), x.dtype)} in "
                     "the replay: the function around it is not pure"
                 )
         self._given = [x.detach() for x in values]
@@ -85,11 +89,15 @@ class Inputs:
         view: _View = packed
         whole = self._given[view.number] if self._given else None
         if whole is None:
-            raise RuntimeError("the graph of a kept function needs an input that it has not been given again")
+            raise RuntimeError(
+                "the graph of a kept function needs an input that it has not been given again"
+            )
         return whole.as_strided(view.shape, view.stride, int(whole.storage_offset()) + view.offset)
 
 
-_CURRENT: contextvars.ContextVar[Inputs | None] = contextvars.ContextVar("k31fn_inputs", default=None)
+_CURRENT: contextvars.ContextVar[Inputs | None] = contextvars.ContextVar(
+    "k31fn_inputs", default=None
+)
 
 
 def current_inputs() -> Inputs | None:
@@ -104,4 +112,6 @@ def _storage(x: Tensor) -> int:
 
 def _extent(x: Tensor) -> int:
     """Elements of the storage from the first of ``x`` to its last."""
-    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return (
+        1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    )

@@ -1,8 +1,10 @@
-"""One run of a function whose graph is kept, for a backward that comes after the arguments were made again.
+"""One run of a function whose graph is kept, for a backward that comes after the arguments were
+made again.
 
-A remat that runs its function again has all arguments of the functions inside once more: gathered weights, normalised
-hidden states. So what is kept of an inner function that is not to run again (:func:`k31fn.autodiff.keepable`) is its
-graph without the values of its inputs (:mod:`k31fn.autodiff.inputs`).
+A remat that runs its function again has all arguments of the functions inside once more: gathered
+weights, normalised hidden states. So what is kept of an inner function that is not to run again
+(:func:`k31fn.autodiff.keepable`) is its graph without the values of its inputs
+(:mod:`k31fn.autodiff.inputs`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ __all__ = ["Kept"]
 class Kept:
     """The pullback of one run of ``f(*args)``, to arguments that are given again.
 
-    Under :func:`k31fn.autodiff.split_vjp` gradients of weights, which are the first argument, are put off there too.
+    Under :func:`k31fn.autodiff.split_vjp` gradients of weights, which are the first argument, are
+    put off there too.
 
     It does not hold the value: that becomes an output of a graph that holds this.
     """
@@ -41,7 +44,9 @@ class Kept:
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         values, structure = tree.flatten(args)
-        self._index = [i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)]
+        self._index = [
+            i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)
+        ]
         self._num_weights = sum(i < structure.child(0).num_leaves for i in self._index)
         self._tape = Tape() if current_tape() is not None else None
         self._inputs = Inputs([values[i] for i in self._index])
@@ -53,12 +58,18 @@ class Kept:
         values, structure = tree.flatten(args)
         floating = [values[i] for i in self._index]
         with taping():
-            anchors = [torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True) for x in floating]
+            anchors = [
+                torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
+                for x in floating
+            ]
             starts = [Source.apply([x.detach()], a) for x, a in zip(floating, anchors, strict=True)]
             self._edges = [get_gradient_edge(x) for x in starts]
             for i, x in zip(self._index, starts, strict=True):
                 values[i] = x
-            with self._inputs.left_out(), self._tape.running() if self._tape else contextlib.nullcontext():
+            with (
+                self._inputs.left_out(),
+                self._tape.running() if self._tape else contextlib.nullcontext(),
+            ):
                 out = f(*tree.unflatten(structure, values))
         if self._tape is not None:
             self._tape.start_at(anchors, self._edges)
@@ -67,13 +78,17 @@ class Kept:
         return out
 
     def pull(self, args: tuple[Any, ...], needs: Any, ct: Any) -> tuple[Any, ...]:
-        """Gradients for the arguments, a tree for each; None where ``needs``, trees of bools, has False.
+        """Gradients for the arguments, a tree for each; None where ``needs``, trees of bools, has
+        False.
 
         Raises:
             RuntimeError: a second call.
         """
         if self._pulled:
-            raise RuntimeError("the graph of a kept function is pulled back once, and was; use remat='none' or 'layer'")
+            raise RuntimeError(
+                "the graph of a kept function is pulled back once, and was; use remat='none' or "
+                "'layer'"
+            )
         self._pulled = True
         values, structure = tree.flatten(args)
         wanted = [(k, i) for k, i in enumerate(self._index) if tree.leaves(needs)[i]]

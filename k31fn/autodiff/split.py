@@ -1,4 +1,6 @@
-"""Pullbacks in two parts: first the cotangent that another pipeline stage waits for, later the weights' gradients."""
+"""Pullbacks in two parts: first the cotangent that another pipeline stage waits for, later the
+weights' gradients.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,17 @@ def split_vjp(f: Callable[..., Any], weights: Any, *args: Any, has_aux: bool = F
         dweights = backward_weight()
 
     Products with weights (:func:`k31fn.layers.linear.linear`, ``grouped_linear``, which call
-    :func:`~k31fn.autodiff.deferred.weight_product`) give the cotangent of their input in the first part and the
-    gradient of their weight in the second, also inside :func:`~k31fn.autodiff.remat`, which runs again in the first.
-    What makes a weight (a gather, a cast) is differentiated in the second part too; inside of a remat, and where the
-    weight that it is made of is used otherwise as well, in the first as far as other uses need it. Every other use of a
-    weight is differentiated in the first part. No work is done twice: :func:`check_split` counts.
+    :func:`~k31fn.autodiff.deferred.weight_product`) give the cotangent of their input in the first
+    part and the gradient of their weight in the second, also inside :func:`~k31fn.autodiff.remat`,
+    which runs again in the first. What makes a weight (a gather, a cast) is differentiated in the
+    second part too; inside of a remat, and where the weight that it is made of is used otherwise as
+    well, in the first as far as other uses need it. Every other use of a weight is differentiated
+    in the first part. No work is done twice: :func:`check_split` counts.
 
-    Between the parts live, for each product, its input and the cotangent of its output; weights that were made from
-    ``weights`` (gathered, cast) do not. (All residuals do, if a weight is used both as it is and to make something that
-    is no weight of a product.) Each part may be called once. First order only.
+    Between the parts live, for each product, its input and the cotangent of its output; weights
+    that were made from ``weights`` (gathered, cast) do not. (All residuals do, if a weight is used
+    both as it is and to make something that is no weight of a product.) Each part may be called
+    once. First order only.
 
     Args:
         f: a function of trees; it must not capture differentiated tensors.
@@ -43,23 +47,30 @@ def split_vjp(f: Callable[..., Any], weights: Any, *args: Any, has_aux: bool = F
         has_aux: ``f`` returns ``(out, aux)``.
 
     Returns:
-        ``(out, backward_input)``, or ``(out, backward_input, aux)``; ``backward_input(ct)`` returns one gradient tree
-        per argument after ``weights`` (zeros where the output does not depend on a leaf, ``()`` for an integer), and
-        ``backward_weight``.
+        ``(out, backward_input)``, or ``(out, backward_input, aux)``; ``backward_input(ct)`` returns
+        one gradient tree per argument after ``weights`` (zeros where the output does not depend on
+        a leaf, ``()`` for an integer), and ``backward_weight``.
 
     Raises:
-        ValueError: inside another derivative or a ``torch.func`` transform; or, in ``backward_input``, a product whose
-            weight depends on ``args``.
+        ValueError: inside another derivative or a ``torch.func`` transform; or, in
+            ``backward_input``, a product whose weight depends on ``args``.
     """
     values, structure = tree.flatten((weights, *args))
     index = [i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)]
     if _functorch.transforms_active() or differentiated(f, [values[i] for i in index]):
-        raise ValueError("split_vjp inside another derivative or transform: it is first order, and the outermost one")
+        raise ValueError(
+            "split_vjp inside another derivative or transform: it is first order, and the "
+            "outermost one"
+        )
     num_weights = sum(i < structure.child(0).num_leaves for i in index)
     tape, edges, owners = Tape(), list[GradientEdge](), list[GradientEdge]()
 
-    def goals(heads: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor | GradientEdge], bool]:
-        owners.extend(map(get_gradient_edge, heads))  # an edge to a node that is written in Python does not hold it
+    def goals(
+        heads: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor | GradientEdge], bool]:
+        owners.extend(
+            map(get_gradient_edge, heads)
+        )  # an edge to a node that is written in Python does not hold it
         places, retain = weight_edges(owners, inputs[num_weights:])
         edges.extend(places)
         return [*inputs[num_weights:], *edges], retain
@@ -88,15 +99,22 @@ def _close(tape: Tape, num_weights: int) -> list[GradientEdge]:
     tape.close(inputs)
     ends = [get_gradient_edge(x) for x in inputs]
     reached = {id(link.inside.node) for link in tape.links}
-    if wrong := [x for x, end in list(zip(inputs, ends, strict=True))[num_weights:] if id(end.node) in reached]:
+    if wrong := [
+        x
+        for x, end in list(zip(inputs, ends, strict=True))[num_weights:]
+        if id(end.node) in reached
+    ]:
         raise ValueError(
-            f"split_vjp: the weight of a product depends on an argument of shape {list(wrong[0].shape)}, whose "
+            "split_vjp: the weight of a product depends on an argument of shape "
+            f"{list(wrong[0].shape)}, whose "
             "gradient would come too late; multiply with @ there instead of linear"
         )
     return ends[:num_weights]
 
 
-def _filled(values: list[Any], structure: Any, index: list[int], grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _filled(
+    values: list[Any], structure: Any, index: list[int], grads: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
     """One tree per argument, with ``()`` for the leaves that are not of ``index``."""
     full: list[Any] = [()] * len(values)
     for i, g in zip(index, grads, strict=True):
@@ -105,14 +123,18 @@ def _filled(values: list[Any], structure: Any, index: list[int], grads: Sequence
 
 
 class SplitWork(NamedTuple):
-    """Floating-point operations of a whole backward and of its two parts, replays of remat included."""
+    """Floating-point operations of a whole backward and of its two parts, replays of remat
+    included.
+    """
 
     whole: int
     input: int
     weight: int
 
 
-def check_split(f: Callable[..., Any], weights: Any, *args: Any, tolerance: float = 0.01) -> SplitWork:
+def check_split(
+    f: Callable[..., Any], weights: Any, *args: Any, tolerance: float = 0.01
+) -> SplitWork:
     """Runs ``f(weights, *args)`` with its whole and with its split pullback, and compares.
 
     Args:
@@ -122,8 +144,8 @@ def check_split(f: Callable[..., Any], weights: Any, *args: Any, tolerance: floa
         tolerance: by which part of the whole the work of both parts may differ from it.
 
     Raises:
-        ValueError: the parts do another amount of work than the whole, the second part does none, or a gradient
-            differs; gives the figures.
+        ValueError: the parts do another amount of work than the whole, the second part does none,
+            or a gradient differs; gives the figures.
     """
     out, pull = vjp(f, weights, *args)
     ct = tree.map(_wave, out)
@@ -136,21 +158,29 @@ def check_split(f: Callable[..., Any], weights: Any, *args: Any, tolerance: floa
         of_weights = backward_weight()
     work = SplitWork(*(c.get_total_flops() for c in (whole, first, second)))
     total = work.input + work.weight
-    figures = f"inputs {work.input} + weights {work.weight} = {total} operations, the whole {work.whole}"
+    figures = (
+        f"inputs {work.input} + weights {work.weight} = {total} operations, the whole {work.whole}"
+    )
     if abs(total - work.whole) > tolerance * work.whole:
-        raise ValueError(f"split_vjp: the parts do other work than the whole: {figures}; do not split here")
+        raise ValueError(
+            f"split_vjp: the parts do other work than the whole: {figures}; do not split here"
+        )
     if not work.weight:
         raise ValueError(f"split_vjp: nothing is put off: {figures}; do not split here")
     for path, g, e in _pairs((of_weights, *of_args), expected):
         rounding = torch.finfo(e.dtype).eps ** 0.5 * float(e.abs().amax()) if e.numel() else 0.0
         if not torch.allclose(g, e, rtol=0.0, atol=rounding):
-            raise ValueError(f"split_vjp: the gradient of {path} differs from the whole backward's by {g - e}")
+            raise ValueError(
+                f"split_vjp: the gradient of {path} differs from the whole backward's by {g - e}"
+            )
     return work
 
 
 def _pairs(grads: Any, expected: Any) -> list[tuple[str, Tensor, Tensor]]:
     rows = zip(tree.flatten_with_paths(grads), tree.leaves(expected), strict=True)
-    return [(path, g, e) for (path, g), e in rows if isinstance(e, Tensor) and e.is_floating_point()]
+    return [
+        (path, g, e) for (path, g), e in rows if isinstance(e, Tensor) and e.is_floating_point()
+    ]
 
 
 def _wave(x: Any) -> Any:

@@ -16,18 +16,28 @@ from k31fn.autodiff.captured import captured_tensors
 from k31fn.autodiff.custom_vjp import differentiable
 from k31fn.autodiff.deferred import Tape, current_tape
 
-__all__ = ["differentiated", "hessian", "taping", "value_and_grad", "vjp", "vjp_by_tape", "vjp_once"]
+__all__ = [
+    "differentiated",
+    "hessian",
+    "taping",
+    "value_and_grad",
+    "vjp",
+    "vjp_by_tape",
+    "vjp_once",
+]
 
 
 def vjp(f: Callable[..., Any], *args: Any, has_aux: bool = False) -> Any:
     """``f(*args)`` and its pullback, without a graph of the backward.
 
-    Differentiates with respect to every floating leaf of ``args``. The pullback takes a cotangent with the structure of
-    the output and returns one gradient tree per argument: zeros where the output does not depend on a leaf, ``()`` for
-    an integer leaf. It may be called once, from any thread; the residuals are freed by it.
+    Differentiates with respect to every floating leaf of ``args``. The pullback takes a cotangent
+    with the structure of the output and returns one gradient tree per argument: zeros where the
+    output does not depend on a leaf, ``()`` for an integer leaf. It may be called once, from any
+    thread; the residuals are freed by it.
 
-    Inside another derivative (an enclosing :func:`vjp`, or plain autograd with respect to an argument or a tensor that
-    ``f`` captured) the result is differentiable itself, and nothing is freed early.
+    Inside another derivative (an enclosing :func:`vjp`, or plain autograd with respect to an
+    argument or a tensor that ``f`` captured) the result is differentiable itself, and nothing is
+    freed early.
 
     Returns:
         ``(out, pull)``, or ``(out, pull, aux)`` if ``has_aux`` (``f`` then returns ``(out, aux)``).
@@ -55,8 +65,8 @@ def _substitute(values: list[Any], index: list[int], leaves: Sequence[Tensor | N
     return replaced
 
 
-# Set while vjp_by_tape runs its function: a derivative taken inside must be differentiable itself, also with respect
-# to tensors that it only captured.
+# Set while vjp_by_tape runs its function: a derivative taken inside must be differentiable itself,
+# also with respect to tensors that it only captured.
 _TAPING: contextvars.ContextVar[bool] = contextvars.ContextVar("k31fn_taping", default=False)
 
 
@@ -75,13 +85,19 @@ def differentiated(f: Callable[..., Any], inputs: Sequence[Tensor]) -> bool:
     """Whether an autograd graph outside goes on through a derivative of ``f`` taken here."""
     if not torch.is_grad_enabled():
         return False
-    return _TAPING.get() or any(_functorch.is_tracked(x) for x in inputs) or any(True for _ in captured_tensors(f))
+    return (
+        _TAPING.get()
+        or any(_functorch.is_tracked(x) for x in inputs)
+        or any(True for _ in captured_tensors(f))
+    )
 
 
 def _vjp_by_transform(
     f: Callable[..., Any], values: list[Any], structure: Any, index: list[int], has_aux: bool
 ) -> tuple[Any, Any, Callable[[Any], Sequence[Tensor | None]]]:
-    """By ``torch.func.vjp``, which knows floating outputs and tensors only: all else goes around it."""
+    """By ``torch.func.vjp``, which knows floating outputs and tensors only: all else goes around
+    it.
+    """
     found: list[Any] = []
 
     def of_leaves(*leaves: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -131,15 +147,20 @@ def vjp_by_tape(
     has_aux: bool,
     goals: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Any], bool]] | None = None,
 ) -> tuple[Any, Any, Callable[[Any], Sequence[Tensor | None]]]:
-    """Output, aux and pullback to the leaves of ``index``; a gradient is None where there is no dependence.
+    """Output, aux and pullback to the leaves of ``index``; a gradient is None where there is no
+    dependence.
 
-    With ``goals(outputs, inputs) -> (places, retain)`` the pullback is to these places of the graph instead, and frees
-    nothing if ``retain``.
+    With ``goals(outputs, inputs) -> (places, retain)`` the pullback is to these places of the graph
+    instead, and frees nothing if ``retain``.
     """
     nested = differentiated(f, [values[i] for i in index])
     with taping():
-        # Nested in another autograd graph, the inputs must stay part of it: alias instead of detaching.
-        inputs = [values[i].view_as(values[i]) if nested else values[i].detach().requires_grad_() for i in index]
+        # Nested in another autograd graph, the inputs must stay part of it: alias instead of
+        # detaching.
+        inputs = [
+            values[i].view_as(values[i]) if nested else values[i].detach().requires_grad_()
+            for i in index
+        ]
         if nested:
             inputs = [x if x.requires_grad else x.requires_grad_() for x in inputs]
         result = f(*tree.unflatten(structure, _substitute(values, index, inputs)))
@@ -149,7 +170,9 @@ def vjp_by_tape(
 
     def pull(ct: Any) -> Sequence[Tensor | None]:
         if heads and not outputs:
-            raise RuntimeError("vjp: the pullback was called already; its residuals were freed by the first call")
+            raise RuntimeError(
+                "vjp: the pullback was called already; its residuals were freed by the first call"
+            )
         cotangents = _cotangents(ct, out_def.num_leaves)
         if not heads or not index:
             return [None] * len(index)
@@ -158,7 +181,9 @@ def vjp_by_tape(
         retain = nested
         if goals is not None:
             to, retain = goals(tensors, inputs)
-        grads = torch.autograd.grad(tensors, to, cts, allow_unused=True, create_graph=nested, retain_graph=retain)
+        grads = torch.autograd.grad(
+            tensors, to, cts, allow_unused=True, create_graph=nested, retain_graph=retain
+        )
         if not nested:
             outputs.clear()
             inputs.clear()
@@ -171,20 +196,25 @@ def vjp_by_tape(
 def value_and_grad(
     f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """The function that returns ``f``'s scalar value and its gradient with respect to ``args[argnums]``.
+    """The function that returns ``f``'s scalar value and its gradient with respect to
+    ``args[argnums]``.
 
-    The numbers of ``torch.func.grad_and_value``, without its graph of the backward: this is what training calls.
+    The numbers of ``torch.func.grad_and_value``, without its graph of the backward: this is what
+    training calls.
 
     Returns:
-        ``(*args) -> (value, grads)``, or ``((value, aux), grads)`` if ``has_aux``. ``grads`` has the structure of the
-        argument (a tuple of trees for a tuple of argnums).
+        ``(*args) -> (value, grads)``, or ``((value, aux), grads)`` if ``has_aux``. ``grads`` has
+        the structure of the argument (a tuple of trees for a tuple of argnums).
 
     Raises:
         ValueError: the value is not a floating scalar, or an argument is named twice.
     """
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if len(set(chosen)) != len(chosen):
-        raise ValueError(f"value_and_grad: argnums={argnums} names an argument twice; its gradient would be split")
+        raise ValueError(
+            f"value_and_grad: argnums={argnums} names an argument twice; its gradient would be "
+            "split"
+        )
 
     @functools.wraps(f)
     def wrapped(*args: Any) -> Any:
@@ -198,7 +228,8 @@ def value_and_grad(
         value, pull = result[0], result[1]
         if not isinstance(value, Tensor) or value.ndim or not differentiable(value):
             raise ValueError(
-                f"value_and_grad: {getattr(f, '__name__', f)} must return a floating scalar, got {value!r}"
+                f"value_and_grad: {getattr(f, '__name__', f)} must return a floating scalar, got "
+                f"{value!r}"
             )
         grads = pull(torch.ones_like(value))
         grads = grads[0] if isinstance(argnums, int) else grads
@@ -208,16 +239,19 @@ def value_and_grad(
 
 
 def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
-    """The Hessian of a scalar function, reverse over reverse (``torch.func.hessian`` needs forward mode)."""
+    """The Hessian of a scalar function, reverse over reverse (``torch.func.hessian`` needs forward
+    mode).
+    """
     return torch.func.jacrev(torch.func.jacrev(f, argnums), argnums)
 
 
 def vjp_once(f: Callable[..., Any], args: Any, ct: Any, needs: Any) -> tuple[Any, ...]:
-    """Gradients of ``<f(args), ct>`` with respect to the leaves of ``args`` that are True in ``needs``, else ``None``.
+    """Gradients of ``<f(args), ct>`` with respect to the leaves of ``args`` that are True in
+    ``needs``, else ``None``.
 
-    Differentiable itself where the caller is being differentiated. Under ``torch.func`` it is the gradient of an inner
-    product, so that the new level is closed again before this returns (a pullback that outlives its level breaks when
-    remats nest); products with ``ct`` are exact.
+    Differentiable itself where the caller is being differentiated. Under ``torch.func`` it is the
+    gradient of an inner product, so that the new level is closed again before this returns (a
+    pullback that outlives its level breaks when remats nest); products with ``ct`` are exact.
     """
     values, structure = tree.flatten(args)
     floating = [i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)]
@@ -233,10 +267,14 @@ def vjp_once(f: Callable[..., Any], args: Any, ct: Any, needs: Any) -> tuple[Any
             terms = [(o * c).sum() for o, c in pairs if differentiable(o)]
             return functools.reduce(torch.add, terms) if terms else leaves[0].new_zeros(())
 
-        grads = torch.func.grad(inner_product, argnums=tuple(range(len(index))))(*[values[i] for i in index])
+        grads = torch.func.grad(inner_product, argnums=tuple(range(len(index))))(
+            *[values[i] for i in index]
+        )
     else:
         outer, inner = current_tape(), Tape()
-        _, _, pull = vjp_by_tape(f if outer is None else inner.watch(f), values, structure, index, has_aux=False)
+        _, _, pull = vjp_by_tape(
+            f if outer is None else inner.watch(f), values, structure, index, has_aux=False
+        )
         grads = pull(ct)
         if outer is not None:  # weight gradients are put off
             inner.close([values[i] for i in floating])

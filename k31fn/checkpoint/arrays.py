@@ -14,8 +14,11 @@ from orbax.checkpoint.type_handlers import NumpyHandler, create_type_handler_reg
 
 __all__ = ["digests", "restore", "save", "write"]
 
-_FILE_BYTES = 128 << 20  # orbax starts another file at this size, and flushes one while it writes the next
-# Nobody else changes the arrays while they are written; a copy would cost as much memory again, and half of the time.
+_FILE_BYTES = (
+    128 << 20
+)  # orbax starts another file at this size, and flushes one while it writes the next
+# Nobody else changes the arrays while they are written; a copy would cost as much memory again, and
+# half of the time.
 _BORROW = create_type_handler_registry((np.ndarray, NumpyHandler(deepcopy_host_arrays=False)))
 
 
@@ -37,13 +40,17 @@ def save(path: Path, arrays: dict[str, np.ndarray]) -> list[str]:
 def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes arrays, none of them empty, which must stay as they are until it returns."""
     with _checkpointer() as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES))
+        checkpointer.save(
+            path, args=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES)
+        )
 
 
 def restore(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Reads some of the arrays, and nothing else but the list of them."""
     as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-    args = ocp.args.PyTreeRestore(item=dict.fromkeys(as_numpy, 0), restore_args=as_numpy, partial_restore=True)
+    args = ocp.args.PyTreeRestore(
+        item=dict.fromkeys(as_numpy, 0), restore_args=as_numpy, partial_restore=True
+    )
     with _checkpointer() as checkpointer:
         return checkpointer.restore(path, args=args)
 

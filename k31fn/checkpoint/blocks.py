@@ -1,4 +1,6 @@
-"""Boxes in arrays: the part of a tensor that a rank holds, the blocks it is written in, and what two boxes share."""
+"""Boxes in arrays: the part of a tensor that a rank holds, the blocks it is written in, and what
+two boxes share.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,8 @@ class Box(NamedTuple):
 def cut(box: Box, itemsize: int, most: int) -> Iterator[Box]:
     """Blocks of at most ``most`` bytes that make up ``box``, in order.
 
-    The longest dimension is halved until they fit: blocks of a matrix become squares, so a rank that wants some of its
-    columns reads little else, as does one that wants some of its rows.
+    The longest dimension is halved until they fit: blocks of a matrix become squares, so a rank
+    that wants some of its columns reads little else, as does one that wants some of its rows.
 
     Args:
         box: of a tensor.
@@ -57,7 +59,9 @@ def cut(box: Box, itemsize: int, most: int) -> Iterator[Box]:
     while math.prod(sizes) * itemsize > most and max(sizes, default=1) > 1:
         longest = sizes.index(max(sizes))
         sizes[longest] = -(-sizes[longest] // 2)
-    for offset in itertools.product(*(range(0, n, size) for n, size in zip(box.shape, sizes, strict=True))):
+    for offset in itertools.product(
+        *(range(0, n, size) for n, size in zip(box.shape, sizes, strict=True))
+    ):
         yield Box(_plus(box.start, offset), tuple(map(min, sizes, _minus(box.shape, offset))))
 
 

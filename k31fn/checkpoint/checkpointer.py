@@ -20,7 +20,12 @@ from k31fn.checkpoint import files, process, structure
 from k31fn.checkpoint.layout import Layout
 from k31fn.checkpoint.lock import lock
 from k31fn.checkpoint.session import Session
-from k31fn.checkpoint.together import CheckpointError, DamagedCheckpointError, NotSavedError, Together
+from k31fn.checkpoint.together import (
+    CheckpointError,
+    DamagedCheckpointError,
+    NotSavedError,
+    Together,
+)
 from k31fn.parallel import MeshAxes
 
 __all__ = ["Checkpointer"]
@@ -32,7 +37,9 @@ _PAUSE = 0.05  # of the time that was waited so far
 
 @dataclass
 class _Saving:
-    """A save under way: each rank's writer writes its part; when all are through, the first one's commits."""
+    """A save under way: each rank's writer writes its part; when all are through, the first one's
+    commits.
+    """
 
     step: int
     commit: dict[str, Any]  # the fields of that request; only the first rank's say everything
@@ -42,13 +49,14 @@ class _Saving:
 class Checkpointer:
     """The checkpoints of one run: ``DIRECTORY/<step>``, each complete or absent.
 
-    Use it in a ``with`` block: leaving it waits for the last save and ends the writer process, which starts with the
-    first request. A writing checkpointer holds a lock on its directory until then. If the training processes are
-    killed, their writers finish the save that was under way, if all ranks had made their copies, and exit.
+    Use it in a ``with`` block: leaving it waits for the last save and ends the writer process,
+    which starts with the first request. A writing checkpointer holds a lock on its directory until
+    then. If the training processes are killed, their writers finish the save that was under way, if
+    all ranks had made their copies, and exit.
 
-    On several ranks, one process or thread each, every rank makes one and calls the same methods in the same order.
-    Each writes what it owns and reads what it wants, all in one directory, which every host must see. An error is
-    raised on all of them, with the rank and its place in the mesh.
+    On several ranks, one process or thread each, every rank makes one and calls the same methods in
+    the same order. Each writes what it owns and reads what it wants, all in one directory, which
+    every host must see. An error is raised on all of them, with the rank and its place in the mesh.
 
     Args:
         directory: made if it is missing.
@@ -57,7 +65,8 @@ class Checkpointer:
         keep_best: so many steps with the lowest scores also stay.
         read_only: changes nothing in the directory and may be used while a run writes there.
         axes: of the ranks' mesh, bound to this one; none: it is the only rank.
-        on_wait: is told if another process is writing there, before up to half a minute is waited for its end.
+        on_wait: is told if another process is writing there, before up to half a minute is waited
+            for its end.
 
     Raises:
         ValueError: a bad argument.
@@ -76,9 +85,14 @@ class Checkpointer:
         on_wait: Callable[[str], object] = lambda text: None,
     ) -> None:
         if keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1: the newest complete step is never deleted")
+            raise ValueError(
+                f"keep={keep} must be at least 1: the newest complete step is never deleted"
+            )
         if keep_every < 0 or keep_best < 0:
-            raise ValueError(f"keep_every={keep_every}, keep_best={keep_best}: both must be at least 0; 0 keeps none")
+            raise ValueError(
+                f"keep_every={keep_every}, keep_best={keep_best}: both must be at least 0; 0 "
+                "keeps none"
+            )
         self.directory = Path(directory)
         self._together = Together(axes)
         self._lock: tuple[int, ...] = ()
@@ -96,7 +110,9 @@ class Checkpointer:
 
     def _enter(self, read_only: bool, on_wait: Callable[[str], object]) -> None:
         if self.directory.exists() and not self.directory.is_dir():
-            raise ValueError(f"directory={str(self.directory)!r} is a file; checkpoints need a folder")
+            raise ValueError(
+                f"directory={str(self.directory)!r} is a file; checkpoints need a folder"
+            )
         if self._together.first and not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = (lock(self.directory, on_wait),)
@@ -105,7 +121,10 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self.close(together=error is None or self._together.size == 1)
@@ -115,11 +134,12 @@ class Checkpointer:
             error.add_note(str(failure))  # the error that ends the block stays the one that is seen
 
     def close(self, *, together: bool = True) -> None:
-        """Waits for the last save, ends the writer and lets go of the directory. A second call does nothing.
+        """Waits for the last save, ends the writer and lets go of the directory. A second call does
+        nothing.
 
         Args:
-            together: all ranks call it. If not, since this rank failed or lost another, a save under way is left to the
-                writers.
+            together: all ranks call it. If not, since this rank failed or lost another, a save
+                under way is left to the writers.
 
         Raises:
             CheckpointError: as :meth:`wait`.
@@ -146,9 +166,10 @@ class Checkpointer:
         """The newest complete step, or None if there is none.
 
         Args:
-            on_damage: if given, every tensor of that step is read and checked, by each rank a share. A damaged step is
-                set aside (renamed to ``<step>.damaged``, unless read-only), ``on_damage`` is called with what happened,
-                and the step before it is tried. Else an older step is never returned in place of a damaged one.
+            on_damage: if given, every tensor of that step is read and checked, by each rank a
+                share. A damaged step is set aside (renamed to ``<step>.damaged``, unless
+                read-only), ``on_damage`` is called with what happened, and the step before it is
+                tried. Else an older step is never returned in place of a damaged one.
 
         Raises:
             DamagedCheckpointError: without ``on_damage``, the newest step's manifest is damaged.
@@ -163,7 +184,8 @@ class Checkpointer:
             except DamagedCheckpointError as error:
                 if not on_damage:
                     raise
-                on_damage(f"{error}{together.share(together.all(lambda step=step: self._set_aside(step)))[0]}")
+                notes = together.share(together.all(lambda step=step: self._set_aside(step)))
+                on_damage(f"{error}{notes[0]}")
             else:
                 return step
         return None
@@ -183,7 +205,8 @@ class Checkpointer:
         return self._manifest(step)["metadata"]
 
     def prepare(self, state: Any, layout: Layout | None = None) -> None:
-        """Starts the writer and has it provide the memory for copies of such a state, so that no save waits for either.
+        """Starts the writer and has it provide the memory for copies of such a state, so that no
+        save waits for either.
 
         Waits for a save under way, whose copies are in that memory.
 
@@ -199,7 +222,9 @@ class Checkpointer:
 
     def _prepare(self, state: Any, layout: Layout | None) -> None:
         own = structure.owned(structure.named_tensors(state, "state"), layout, self._together.axes)
-        self._session.hold(process.pack({name: (x.dtype, box) for name, (x, box) in own.items()}), {})
+        self._session.hold(
+            process.pack({name: (x.dtype, box) for name, (x, box) in own.items()}), {}
+        )
         self._session.begin("touch", awaited=False)
 
     def save(
@@ -211,9 +236,11 @@ class Checkpointer:
         layout: Layout | None = None,
         scores: Mapping[int, float] | None = None,
     ) -> None:
-        """Saves a tree of tensors; returns when they are copied, the files are written in the background.
+        """Saves a tree of tensors; returns when they are copied, the files are written in the
+        background.
 
-        Waits first for the save before it. Afterwards the tensors may be changed at once. Names are the tree's paths.
+        Waits first for the save before it. Afterwards the tensors may be changed at once. Names are
+        the tree's paths.
 
         Args:
             step: the number of steps done.
@@ -223,12 +250,15 @@ class Checkpointer:
             scores: of steps saved before, the lower the better, for ``keep_best``.
 
         Raises:
-            ValueError: a bad argument, or the step is complete already: what is saved is not overwritten.
-            CheckpointError: the save before this one failed, or there is no memory for the copy; this step has not
-                been saved.
+            ValueError: a bad argument, or the step is complete already: what is saved is not
+                overwritten.
+            CheckpointError: the save before this one failed, or there is no memory for the copy;
+                this step has not been saved.
         """
         if not self._token:
-            raise ValueError("read_only=True: this checkpointer cannot save; open the directory for writing")
+            raise ValueError(
+                "read_only=True: this checkpointer cannot save; open the directory for writing"
+            )
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r} must be an int of at least 0")
         self.wait()
@@ -241,11 +271,14 @@ class Checkpointer:
         elif self._together.first:
             self._session.then("will", awaited=False, step=step, **self._saving.commit)
 
-    def _copy(self, step: int, state: Any, metadata: Mapping[str, Any], layout: Layout | None) -> tuple[int, int]:
+    def _copy(
+        self, step: int, state: Any, metadata: Mapping[str, Any], layout: Layout | None
+    ) -> tuple[int, int]:
         named = structure.named_tensors(state, "state")
         if step in self.steps():
             raise ValueError(
-                f"step={step} is complete in {self.directory} and is not overwritten; saved: {self.steps()}"
+                f"step={step} is complete in {self.directory} and is not overwritten; saved: "
+                f"{self.steps()}"
             )
         own = structure.owned(named, layout, self._together.axes)
         header: dict[str, Any] = {"metadata": structure.check_metadata(metadata)}
@@ -274,9 +307,11 @@ class Checkpointer:
             time.sleep(pause if self._saving else 0.0)
 
     def poll(self) -> None:
-        """Takes the save under way, if there is one, as far as it goes without waiting for a writer.
+        """Takes the save under way, if there is one, as far as it goes without waiting for a
+        writer.
 
-        Call it now and then while training goes on, on every rank: on several, a step becomes complete in such a call.
+        Call it now and then while training goes on, on every rank: on several, a step becomes
+        complete in such a call.
 
         Raises:
             CheckpointError: as :meth:`wait`.
@@ -314,7 +349,9 @@ class Checkpointer:
         became = "is saved, but cleaning up after it failed" if step in complete else "is not saved"
         if self._together.first and self._together.size > 1:
             shutil.rmtree(files.unfinished(self.directory, step, self._token), ignore_errors=True)
-        text = f"{self.directory}: step {step} {became}: {error}; complete steps: {complete or 'none'}"
+        text = (
+            f"{self.directory}: step {step} {became}: {error}; complete steps: {complete or 'none'}"
+        )
         raise NotSavedError(text, error)
 
     def restore(
@@ -326,19 +363,23 @@ class Checkpointer:
         device: torch.device | str | None = None,
         layout: Layout | None = None,
     ) -> Any:
-        """The tree that was saved at ``step`` on whatever mesh, or this rank's part of it, in new tensors, bit by bit.
+        """The tree that was saved at ``step`` on whatever mesh, or this rank's part of it, in new
+        tensors, bit by bit.
 
         Args:
             step: a complete step.
-            like: a tree of tensors with the structure, shapes and dtypes of what this rank wants; meta tensors will do.
+            like: a tree of tensors with the structure, shapes and dtypes of what this rank wants;
+                meta tensors will do.
             partial: ``like`` may lack parts of what was saved, such as the optimiser's state.
-            device: where to put the tensors; if None, each where its counterpart in ``like`` is, and for
-                a meta tensor the CPU.
+            device: where to put the tensors; if None, each where its counterpart in ``like`` is,
+                and for a meta tensor the CPU.
             layout: the whole state and how ``like`` splits it; None: ``like`` is whole.
 
         Raises:
-            ValueError: there is no such complete step, or ``like`` differs from what was saved; lists all differences.
-            DamagedCheckpointError: a tensor is not what was saved; names it, its part, and the rank that wrote it.
+            ValueError: there is no such complete step, or ``like`` differs from what was saved;
+                lists all differences.
+            DamagedCheckpointError: a tensor is not what was saved; names it, its part, and the rank
+                that wrote it.
             CheckpointError: a writer failed, or an earlier save that was still under way.
         """
         self.wait()
@@ -350,12 +391,16 @@ class Checkpointer:
 
         return tree.map_with_path(place, like)
 
-    def _read(self, step: int, like: Any, partial: bool, layout: Layout | None) -> dict[str, Tensor]:
+    def _read(
+        self, step: int, like: Any, partial: bool, layout: Layout | None
+    ) -> dict[str, Tensor]:
         wanted = structure.named_tensors(like, "like")
         parts = structure.parts_of(wanted, layout, self._together.axes)
         whole = wanted if layout is None else dict(tree.flatten_with_paths(layout.whole))
         whole = {name: whole[name] for name in wanted} if partial else whole
-        structure.check_alike(self.directory / str(step), self._manifest(step)["tensors"], whole, partial)
+        structure.check_alike(
+            self.directory / str(step), self._manifest(step)["tensors"], whole, partial
+        )
         slots = process.pack({name: (x.dtype, parts[name].box) for name, x in wanted.items()})
         read, header = self._session.hold(slots, {})
         self._ask("read", step, header=header)
@@ -368,7 +413,9 @@ class Checkpointer:
             if step in self.steps():
                 raise DamagedCheckpointError(f"{self.directory / str(step)}: {error}") from error
             complete = self.steps() or "none"
-            raise ValueError(f"step={step} is not complete in {self.directory}; complete: {complete}") from None
+            raise ValueError(
+                f"step={step} is not complete in {self.directory}; complete: {complete}"
+            ) from None
 
     def _ask(self, operation: str, step: int, **fields: Any) -> None:
         """A request whose answer is waited for."""

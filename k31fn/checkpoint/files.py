@@ -1,17 +1,21 @@
-"""The folder of a run's checkpoints: names, manifests, and which steps stay. Imports neither torch nor orbax.
+"""The folder of a run's checkpoints: names, manifests, and which steps stay. Imports neither torch
+nor orbax.
 
-Each rank writes what it owns in a folder of its own; when all are through, the first adds the manifest and renames::
+Each rank writes what it owns in a folder of its own; when all are through, the first adds the
+manifest and renames::
 
-    30/manifest.json          dtype and shape of each tensor, who wrote which part of it, a SHA-256 of each block, the
+    30/manifest.json          dtype and shape of each tensor, who wrote which part of it, a SHA-256
+                              of each block, the
                               caller's metadata, and a SHA-256 of all that
-    30/0/state/               what rank 0 wrote: an ordinary orbax checkpoint of {"TENSOR.BLOCK": array}
+    30/0/state/           what rank 0 wrote: an ordinary orbax checkpoint of {"TENSOR.BLOCK": array}
     30/1/state/               what rank 1 wrote
-    40.a1b2c3d4.unfinished/   being written by one run of training, or left by a killed one; the next removes it
+    40.a1b2c3d4.unfinished/   being written by one run of training, or left by a killed one;
+                              the next removes it
     10.removed/               being deleted by retention; the next writer removes what is left
-    20.damaged/               set aside by ``Checkpointer.latest(on_damage=...)``; never touched again
+    20.damaged/             set aside by ``Checkpointer.latest(on_damage=...)``; never touched again
 
-A step's name exists only when it is complete. The number in an unfinished name is drawn by each run of training: a rank
-that outlives its run writes where no other does.
+A step's name exists only when it is complete. The number in an unfinished name is drawn by each run
+of training: a rank that outlives its run writes where no other does.
 """
 
 from __future__ import annotations
@@ -94,14 +98,18 @@ def read_manifest(directory: Path, step: int) -> Json:
         manifest = json.loads(path.read_bytes())
         recorded = manifest.pop("sha256")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise DamagedError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+        raise DamagedError(
+            f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
+        ) from error
     if recorded != _digest(manifest) or manifest["step"] != step:
         raise DamagedError(f"{MANIFEST} is not what was written at this step: its checksum differs")
     return manifest
 
 
 def finish_part(folder: Path, shards: Json) -> None:
-    """Makes what a rank has written in its ``folder`` complete: flushed to disk, and then with the list of it."""
+    """Makes what a rank has written in its ``folder`` complete: flushed to disk, and then with the
+    list of it.
+    """
     new = folder / f"{SHARDS}.new"
     new.write_text(json.dumps(shards))
     flush_tree(folder)
@@ -114,7 +122,9 @@ def all_parts(folder: Path, ranks: int) -> bool:
     return all((folder / str(rank) / SHARDS).exists() for rank in range(ranks))
 
 
-def commit(directory: Path, step: int, token: str, ranks: int, tensors: Json, metadata: Any) -> None:
+def commit(
+    directory: Path, step: int, token: str, ranks: int, tensors: Json, metadata: Any
+) -> None:
     """Makes what ``ranks`` ranks have written the complete step.
 
     Args:
@@ -159,7 +169,9 @@ def kept_steps(steps: Sequence[int], scores: Mapping[int, float], keep: Keep) ->
 
 
 def retire(directory: Path, saved: int, scores: Mapping[int, float], keep: Keep) -> None:
-    """Deletes what does not stay; never ``saved``. Renamed first: half a step must not look complete."""
+    """Deletes what does not stay; never ``saved``. Renamed first: half a step must not look
+    complete.
+    """
     steps = complete_steps(directory)
     for old in sorted(set(steps) - kept_steps(steps, scores, keep) - {saved}):
         removed = directory / f"{old}.removed"
@@ -168,10 +180,15 @@ def retire(directory: Path, saved: int, scores: Mapping[int, float], keep: Keep)
 
 
 def remove_leftovers(directory: Path, token: str) -> None:
-    """What killed writers left. The lock on the folder says that no other run of training is at work there."""
+    """What killed writers left.
+
+    The lock on the folder says that no other run of training is at work there.
+    """
     for name in os.listdir(directory):
         if re.fullmatch(r"\d+\.(removed|(\w+\.)?unfinished)", name) and f".{token}." not in name:
-            shutil.rmtree(directory / name, ignore_errors=True)  # a rank of a killed run may still add to it
+            shutil.rmtree(
+                directory / name, ignore_errors=True
+            )  # a rank of a killed run may still add to it
 
 
 def flush_tree(folder: Path) -> None:

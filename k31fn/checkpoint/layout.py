@@ -78,7 +78,9 @@ class Layout:
         return found
 
 
-def _replica(held: Held, like: Tensor, mesh: Mesh, axes: MeshAxes, coordinate: Mapping[str, int]) -> tuple[int, int]:
+def _replica(
+    held: Held, like: Tensor, mesh: Mesh, axes: MeshAxes, coordinate: Mapping[str, int]
+) -> tuple[int, int]:
     """This rank's number among those that hold the same part, and how many they are."""
     split = {a.name for dim in resolve(held.spec, mesh.axes(), like.ndim) for a in dim}
     index, size = 0, 1

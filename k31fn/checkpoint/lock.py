@@ -17,18 +17,23 @@ _WAIT_S = 30.0
 
 
 def lock(directory: Path, on_wait: Callable[[str], object]) -> int:
-    """A descriptor that holds the directory's lock as long as this process or its writer has it open.
+    """A descriptor that holds the directory's lock as long as this process or its writer has it
+    open.
 
     Args:
         directory: which.
-        on_wait: is told at once if another process holds it, and how long that one has to let go of it.
+        on_wait: is told at once if another process holds it, and how long that one has to let go of
+            it.
 
     Raises:
         CheckpointError: another process holds it, and goes on holding it.
         OSError: the directory cannot be written.
     """
     descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    deadline, held = time.monotonic() + _WAIT_S, f"{directory}: another process is writing checkpoints here"
+    deadline, held = (
+        time.monotonic() + _WAIT_S,
+        f"{directory}: another process is writing checkpoints here",
+    )
     waits = False
     while True:
         try:
@@ -37,13 +42,16 @@ def lock(directory: Path, on_wait: Callable[[str], object]) -> int:
         except BlockingIOError:  # perhaps the writer of a run that was killed, at its last save
             if time.monotonic() > deadline:
                 os.close(descriptor)
-                raise CheckpointError(f"{held}; end that run, or start one in another folder") from None
+                raise CheckpointError(
+                    f"{held}; end that run, or start one in another folder"
+                ) from None
             if not waits:
                 on_wait(f"{held}; waiting for its end, {_WAIT_S:.0f} s at most")
             waits = True
             time.sleep(0.1)
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                return descriptor  # a file system without locks; the lock only guards against a second run by mistake
+                # a file system without locks; the lock only guards against a second run by mistake
+                return descriptor
             os.close(descriptor)
             raise

@@ -30,13 +30,17 @@ for name, path in zip(("k31fn", "k31fn.checkpoint"), sys.argv[2:]):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
 from k31fn.checkpoint import writer
-os._exit(writer.main(sys.argv[1]))  # all is on disk; the exit handlers of jax and tensorstore take most of a second
+# all is on disk; the exit handlers of jax and tensorstore take most of a second
+os._exit(writer.main(sys.argv[1]))
 """
 _HERE = Path(__file__).parent
-# glibc would keep the memory of tensors it has freed, four times the state after some restores; mapped blocks go back.
+# glibc would keep the memory of tensors it has freed, four times the state after some restores;
+# mapped blocks go back.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 _ALIGNMENT = 64
-_LEFT: list[subprocess.Popen[bytes]] = []  # kept, since one that is forgotten while it runs is warned of
+_LEFT: list[
+    subprocess.Popen[bytes]
+] = []  # kept, since one that is forgotten while it runs is warned of
 
 
 class Slot(NamedTuple):
@@ -61,9 +65,11 @@ def pack(parts: Mapping[str, tuple[torch.dtype, Box]]) -> dict[str, Slot]:
 
 
 class Buffer:
-    """Shared memory that has no name: it is gone with the last process that holds it, killed or not.
+    """Shared memory that has no name: it is gone with the last process that holds it, killed or
+    not.
 
-    Not limited by the size of /dev/shm. Where the system has no such memory it is an unlinked temporary file.
+    Not limited by the size of /dev/shm. Where the system has no such memory it is an unlinked
+    temporary file.
     """
 
     def __init__(self) -> None:
@@ -71,8 +77,11 @@ class Buffer:
         self._memory: mmap.mmap | None = None
         self._header = 0  # where it begins, after the slots
 
-    def hold(self, slots: Mapping[str, Slot], header: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[int, int]]:
-        """The slots as tensors in the memory, which grows if it must, and the place of the header written behind them.
+    def hold(
+        self, slots: Mapping[str, Slot], header: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], tuple[int, int]]:
+        """The slots as tensors in the memory, which grows if it must, and the place of the header
+        written behind them.
 
         Raises:
             OSError: there is not so much memory.
@@ -97,11 +106,19 @@ class Buffer:
         self.descriptor, self._memory = -1, None
 
     def _mapped(self, size: int) -> mmap.mmap:
-        """Kept from save to save: the pages of a new mapping would have to be found one by one again."""
+        """Kept from save to save: the pages of a new mapping would have to be found one by one
+        again.
+        """
         if self._memory is None or len(self._memory) < size:
             if size > os.fstat(self.descriptor).st_size:
-                grow = getattr(os, "posix_fallocate", lambda descriptor, _, length: os.ftruncate(descriptor, length))
-                grow(self.descriptor, 0, size)  # without its memory, an OSError here; else a SIGBUS at the first write
+                grow = getattr(
+                    os,
+                    "posix_fallocate",
+                    lambda descriptor, _, length: os.ftruncate(descriptor, length),
+                )
+                grow(
+                    self.descriptor, 0, size
+                )  # without its memory, an OSError here; else a SIGBUS at the first write
             self._memory = mmap.mmap(self.descriptor, size)
         return self._memory
 
@@ -114,16 +131,29 @@ class Answer(NamedTuple):
 
 
 class WriterProcess:
-    """A running writer, started without waiting for it: requests queue in a pipe until it is ready."""
+    """A running writer, started without waiting for it: requests queue in a pipe until it is
+    ready.
+    """
 
     def __init__(self, setup: Mapping[str, Any], inherited: tuple[int, ...]) -> None:
         self._log = os.fdopen(_open_memory(), "rb")  # not a file on disk: that may be what is full
-        # A terminal or a cluster sends these to every process of a job, and the last save would be lost. A process
-        # inherits the signal mask of the thread that starts it, so the writer never sees them.
+        # A terminal or a cluster sends these to every process of a job, and the last save would be
+        # lost. A process inherits the signal mask of the thread that starts it, so the writer never
+        # sees them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-c", _START, json.dumps(setup), str(_HERE.parent), str(_HERE)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-W",
+                    "ignore",
+                    "-c",
+                    _START,
+                    json.dumps(setup),
+                    str(_HERE.parent),
+                    str(_HERE),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -134,7 +164,9 @@ class WriterProcess:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._awaited: deque[bool] = deque()  # for each answer to come: whether someone waits for it
+        self._awaited: deque[bool] = (
+            deque()
+        )  # for each answer to come: whether someone waits for it
         self._text = b""
 
     @property
@@ -220,9 +252,17 @@ class WriterProcess:
     def _death(self) -> str:
         code = self._process.wait()
         self._log.seek(0)
-        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return f"the writer process {how}" + (f"; its last line: {lines[-1][:300]}" if lines else "")
+        lines = [
+            line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()
+        ]
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with status {code}"
+        )
+        return f"the writer process {how}" + (
+            f"; its last line: {lines[-1][:300]}" if lines else ""
+        )
 
 
 def _open_memory() -> int:

@@ -96,9 +96,13 @@ def _read(path: Path, blocks: list[Block]) -> tuple[dict[str, np.ndarray], str]:
     keys = [b.key for b in blocks]
     try:
         return arrays.restore(path, keys), ""
-    except Exception as error:  # orbax and tensorstore raise many kinds; read one by one to tell which are hit
+    except (
+        Exception
+    ) as error:  # orbax and tensorstore raise many kinds; read one by one to tell which are hit
         if not path.parents[1].exists():
-            raise FileNotFoundError(f"step {path.parents[1].name} was removed while it was read") from error
+            raise FileNotFoundError(
+                f"step {path.parents[1].name} was removed while it was read"
+            ) from error
         found = {}
         for key in keys:
             with contextlib.suppress(Exception):

@@ -1,4 +1,6 @@
-"""A rank's writer, started when it is first needed and again after it died, with the memory that both share."""
+"""A rank's writer, started when it is first needed and again after it died, with the memory that
+both share.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Session:
         self._buffer = Buffer()
         self.writer: WriterProcess | None = None
 
-    def hold(self, slots: Mapping[str, Slot], header: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    def hold(
+        self, slots: Mapping[str, Slot], header: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], tuple[int, int]]:
         """As :meth:`Buffer.hold`.
 
         Raises:
@@ -38,7 +42,9 @@ class Session:
             return self._buffer.hold(slots, header)
         except OSError as error:
             size = sum(s.nbytes for s in slots.values())
-            raise CheckpointError(f"no memory to copy a state of {size:,} bytes for the writer: {error}") from error
+            raise CheckpointError(
+                f"no memory to copy a state of {size:,} bytes for the writer: {error}"
+            ) from error
 
     def begin(self, operation: str, *, awaited: bool = True, **fields: Any) -> None:
         """Asks for something; nobody waits any more for what was asked before.
@@ -55,7 +61,9 @@ class Session:
             try:
                 self.writer = WriterProcess(setup, self._lock)
             except OSError as error:
-                raise CheckpointError(f"the checkpoint writer cannot be started: {error}") from error
+                raise CheckpointError(
+                    f"the checkpoint writer cannot be started: {error}"
+                ) from error
         self.writer.forget()
         self.writer.request(op=operation, awaited=awaited, **fields)
 
@@ -88,7 +96,8 @@ class Session:
         return self.writer.answered()
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the writer after what it was asked to do, and lets go of the memory. A second call does nothing.
+        """Ends the writer after what it was asked to do, and lets go of the memory. A second call
+        does nothing.
 
         Args:
             wait: for its end.
@@ -103,4 +112,6 @@ class Session:
 
     def _check_open(self) -> None:
         if self._buffer.descriptor < 0:
-            raise ValueError(f"the checkpointer of {self._setup['directory']} is closed; make a new one")
+            raise ValueError(
+                f"the checkpointer of {self._setup['directory']} is closed; make a new one"
+            )

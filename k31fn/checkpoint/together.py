@@ -34,7 +34,9 @@ class NotSavedError(CheckpointError):
         self.cause = cause
 
 
-_KINDS: dict[str, type[Exception]] = {k.__name__: k for k in (CheckpointError, DamagedCheckpointError, ValueError)}
+_KINDS: dict[str, type[Exception]] = {
+    k.__name__: k for k in (CheckpointError, DamagedCheckpointError, ValueError)
+}
 
 
 class Together:
@@ -60,21 +62,26 @@ class Together:
         return exchange_json(value, self.axes.atoms) if self.size > 1 else [value]
 
     def failures(self, error: str) -> str:
-        """What failed on any rank, with its place in the mesh; empty if nothing did. Every rank must call it."""
+        """What failed on any rank, with its place in the mesh; empty if nothing did.
+
+        Every rank must call it.
+        """
         if self.size == 1:
             return error
         coordinate = {a.name: own_index(a) for a in self.axes.atoms}
         said = self.share([coordinate, error])
         if error and all(text == error for _, text in said):
             return error
-        return "; ".join(f"rank {rank} at {where}: {text}" for rank, (where, text) in enumerate(said) if text)
+        return "; ".join(
+            f"rank {rank} at {where}: {text}" for rank, (where, text) in enumerate(said) if text
+        )
 
     def all(self, f: Callable[[], _T]) -> _T:
         """``f()``, which must not communicate, on every rank.
 
         Raises:
-            Exception: it failed on one. On a single rank that error; on several, on each of them, an error of the kind
-                of the first one, with what all said.
+            Exception: it failed on one. On a single rank that error; on several, on each of them,
+                an error of the kind of the first one, with what all said.
         """
         error, value = None, []
         try:

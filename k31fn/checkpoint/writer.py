@@ -1,30 +1,38 @@
-"""The checkpoint writer of a rank: a program of its own, the only place that runs orbax (and with it jax).
+"""The checkpoint writer of a rank: a program of its own, the only place that runs orbax (and with
+it jax).
 
 It reads requests from stdin, one JSON object a line, and answers each with one line: ``{}``, or
-``{"error": "...", "damaged": true or false}``. Tensors travel in an inherited file descriptor of shared memory. Neither
-torch nor the rest of k31fn is imported, so the program is ready in about two seconds and stays small.
+``{"error": "...", "damaged": true or false}``. Tensors travel in an inherited file descriptor of
+shared memory. Neither torch nor the rest of k31fn is imported, so the program is ready in about two
+seconds and stays small.
 
-Writers do not know each other. Each saves what its rank owns as an orbax checkpoint of one process; the ranks tell
-each other, over their own process group, when all are through, and then the first one's writer commits the step
-(:mod:`k31fn.checkpoint.files` describes the folder). The other way, one checkpoint of global arrays that the writers
-make together over ``jax.distributed``, was tried with 2 and 4 writers (orbax 0.12.8, jax 0.10.2). Its service starts
-in 1.2 s and a barrier takes 1 ms, but a rank that cannot write (a full disk) leaves the others in a collective until
-its process ends (45 s where it lived so long) and one of them is aborted, so each failure costs the group; a tensor of
-one pipeline stage needs zeros of its size on the ranks of all others; a rank that restores a slice does not get the
-bytes around it, and cannot tell whether the shard still has its checksum; and a run needs one more port on its hosts.
+Writers do not know each other. Each saves what its rank owns as an orbax checkpoint of one process;
+the ranks tell each other, over their own process group, when all are through, and then the first
+one's writer commits the step (:mod:`k31fn.checkpoint.files` describes the folder). The other way,
+one checkpoint of global arrays that the writers make together over ``jax.distributed``, was tried
+with 2 and 4 writers (orbax 0.12.8, jax 0.10.2). Its service starts in 1.2 s and a barrier takes 1
+ms, but a rank that cannot write (a full disk) leaves the others in a collective until its process
+ends (45 s where it lived so long) and one of them is aborted, so each failure costs the group; a
+tensor of one pipeline stage needs zeros of its size on the ranks of all others; a rank that
+restores a slice does not get the bytes around it, and cannot tell whether the shard still has its
+checksum; and a run needs one more port on its hosts.
 
 Requests (``header``: where a JSON object lies in the shared memory, as offset and length):
 
 - ``write`` (step, header): saves the header's ``slots`` in the step's unfinished folder.
-- ``commit`` (step, header, scores): makes the step complete; the first rank's only. ``scores`` decide what is kept.
-- ``will`` (the same): to commit when stdin ends before a ``commit`` came, if within 20 s all parts are there.
+- ``commit`` (step, header, scores): makes the step complete; the first rank's only. ``scores``
+  decide what is kept.
+- ``will`` (the same): to commit when stdin ends before a ``commit`` came, if within 20 s all parts
+  are there.
 - ``read`` (step, header): fills the header's ``slots`` from whatever ranks have written.
 - ``verify`` (step, share): reads and checks one share, as number and count, of all that is there.
-- ``touch``: makes the system provide the shared memory, so that the first copy into it is as fast as later ones.
+- ``touch``: makes the system provide the shared memory, so that the first copy into it is as fast
+  as later ones.
 
-A slot is a dtype, the box of the tensor that it is (start and shape), and its place (offset and nbytes). When stdin
-ends, since the training process closed it or died, the writer finishes what it was asked to do and exits: a save whose
-copies had been made survives the training processes. It is started with SIGINT and SIGTERM blocked.
+A slot is a dtype, the box of the tensor that it is (start and shape), and its place (offset and
+nbytes). When stdin ends, since the training process closed it or died, the writer finishes what it
+was asked to do and exits: a save whose copies had been made survives the training processes. It is
+started with SIGINT and SIGTERM blocked.
 """
 
 from __future__ import annotations
@@ -90,7 +98,10 @@ def _write(setup: Setup, step: int, header: list[int]) -> None:
         blocks, shards = {}, {}
         for name, array in slots.items():
             box = _box(request["slots"][name])
-            pieces = [f"{name}.{number}" for number in range(len(list(cut(box, array.itemsize, files.BLOCK_BYTES))))]
+            pieces = [
+                f"{name}.{number}"
+                for number in range(len(list(cut(box, array.itemsize, files.BLOCK_BYTES))))
+            ]
             for key, piece in zip(pieces, cut(box, array.itemsize, files.BLOCK_BYTES), strict=True):
                 blocks[key] = array[(*piece.inside(box), ...)]  # an array, also of no dimensions
             shards[name] = {"start": box.start, "shape": box.shape, "sha256": pieces}
@@ -99,23 +110,32 @@ def _write(setup: Setup, step: int, header: list[int]) -> None:
             shard["sha256"] = [digests[key] for key in shard["sha256"]]
         files.finish_part(folder, shards)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # on a full disk this is the room for the next try
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # on a full disk this is the room for the next try
         raise
 
 
 def _commit(setup: Setup, step: int, header: list[int], scores: dict[str, float]) -> None:
     request, _ = _map_buffer(setup, header)
     try:
-        files.commit(setup.path, step, setup.token, setup.ranks, request["tensors"], request["metadata"])
+        files.commit(
+            setup.path, step, setup.token, setup.ranks, request["tensors"], request["metadata"]
+        )
     except BaseException:
         shutil.rmtree(files.unfinished(setup.path, step, setup.token), ignore_errors=True)
         raise
-    files.retire(setup.path, step, {int(s): score for s, score in scores.items()}, files.Keep(*setup.keep))
+    files.retire(
+        setup.path, step, {int(s): score for s, score in scores.items()}, files.Keep(*setup.keep)
+    )
 
 
 def _execute(setup: Setup, will: dict[str, Any]) -> None:
     """Commits what the training processes did not live to commit."""
-    folder, until = files.unfinished(setup.path, will["step"], setup.token), time.monotonic() + _WILL_S
+    folder, until = (
+        files.unfinished(setup.path, will["step"], setup.token),
+        time.monotonic() + _WILL_S,
+    )
     while folder.exists() and time.monotonic() < until:
         if files.all_parts(folder, setup.ranks):
             _commit(setup, **will)
@@ -134,9 +154,14 @@ def _read(setup: Setup, step: int, header: list[int]) -> None:
 
 def _verify(setup: Setup, step: int, share: list[int]) -> None:
     manifest = files.read_manifest(setup.path, step)
-    whole = {name: Box((0,) * len(t["shape"]), tuple(t["shape"])) for name, t in manifest["tensors"].items()}
+    whole = {
+        name: Box((0,) * len(t["shape"]), tuple(t["shape"]))
+        for name, t in manifest["tensors"].items()
+    }
     number, count = share
-    for _ in reading.load(setup.path / str(step), list(reading.blocks_of(manifest, whole))[number::count]):
+    for _ in reading.load(
+        setup.path / str(step), list(reading.blocks_of(manifest, whole))[number::count]
+    ):
         pass
 
 
@@ -152,7 +177,10 @@ def _memory(setup: Setup) -> mmap.mmap:
 
 @functools.lru_cache(maxsize=1)
 def _mapped(descriptor: int, device: int, inode: int, size: int) -> mmap.mmap:
-    """Kept until it grows: mapping a gigabyte anew takes a tenth of a second. The inode says that it is still this."""
+    """Kept until it grows: mapping a gigabyte anew takes a tenth of a second.
+
+    The inode says that it is still this.
+    """
     del device, inode
     return mmap.mmap(descriptor, size)
 

@@ -1,8 +1,9 @@
 """Configs: frozen dataclasses, built by the Python files of ``configs/`` or from plain data.
 
-``load(path)`` gives a config file's model, ``load_recipe(path)`` its training recipe or that of a run's
-``config.json``. ``to_dict`` and ``from_dict`` turn a config into JSON-ready data and back, strictly and without running
-any code: what a run writes down is what a later one reads. ``override`` applies command-line arguments.
+``load(path)`` gives a config file's model, ``load_recipe(path)`` its training recipe or that of a
+run's ``config.json``. ``to_dict`` and ``from_dict`` turn a config into JSON-ready data and back,
+strictly and without running any code: what a run writes down is what a later one reads.
+``override`` applies command-line arguments.
 """
 
 from k31fn.config.codec import from_dict, to_dict

@@ -1,7 +1,8 @@
 """Configs as plain data and back, strictly and without running any code.
 
-In the data a tuple is a list, a dtype its name (``"bfloat16"``), and a config whose field allows several classes
-carries which one it is as ``"kind"``: the module for a class named Config (``"mla"``, ``"dsa"``), else the class name.
+In the data a tuple is a list, a dtype its name (``"bfloat16"``), and a config whose field allows
+several classes carries which one it is as ``"kind"``: the module for a class named Config
+(``"mla"``, ``"dsa"``), else the class name.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The fields of a config dataclass as JSON-ready data; :func:`from_dict` gives the config back."""
-    return {name: _encode(kind, getattr(config, name)) for name, kind in _fields(type(config)).items()}
+    """The fields of a config dataclass as JSON-ready data; :func:`from_dict` gives the config
+    back.
+    """
+    return {
+        name: _encode(kind, getattr(config, name)) for name, kind in _fields(type(config)).items()
+    }
 
 
 def from_dict(cls: type[_T], data: Any) -> _T:
-    """A config of class ``cls`` from data such as :func:`to_dict` returns. Fields left out take their defaults.
+    """A config of class ``cls`` from data such as :func:`to_dict` returns. Fields left out take
+    their defaults.
 
     Raises:
-        ValueError: an unknown or missing field, a value of the wrong type, or one that the class refuses. The message
-            has the field's path, such as ``moe.num_experts``.
+        ValueError: an unknown or missing field, a value of the wrong type, or one that the class
+            refuses. The message has the field's path, such as ``moe.num_experts``.
     """
     return _decode_dataclass(cls, data, "")
 
@@ -45,7 +51,9 @@ def _fields(cls: type) -> dict[str, Any]:
 
 
 def name_of(cls: type) -> str:
-    """``mla.Config`` of ``k31fn.layers.mla.Config``, ``model.Config`` of ``k31fn.model.config.Config``."""
+    """``mla.Config`` of ``k31fn.layers.mla.Config``, ``model.Config`` of
+    ``k31fn.model.config.Config``.
+    """
     return f"{_module(cls)}.{cls.__qualname__}"
 
 
@@ -67,7 +75,9 @@ def classes(kind: Any) -> dict[str, type]:
 def _encode(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         tagged = classes(kind)
-        assert not tagged or _KIND not in _fields(type(value)), f"{name_of(type(value))}.{_KIND} collides with the tag"
+        assert not tagged or _KIND not in _fields(type(value)), (
+            f"{name_of(type(value))}.{_KIND} collides with the tag"
+        )
         return {_KIND: _kind(type(value)), **to_dict(value)} if tagged else to_dict(value)
     if isinstance(value, tuple):
         kinds = _element_kinds(_tuple_of(kind), len(value))
@@ -92,7 +102,9 @@ def _decode(kind: Any, value: Any, at: str) -> Any:
         kinds = _element_kinds(kind, len(value))
         if len(kinds) != len(value):
             raise ValueError(f"{at}={value!r} must have {len(kinds)} elements, it has {len(value)}")
-        return tuple(_decode(k, v, f"{at}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+        return tuple(
+            _decode(k, v, f"{at}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True))
+        )
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(kind, value, at)
     if kind is torch.dtype:
@@ -117,8 +129,13 @@ def _decode_dataclass(cls: type[_T], data: Any, at: str) -> _T:
         if f.init and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     }
     if missing := [name for name in known if name in required and name not in data]:
-        raise ValueError(f"{name_of(cls)} lacks {', '.join(_join(at, name) for name in missing)}; no default: set it")
-    return cls(**{name: _decode(known[name], value, _join(at, name)) for name, value in data.items()})
+        raise ValueError(
+            f"{name_of(cls)} lacks {', '.join(_join(at, name) for name in missing)}; no default: "
+            "set it"
+        )
+    return cls(
+        **{name: _decode(known[name], value, _join(at, name)) for name, value in data.items()}
+    )
 
 
 def _decode_union(kind: Any, value: Any, at: str) -> Any:
@@ -126,8 +143,12 @@ def _decode_union(kind: Any, value: Any, at: str) -> Any:
     tagged, members = classes(kind), get_args(kind)
     if tagged and isinstance(value, dict):
         if value.get(_KIND) not in tagged:
-            raise ValueError(f"{_join(at, _KIND)}={value.get(_KIND)!r} must be one of {sorted(tagged)}")
-        return _decode_dataclass(tagged[value[_KIND]], {n: v for n, v in value.items() if n != _KIND}, at)
+            raise ValueError(
+                f"{_join(at, _KIND)}={value.get(_KIND)!r} must be one of {sorted(tagged)}"
+            )
+        return _decode_dataclass(
+            tagged[value[_KIND]], {n: v for n, v in value.items() if n != _KIND}, at
+        )
     for member in members:
         if member is type(value) or (dataclasses.is_dataclass(member) and isinstance(value, dict)):
             return _decode(member, value, at)
@@ -159,7 +180,10 @@ def _element_kinds(kind: Any, length: int) -> tuple[Any, ...]:
 
 def _unknown(path: str, name: str, cls: type, known: dict[str, Any]) -> str:
     nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"{path} is not a field of {name_of(cls)}; nearest: {', '.join(nearest) or ', '.join(known)}"
+    return (
+        f"{path} is not a field of {name_of(cls)}; nearest: "
+        f"{', '.join(nearest) or ', '.join(known)}"
+    )
 
 
 def _wrong(at: str, value: Any, expected: str) -> ValueError:

@@ -21,14 +21,16 @@ def load(path: str | Path) -> model.Config:
     """The model of a config file: what its ``model()`` returns.
 
     Raises:
-        ValueError: there is no such file, it is not a Python file, or it defines no ``model()`` that returns a
-            :class:`k31fn.model.Config`. An error raised by the file itself comes through.
+        ValueError: there is no such file, it is not a Python file, or it defines no ``model()``
+            that returns a :class:`k31fn.model.Config`. An error raised by the file itself comes
+            through.
     """
     return _call(path, "model", model.Config)
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """The recipe of a config file (what its ``train()`` returns) or of a run's ``config.json``, which runs no code.
+    """The recipe of a config file (what its ``train()`` returns) or of a run's ``config.json``,
+    which runs no code.
 
     Raises:
         ValueError: as :func:`load`, or the JSON has an unknown, missing or wrong field; names it.
@@ -51,16 +53,20 @@ def _call(path: str | Path, function: str, cls: type[_T]) -> _T:
     file = Path(path)
     _must_exist(file)
     if file.suffix != ".py":
-        raise ValueError(f"config file {str(file)!r} must be a Python file (.py) that defines {function}()")
+        raise ValueError(
+            f"config file {str(file)!r} must be a Python file (.py) that defines {function}()"
+        )
     build: Any = runpy.run_path(str(file.resolve())).get(function)
     if not callable(build):
         raise ValueError(
-            f"config file {str(file)!r} defines no {function}(); add `def {function}() -> {_full_name(cls)}:`"
+            f"config file {str(file)!r} defines no {function}(); add `def {function}() -> "
+            f"{_full_name(cls)}:`"
         )
     config = build()
     if not isinstance(config, cls):
         raise ValueError(
-            f"config file {str(file)!r}: {function}() returned {_full_name(type(config))}, not {_full_name(cls)}"
+            f"config file {str(file)!r}: {function}() returned {_full_name(type(config))}, not "
+            f"{_full_name(cls)}"
         )
     return config
 
@@ -69,10 +75,13 @@ def _must_exist(file: Path) -> None:
     if file.is_file():
         return
     if (file / "config.json").is_file():
-        raise ValueError(f"{str(file)!r} is a run folder; its config is {str(file / 'config.json')!r}")
+        raise ValueError(
+            f"{str(file)!r} is a run folder; its config is {str(file / 'config.json')!r}"
+        )
     if file.is_dir():
         raise ValueError(
-            f"{str(file)!r} is a folder; name a config in it, such as {str(file / 'RUN' / 'config.json')!r}"
+            f"{str(file)!r} is a folder; name a config in it, such as "
+            f"{str(file / 'RUN' / 'config.json')!r}"
         )
     folder = file.parent
     here = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []

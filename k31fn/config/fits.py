@@ -32,25 +32,39 @@ def check_mesh(
     """Refuses a mesh over which the model or a step does not split evenly.
 
     Raises:
-        ValueError: names the view, all sizes that it does not divide, and the nearest values that would do.
+        ValueError: names the view, all sizes that it does not divide, and the nearest values that
+            would do.
     """
     tensor = {f"model.{name}": size for name, size in _tensor_parallel(cfg).items()}
     _divides("mesh.tp", mesh.tp, tensor)
     if model.moe_layers(cfg):
         experts = math.prod(a.size for a in mesh.axes().etp)
         _divides("mesh.ep", mesh.ep, {"model.moe.num_experts": cfg.moe.num_experts})
-        _divides("mesh.tp without the ranks of mesh.ep", experts, {"model.moe.expert_size": cfg.moe.expert_size})
+        _divides(
+            "mesh.tp without the ranks of mesh.ep",
+            experts,
+            {"model.moe.expert_size": cfg.moe.expert_size},
+        )
     if mesh.pp > 1:
         _check_stages(mesh, cfg, micro_batches, num_chunks)
     _multiple("length", length, {"mesh.cp": mesh.cp, "mesh.tp": mesh.tp})
     if patches:
-        _multiple("data.patches", patches, {"mesh.cp": mesh.cp, "mesh.tp": mesh.tp, "2 x 2 patches": MERGE**2})
-    _multiple("batch_size", batch_size, {"mesh.dp": mesh.dp, "mesh.fsdp": mesh.fsdp, "micro_batches": micro_batches})
+        _multiple(
+            "data.patches",
+            patches,
+            {"mesh.cp": mesh.cp, "mesh.tp": mesh.tp, "2 x 2 patches": MERGE**2},
+        )
+    _multiple(
+        "batch_size",
+        batch_size,
+        {"mesh.dp": mesh.dp, "mesh.fsdp": mesh.fsdp, "micro_batches": micro_batches},
+    )
     halo = cfg.kda.conv_width - 1
     if mesh.cp > 1 and length // mesh.cp < halo:
         fitting = [n for n in range(1, length + 1) if length % n == 0 and length // n >= halo]
         raise ValueError(
-            f"mesh.cp={mesh.cp} leaves a rank {length // mesh.cp} of length={length} tokens, fewer than the {halo} "
+            f"mesh.cp={mesh.cp} leaves a rank {length // mesh.cp} of length={length} tokens, "
+            f"fewer than the {halo} "
             f"that a convolution of model.kda.conv_width={cfg.kda.conv_width} looks back; "
             f"nearest: {_nearest(mesh.cp, fitting)}"
         )
@@ -62,7 +76,8 @@ def check_split(mesh: Mesh, cfg: model.Config) -> None:
     For the model of a run, not for a few of its layers, of which less may split than of all.
 
     Raises:
-        ValueError: names the ranks, the share that they split, and the nearest values that split half or more.
+        ValueError: names the ranks, the share that they split, and the nearest values that split
+            half or more.
     """
     specs = Counter(tree.leaves(model.specs(cfg)))
     if (share := _share(mesh, specs)) >= _LEAST_SHARE:
@@ -75,15 +90,21 @@ def check_split(mesh: Mesh, cfg: model.Config) -> None:
             continue
         if _share(other, specs) >= _LEAST_SHARE:
             fitting.append(n)
-    ranks = f"mesh.fsdp={mesh.fsdp}" + (f" x mesh.cp={mesh.cp} = {mesh.fsdp * mesh.cp}" if mesh.cp > 1 else "")
+    ranks = f"mesh.fsdp={mesh.fsdp}" + (
+        f" x mesh.cp={mesh.cp} = {mesh.fsdp * mesh.cp}" if mesh.cp > 1 else ""
+    )
     raise ValueError(
-        f"{ranks} splits {share:.1%} of the parameters: each of its ranks holds all of a weight of which it "
-        f"divides no size, and at least half must be split; nearest: mesh.fsdp {_nearest(mesh.fsdp, fitting)}"
+        f"{ranks} splits {share:.1%} of the parameters: each of its ranks holds all of a weight "
+        "of which it "
+        "divides no size, and at least half must be split; nearest: mesh.fsdp "
+        f"{_nearest(mesh.fsdp, fitting)}"
     )
 
 
 def split_share(mesh: Mesh, cfg: model.Config) -> float:
-    """The share of the parameters of which each rank of ``fsdp`` holds a part of its own; 1 without ``fsdp``."""
+    """The share of the parameters of which each rank of ``fsdp`` holds a part of its own; 1 without
+    ``fsdp``.
+    """
     return _share(mesh, Counter(tree.leaves(model.specs(cfg))))
 
 
@@ -100,14 +121,16 @@ def _check_stages(mesh: Mesh, cfg: model.Config, micro_batches: int, num_chunks:
     if mesh.pp * num_chunks > cfg.num_layers:
         fitting = cfg.num_layers // num_chunks
         raise ValueError(
-            f"mesh.pp={mesh.pp} x pipeline.num_chunks={num_chunks} stages are more than model.num_layers="
+            f"mesh.pp={mesh.pp} x pipeline.num_chunks={num_chunks} stages are more than "
+            "model.num_layers="
             f"{cfg.num_layers}: a stage has a layer at least; nearest: mesh.pp {max(fitting, 1)}"
         )
     if num_chunks > 1:
         _multiple("micro_batches", micro_batches, {"mesh.pp": mesh.pp})
     if cfg.num_mtp_layers:
         raise ValueError(
-            f"mesh.pp={mesh.pp} with model.num_mtp_layers={cfg.num_mtp_layers}: that layer reads the embedding, which "
+            f"mesh.pp={mesh.pp} with model.num_mtp_layers={cfg.num_mtp_layers}: that layer reads "
+            "the embedding, which "
             "the last stage does not have; set mesh.pp=1 or num_mtp_layers=0"
         )
 
@@ -138,11 +161,15 @@ def _divides(view: str, ranks: int, sizes: Mapping[str, int]) -> None:
         common = math.gcd(*sizes.values())
         fitting = [n for n in range(1, common + 1) if common % n == 0]
         named = ", ".join(f"{name}={size}" for name, size in wrong.items())
-        raise ValueError(f"{view}={ranks} does not divide {named}; nearest: {_nearest(ranks, fitting)}")
+        raise ValueError(
+            f"{view}={ranks} does not divide {named}; nearest: {_nearest(ranks, fitting)}"
+        )
 
 
 def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
-    """``size`` must be a multiple of the product of ``pieces``; says what would do of each and of the size."""
+    """``size`` must be a multiple of the product of ``pieces``; says what would do of each and of
+    the size.
+    """
     product = math.prod(pieces.values())
     if size % product == 0:
         return
@@ -155,7 +182,9 @@ def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
             fixes.append(f"{piece} {_nearest(n, fitting)}")
     near = [n for n in (size // product * product, -(-size // product) * product) if n]
     fixes.append(f"{name} {', '.join(map(str, near))}")
-    raise ValueError(f"{shown} = {product} does not divide {name}={size}; nearest: {' or '.join(fixes)}")
+    raise ValueError(
+        f"{shown} = {product} does not divide {name}={size}; nearest: {' or '.join(fixes)}"
+    )
 
 
 def _nearest(value: int, valid: list[int]) -> str:

@@ -16,15 +16,16 @@ _T = TypeVar("_T")
 
 
 def override(config: _T, args: Sequence[str], *, prog: str, description: str = "") -> _T:
-    """``config`` with fields replaced: ``--steps 30 --optimizer.peak-lr 1e-3 --model.moe.num-experts 16``.
+    """``config`` with fields replaced: ``--steps 30 --optimizer.peak-lr 1e-3
+    --model.moe.num-experts 16``.
 
-    Where a field allows several classes (attention, residual), the config's own class stays and its fields can be set,
-    or another is chosen by its name as in the config's JSON, with all its default values: ``--model.residual mhc``.
-    The name of its own class changes nothing.
-    A part that is absent (the vision of a model of text) stays so.
-    A field declared with ``field(metadata={"flat": True})`` adds its own fields without its name before them.
-    ``--help`` in ``args`` prints every field with its value and exits. An unknown or mistyped field prints what is
-    wrong and the nearest names, and exits with status 2.
+    Where a field allows several classes (attention, residual), the config's own class stays and its
+    fields can be set, or another is chosen by its name as in the config's JSON, with all its
+    default values: ``--model.residual mhc``. The name of its own class changes nothing. A part that
+    is absent (the vision of a model of text) stays so. A field declared with
+    ``field(metadata={"flat": True})`` adds its own fields without its name before them. ``--help``
+    in ``args`` prints every field with its value and exits. An unknown or mistyped field prints
+    what is wrong and the nearest names, and exits with status 2.
 
     Raises:
         ValueError: a value that the config refuses.
@@ -41,7 +42,10 @@ def override(config: _T, args: Sequence[str], *, prog: str, description: str = "
     if not args:
         return config
     plain = _plain(config, flat)
-    return _like(config, tyro.cli(type(plain), default=plain, args=list(args), prog=prog, description=description))
+    return _like(
+        config,
+        tyro.cli(type(plain), default=plain, args=list(args), prog=prog, description=description),
+    )
 
 
 def _choose(config: _T, args: Sequence[str]) -> tuple[_T, list[str]]:
@@ -56,19 +60,25 @@ def _choose(config: _T, args: Sequence[str]) -> tuple[_T, list[str]]:
         at = rest.index(argument)
         given = [value] if value else rest[at + 1 : at + 2]
         if not given or given[0] not in kinds:
-            raise ValueError(f"{name}: {''.join(given)!r} must be one of {', '.join(sorted(kinds))}")
+            raise ValueError(
+                f"{name}: {''.join(given)!r} must be one of {', '.join(sorted(kinds))}"
+            )
         if kinds[given[0]] is not own:
             try:
                 chosen = kinds[given[0]]()
             except TypeError as e:
-                raise ValueError(f"{name} {given[0]}: {e}; it has no defaults, so write a config that sets it") from e
+                raise ValueError(
+                    f"{name} {given[0]}: {e}; it has no defaults, so write a config that sets it"
+                ) from e
             config = _with(config, path, chosen)
         del rest[at : at + 1 + (not value)]
     return config, rest
 
 
 def _kinds_at(config: Any, path: Sequence[str]) -> tuple[dict[str, type], type]:
-    """The classes that a field allows, by name, if there are several and it is not absent; and its own."""
+    """The classes that a field allows, by name, if there are several and it is not absent; and its
+    own.
+    """
     hint = None
     for part in _full(config, path):
         if part not in _names(config):
@@ -80,7 +90,9 @@ def _kinds_at(config: Any, path: Sequence[str]) -> tuple[dict[str, type], type]:
 def _with(config: Any, path: Sequence[str], value: Any) -> Any:
     """The config with the field at ``path`` replaced."""
     first, *rest = _full(config, path)
-    return dataclasses.replace(config, **{first: _with(getattr(config, first), rest, value) if rest else value})
+    return dataclasses.replace(
+        config, **{first: _with(getattr(config, first), rest, value) if rest else value}
+    )
 
 
 def _full(config: Any, path: Sequence[str]) -> list[str]:
@@ -97,7 +109,8 @@ def _names(config: Any) -> list[str]:
 
 
 def _plain(config: Any, flat: Any) -> Any:
-    """A dataclass with the fields and values of ``config``, without its checks, whose every field has one class.
+    """A dataclass with the fields and values of ``config``, without its checks, whose every field
+    has one class.
 
     Checks wait for the whole: changing ``hidden_size`` in one place before another must not fail.
     """
@@ -107,7 +120,9 @@ def _plain(config: Any, flat: Any) -> Any:
     for f in dataclasses.fields(cls):
         value = getattr(config, f.name)
         nested = dataclasses.is_dataclass(value)
-        if value == () and any(dataclasses.is_dataclass(kind) for kind in typing.get_args(hints[f.name])):
+        if value == () and any(
+            dataclasses.is_dataclass(kind) for kind in typing.get_args(hints[f.name])
+        ):
             continue
         values[f.name] = _plain(value, flat) if nested else value
         kind = type(values[f.name]) if nested else hints[f.name]

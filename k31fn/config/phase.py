@@ -20,11 +20,15 @@ class Phase:
         length: tokens of a row.
         batch_size: rows of a step.
         micro_batches: pieces that a step is computed in.
-        trainable: "indexer" freezes the trunk. What is frozen keeps its optimiser state, for the phases after it.
-        attention: stage of Gated DSA: ``dense_warmup``, in which the indexer only watches, or ``sparse``.
-        peak_lr: the phase has its own schedule up to this learning rate; without it, that of the run goes on.
+        trainable: "indexer" freezes the trunk. What is frozen keeps its optimiser state, for the
+            phases after it.
+        attention: stage of Gated DSA: ``dense_warmup``, in which the indexer only watches, or
+            ``sparse``.
+        peak_lr: the phase has its own schedule up to this learning rate; without it, that of the
+            run goes on.
         warmup_steps: of that schedule.
-        final_fraction: of ``peak_lr``, at the phase's last step, after half a cosine; 1 keeps the rate.
+        final_fraction: of ``peak_lr``, at the phase's last step, after half a cosine; 1 keeps the
+            rate.
     """
 
     steps: int = 0
@@ -40,14 +44,18 @@ class Phase:
     def __post_init__(self) -> None:
         for name in ("steps", "length", "batch_size", "micro_batches", "warmup_steps"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0; 0 is what the recipe says")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be at least 0; 0 is what the recipe says"
+                )
         if not 0 <= self.peak_lr < math.inf or not 0 <= self.final_fraction <= 1:
             raise ValueError(
-                f"peak_lr={self.peak_lr} must be at least 0 and final_fraction={self.final_fraction} in [0, 1]"
+                f"peak_lr={self.peak_lr} must be at least 0 and "
+                f"final_fraction={self.final_fraction} in [0, 1]"
             )
         if not self.peak_lr and (self.warmup_steps or self.final_fraction != 1):
             raise ValueError(
-                f"warmup_steps={self.warmup_steps}, final_fraction={self.final_fraction} without peak_lr: they are of "
+                f"warmup_steps={self.warmup_steps}, final_fraction={self.final_fraction} without "
+                "peak_lr: they are of "
                 "the phase's own schedule; set peak_lr, or leave them out"
             )
 
@@ -67,11 +75,14 @@ def spans(phases: Sequence[Phase], num_steps: int) -> list[Span]:
     """
     for number, phase in enumerate(phases[:-1]):
         if not phase.steps:
-            raise ValueError(f"phases[{number}].steps=0: only the last phase goes on to the end; say how many")
+            raise ValueError(
+                f"phases[{number}].steps=0: only the last phase goes on to the end; say how many"
+            )
     sizes = [phase.steps or num_steps for phase in phases]
     if phases and sum(sizes) < num_steps:
         raise ValueError(
-            f"phases have {sum(sizes)} steps, steps={num_steps}: lower steps, or set phases[{len(phases) - 1}].steps=0"
+            f"phases have {sum(sizes)} steps, steps={num_steps}: lower steps, or set "
+            f"phases[{len(phases) - 1}].steps=0"
         )
     ends = [min(end, num_steps) for end in itertools.accumulate(sizes)]
     return [Span(a, b) for a, b in itertools.pairwise([0, *ends]) if a < b]

@@ -46,7 +46,8 @@ class Optimizer:
         kind: ``muon`` on matrices with AdamW on the rest, or AdamW on everything.
         peak_lr: learning rate after the warm-up.
         warmup_steps: steps of linear warm-up (the whole run, if that is shorter).
-        schedule: after it: ``cosine``, half of one; ``wsd``, the peak, and a straight line down at the end.
+        schedule: after it: ``cosine``, half of one; ``wsd``, the peak, and a straight line down at
+            the end.
         decay_fraction: of the run's steps that the line of ``wsd`` takes.
         final_fraction: of the peak, at the last step.
         weight_decay: decoupled; not on norms, biases and the like.
@@ -58,9 +59,10 @@ class Optimizer:
         ns_dtype: of Muon's Newton-Schulz; ``auto`` is bfloat16, float32 on the CPU.
         state_dtype: of momentum and moments between steps.
         offload: keep them in the host's memory.
-        qk_clip: largest attention logit of Gated MLA and DSA; heads above it have their query and key weights scaled
-            down after the step. 100 in Kimi K2. 0: they grow as they like.
-        spike: a step whose loss or gradient norm is so many deviations above its running median is skipped. 0: none is.
+        qk_clip: largest attention logit of Gated MLA and DSA; heads above it have their query and
+            key weights scaled down after the step. 100 in Kimi K2. 0: they grow as they like.
+        spike: a step whose loss or gradient norm is so many deviations above its running median is
+            skipped. 0: none is.
     """
 
     kind: _Kind = "muon"
@@ -107,10 +109,12 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How the micro-batches of a step pass through the stages of ``mesh.pp`` ranks; without effect on one.
+    """How the micro-batches of a step pass through the stages of ``mesh.pp`` ranks; without effect
+    on one.
 
     Attributes:
-        schedule: ``1f1b``; ``interleaved``, with several stages per rank; ``zero_bubble``, with split backwards.
+        schedule: ``1f1b``; ``interleaved``, with several stages per rank; ``zero_bubble``, with
+            split backwards.
         num_chunks: stages per rank.
     """
 
@@ -121,7 +125,8 @@ class Pipeline:
         _one_of("pipeline.schedule", self.schedule, ScheduleKind)
         if self.num_chunks < 1 or (self.num_chunks > 1) != (self.schedule == "interleaved"):
             raise ValueError(
-                f"pipeline.num_chunks={self.num_chunks}: schedule 'interleaved' has 2 or more stages per rank, "
+                f"pipeline.num_chunks={self.num_chunks}: schedule 'interleaved' has 2 or more "
+                "stages per rank, "
                 f"the others 1; schedule is {self.schedule!r}"
             )
 
@@ -141,24 +146,29 @@ class Recipe:
         micro_batches: pieces that a step is computed in; changes memory, not the numbers.
         seed: of initial values and of the order of the data.
         compute: dtype of activations and products.
-        master: dtype of parameters between steps; "bfloat16" rounds them stochastically after each, without a copy.
-        products: of linear layers in FP8, with scales by row or by blocks, where ``compute`` is bfloat16; held-out text
-            is scored with exact ones.
-        remat: what the backward computes again: "layer": all but each layer's input; "intra_layer": what joins the
-            sublayers, which are kept; "cross_layer": also the inputs of all but every eighth layer.
+        master: dtype of parameters between steps; "bfloat16" rounds them stochastically after each,
+            without a copy.
+        products: of linear layers in FP8, with scales by row or by blocks, where ``compute`` is
+            bfloat16; held-out text is scored with exact ones.
+        remat: what the backward computes again: "layer": all but each layer's input; "intra_layer":
+            what joins the sublayers, which are kept; "cross_layer": also the inputs of all but
+            every eighth layer.
         trainable: "indexer" freezes all but the lightning indexers (their dense warm-up).
-        trackers: services that get the metrics too, "wandb" and "trackio"; changes no number of the run.
+        trackers: services that get the metrics too, "wandb" and "trackio"; changes no number of the
+            run.
         lora: trains low-rank adapters of a model, and nothing else; ``()``: none.
-        phases: parts of the run with other rows or other trained parameters, one after the other; ``()``: none.
-        init: a run or a checkpoint of it whose parameters the run starts from; "": drawn from the seed.
+        phases: parts of the run with other rows or other trained parameters, one after the other;
+            ``()``: none.
+        init: a run or a checkpoint of it whose parameters the run starts from; "": drawn from the
+            seed.
         eval_every: steps between evaluations during the run.
         eval_bytes: held-out bytes scored then.
         heldout_bytes: held-out bytes scored at the end.
         checkpoint_every: steps between checkpoints.
         keep: newest checkpoints that are kept.
         keep_every: steps whose multiples are kept as well; 0: none.
-        keep_best: checkpoints of the lowest held-out losses that are kept as well. A checkpoint has one if its step is
-            also one of ``eval_every``.
+        keep_best: checkpoints of the lowest held-out losses that are kept as well. A checkpoint has
+            one if its step is also one of ``eval_every``.
         mesh: the ranks and what each view of them splits; a run may go on on another one.
         pipeline: how stages of layers work together; may change like the mesh.
     """
@@ -192,9 +202,20 @@ class Recipe:
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
-        if not self.name or not all(c.isalnum() or c in "-_." for c in self.name) or self.name.startswith("."):
-            raise ValueError(f"name={self.name!r} must be a folder name of letters, digits, '-', '_' and '.'")
-        kinds = {"compute": _Compute, "remat": model.Remat, "trainable": _Trainable, "master": _StateDtype}
+        if (
+            not self.name
+            or not all(c.isalnum() or c in "-_." for c in self.name)
+            or self.name.startswith(".")
+        ):
+            raise ValueError(
+                f"name={self.name!r} must be a folder name of letters, digits, '-', '_' and '.'"
+            )
+        kinds = {
+            "compute": _Compute,
+            "remat": model.Remat,
+            "trainable": _Trainable,
+            "master": _StateDtype,
+        }
         for name, allowed in kinds.items():
             _one_of(name, getattr(self, name), allowed)
         for name in _COUNTS:
@@ -204,7 +225,9 @@ class Recipe:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0; 0 keeps none")
         if self.length < 2:
-            raise ValueError(f"length={self.length} must be at least 2: a row of one token predicts nothing")
+            raise ValueError(
+                f"length={self.length} must be at least 2: a row of one token predicts nothing"
+            )
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed={self.seed} must be in [0, 2**64); take it modulo 2**64")
         if self.batch_size % self.micro_batches:
@@ -214,10 +237,13 @@ class Recipe:
                 f"use one of {divisors}"
             )
         if self.trainable == "indexer" and not isinstance(self.model.full_attention, dsa.Config):
-            raise ValueError("trainable='indexer': model.full_attention has no indexer; make it a dsa.Config")
+            raise ValueError(
+                "trainable='indexer': model.full_attention has no indexer; make it a dsa.Config"
+            )
         if self.patches and isinstance(self.model.vision, tuple):
             raise ValueError(
-                f"data.patches={self.patches}: the model has no vision; give it one, or set data.patches=0"
+                f"data.patches={self.patches}: the model has no vision; give it one, or set "
+                "data.patches=0"
             )
         check_mesh(
             self.mesh,
@@ -233,8 +259,14 @@ class Recipe:
         _ = self.precision  # checks itself
 
     def phase_of(self, step: int) -> int:
-        """The number of the phase that a step is in; that of the last one from the end of the run on."""
-        found = [number for number, span in enumerate(spans(self.phases, self.steps)) if span.start <= step]
+        """The number of the phase that a step is in; that of the last one from the end of the run
+        on.
+        """
+        found = [
+            number
+            for number, span in enumerate(spans(self.phases, self.steps))
+            if span.start <= step
+        ]
         return found[-1] if found else 0
 
     def at(self, step: int) -> Recipe:
@@ -242,17 +274,23 @@ class Recipe:
         return self._with(self.phases[self.phase_of(step)]) if self.phases else self
 
     def _with(self, phase: Phase) -> Recipe:
-        changes = {n: v for n in ("length", "batch_size", "micro_batches", "trainable") if (v := getattr(phase, n))}
+        changes = {
+            n: v
+            for n in ("length", "batch_size", "micro_batches", "trainable")
+            if (v := getattr(phase, n))
+        }
         if phase.attention:
             if not isinstance(self.model.full_attention, dsa.Config):
                 raise ValueError(
-                    f"attention={phase.attention!r}: model.full_attention has no indexer; make it a dsa.Config"
+                    f"attention={phase.attention!r}: model.full_attention has no indexer; make it "
+                    "a dsa.Config"
                 )
             full = replace(self.model.full_attention, stage=phase.attention)
             changes["model"] = replace(self.model, full_attention=full)
         if changes.get("trainable", self.trainable) != self.trainable != "all":
             raise ValueError(
-                f"trainable={phase.trainable!r} in a run with trainable={self.trainable!r}: a phase can only freeze "
+                f"trainable={phase.trainable!r} in a run with trainable={self.trainable!r}: a "
+                "phase can only freeze "
                 "more; set trainable='all' for the run"
             )
         return replace(self, phases=(), **changes)
@@ -261,12 +299,17 @@ class Recipe:
         if not self.lora:
             return
         if any(part.trainable not in ("", "all") for part in (self, *self.phases)):
-            raise ValueError("lora: adapters are all that is trained; set trainable='all', in phases too")
+            raise ValueError(
+                "lora: adapters are all that is trained; set trainable='all', in phases too"
+            )
         if self.init:
-            raise ValueError(f"init={self.init!r} with lora: the model that is adapted is lora.base; set init=''")
+            raise ValueError(
+                f"init={self.init!r} with lora: the model that is adapted is lora.base; set init=''"
+            )
         if self.optimizer.qk_clip:
             raise ValueError(
-                f"optimizer.qk_clip={self.optimizer.qk_clip} with lora: it scales weights that are frozen; set it to 0"
+                f"optimizer.qk_clip={self.optimizer.qk_clip} with lora: it scales weights that "
+                "are frozen; set it to 0"
             )
 
     def _check_phases(self) -> None:
@@ -284,7 +327,9 @@ class Recipe:
 
     @property
     def clips_logits(self) -> bool:
-        """Whether weights of the attention are scaled when its logits are too large; frozen ones are not."""
+        """Whether weights of the attention are scaled when its logits are too large; frozen ones
+        are not.
+        """
         return bool(self.optimizer.qk_clip) and self.trains_trunk
 
     @property
@@ -294,7 +339,9 @@ class Recipe:
 
     @property
     def precision(self) -> Precision:
-        """Gradient sums in float32, or float64 in a float64 run; so are parameters, unless ``master`` is bfloat16."""
+        """Gradient sums in float32, or float64 in a float64 run; so are parameters, unless
+        ``master`` is bfloat16.
+        """
         compute = getattr(torch, self.compute)
         wide = torch.promote_types(compute, torch.float32)
         param = torch.bfloat16 if self.master == "bfloat16" else wide

@@ -1,12 +1,13 @@
 """Training data: text and images to rows of tokens and patches, from files on this machine.
 
-Small text is held in memory: ``load`` gives tokenised training and held-out documents, ``Dataset(...).batch_at(step)``
-the rows of a step as a pure function of (seed, step, rank), ``heldout`` the fixed rows that a run is scored on and
-``NGram`` the model to beat.
+Small text is held in memory: ``load`` gives tokenised training and held-out documents,
+``Dataset(...).batch_at(step)`` the rows of a step as a pure function of (seed, step, rank),
+``heldout`` the fixed rows that a run is scored on and ``NGram`` the model to beat.
 
-Anything else is prepared first: ``python -m k31fn.data prepare SOURCE FOLDER`` writes stores that are mapped into
-memory. ``open_prepared(Prepared(...), ...)`` gives a ``Mixture`` to train on, with a ``batch_at(step)`` like that of a
-``Dataset``, and ``open_heldout`` rows to score. A ``Curriculum`` is several of either, of one length of rows each.
+Anything else is prepared first: ``python -m k31fn.data prepare SOURCE FOLDER`` writes stores that
+are mapped into memory. ``open_prepared(Prepared(...), ...)`` gives a ``Mixture`` to train on, with
+a ``batch_at(step)`` like that of a ``Dataset``, and ``open_heldout`` rows to score. A
+``Curriculum`` is several of either, of one length of rows each.
 """
 
 from k31fn.data.curriculum import Curriculum, Rows

@@ -1,4 +1,6 @@
-"""``python -m k31fn.data prepare SOURCE FOLDER``: text and images to memory-mapped shards that training reads."""
+"""``python -m k31fn.data prepare SOURCE FOLDER``: text and images to memory-mapped shards that
+training reads.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,42 @@ def main(arguments: list[str] | None = None) -> int:
     """Prepares a source; returns the exit status: 0 if all of it is there, else 2."""
     parser = argparse.ArgumentParser(prog="python -m k31fn.data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("prepare", help="tokenise text and cut images; call it again to go on")
+    command = commands.add_parser(
+        "prepare", help="tokenise text and cut images; call it again to go on"
+    )
     default = images.Config()
-    command.add_argument("source", help="text, .jsonl or .parquet files, a folder of them, or a saved HF dataset")
+    command.add_argument(
+        "source", help="text, .jsonl or .parquet files, a folder of them, or a saved HF dataset"
+    )
     command.add_argument("folder", help="where the stores train and heldout go")
-    command.add_argument("--tokenizer", default="bytes", help="bytes, bytes+media, or a tokenizer's file or folder")
+    command.add_argument(
+        "--tokenizer", default="bytes", help="bytes, bytes+media, or a tokenizer's file or folder"
+    )
     command.add_argument("--end", default="", help="name of the token that ends a document")
     command.add_argument("--text", default="text", help="field that holds the text")
-    command.add_argument("--images", default="", help="field that holds the images; none if left out")
-    what = "field that holds messages (messages if left out): the records are conversations, learnt are the answers"
+    command.add_argument(
+        "--images", default="", help="field that holds the images; none if left out"
+    )
+    what = (
+        "field that holds messages (messages if left out): the records are conversations, learnt "
+        "are the answers"
+    )
     command.add_argument("--chat", nargs="?", const="messages", default="", help=what)
-    command.add_argument("--max-length", type=int, default=0, help="tokens of a conversation; cut between messages")
-    command.add_argument("--heldout", type=float, default=0.05, help="fraction of documents to hold out")
-    command.add_argument("--max-patches", type=int, default=default.max_patches, help="of one image")
-    command.add_argument("--max-side", type=int, default=default.max_side, help="patches along a side")
-    command.add_argument("--on-bad", choices=("refuse", "skip"), default="refuse", help="what a bad image does")
+    command.add_argument(
+        "--max-length", type=int, default=0, help="tokens of a conversation; cut between messages"
+    )
+    command.add_argument(
+        "--heldout", type=float, default=0.05, help="fraction of documents to hold out"
+    )
+    command.add_argument(
+        "--max-patches", type=int, default=default.max_patches, help="of one image"
+    )
+    command.add_argument(
+        "--max-side", type=int, default=default.max_side, help="patches along a side"
+    )
+    command.add_argument(
+        "--on-bad", choices=("refuse", "skip"), default="refuse", help="what a bad image does"
+    )
     command.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     given = parser.parse_args(arguments)
     try:
@@ -44,13 +67,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"k31fn.data: {e}", file=sys.stderr)
         return 2
     skipped = ", ".join(f"{n} {reason}" for reason, n in result.skipped.items()) or "none"
-    print("{documents:,} documents, {tokens:,} tokens, {images:,} images".format_map(result.counts), end="")
+    print(
+        "{documents:,} documents, {tokens:,} tokens, {images:,} images".format_map(result.counts),
+        end="",
+    )
     print(f" in {given.folder}; documents left out: {skipped}")
     if given.chat:
         print(
-            "learnt: {learnt:,} tokens; {shortened:,} conversations shortened, {dropped:,} messages dropped".format_map(
-                result.counts
-            )
+            "learnt: {learnt:,} tokens; {shortened:,} conversations shortened, "
+            "{dropped:,} messages dropped".format_map(result.counts)
         )
     return 0
 
@@ -65,13 +90,17 @@ def _config(given: argparse.Namespace) -> Config:
         given.chat,
         given.max_length,
         heldout_fraction=given.heldout,
-        image=images.Config(max_patches=given.max_patches, max_side=given.max_side, on_bad=given.on_bad),
+        image=images.Config(
+            max_patches=given.max_patches, max_side=given.max_side, on_bad=given.on_bad
+        ),
     )
 
 
 @contextlib.contextmanager
 def bar(write: Callable[[str], object], *, terminal: bool) -> Iterator[Callable[[Progress], None]]:
-    """Reports progress to a terminal as a bar, whose line ends with the block, elsewhere as a line per tenth."""
+    """Reports progress to a terminal as a bar, whose line ends with the block, elsewhere as a line
+    per tenth.
+    """
     began, shown = time.monotonic(), -1
 
     def show(progress: Progress) -> None:
@@ -79,7 +108,9 @@ def bar(write: Callable[[str], object], *, terminal: bool) -> Iterator[Callable[
         done, total = progress.done, max(progress.total, 1)
         seconds = time.monotonic() - began
         left = f", about {seconds / done * (total - done):.0f} s left" if 0 < done < total else ""
-        line = f"{done} of {total} shards, {progress.counts['tokens']:,} tokens, {seconds:.0f} s{left}"
+        line = (
+            f"{done} of {total} shards, {progress.counts['tokens']:,} tokens, {seconds:.0f} s{left}"
+        )
         if terminal:
             shown = filled = 30 * done // total
             write(f"\r\033[K[{'#' * filled}{'.' * (30 - filled)}] {line}")

@@ -1,12 +1,12 @@
 """Conversations as tokens, in the chat format of Kimi K3, with the tokens that are to be learnt.
 
-Four special tokens give the structure; names, attributes and contents are text, each encoded by itself. What a user
-writes can never become a special token. A message is::
+Four special tokens give the structure; names, attributes and contents are text, each encoded by
+itself. What a user writes can never become a special token. A message is::
 
     <|open|>message role="user"<|sep|> CONTENT <|close|>message<|sep|><|end_of_msg|>
 
-An answer (role ``assistant``) holds ``think`` if it has a ``reasoning_content``, ``response``, and ``tools`` if it has
-``tool_calls``::
+An answer (role ``assistant``) holds ``think`` if it has a ``reasoning_content``, ``response``, and
+``tools`` if it has ``tool_calls``::
 
     <|open|>message role="assistant"<|sep|>
       <|open|>think<|sep|> REASONING <|close|>think<|sep|>
@@ -18,12 +18,13 @@ An answer (role ``assistant``) holds ``think`` if it has a ``reasoning_content``
       <|close|>tools<|sep|>
     <|close|>message<|sep|><|end_of_msg|>
 
-without the spaces and line ends above. The result of a call (role ``tool``) has the attributes ``tool`` and ``index``,
-that of the call it answers. Learnt is what a model writes: of an answer all behind its first ``<|open|>think<|sep|>``
-or ``<|open|>response<|sep|>``, which a prompt ends with (:func:`prompt`), its ``<|end_of_msg|>`` included.
+without the spaces and line ends above. The result of a call (role ``tool``) has the attributes
+``tool`` and ``index``, that of the call it answers. Learnt is what a model writes: of an answer all
+behind its first ``<|open|>think<|sep|>`` or ``<|open|>response<|sep|>``, which a prompt ends with
+(:func:`prompt`), its ``<|end_of_msg|>`` included.
 
-This is how public programs that serve K3 write it; the template that K3 is released with was not seen. The declaration
-of tools is not part of it: put it into a system message.
+This is how public programs that serve K3 write it; the template that K3 is released with was not
+seen. The declaration of tools is not part of it: put it into a system message.
 """
 
 from __future__ import annotations
@@ -38,15 +39,32 @@ from k31fn.data import media
 from k31fn.data.images import Image
 from k31fn.data.tokenizer import CHAT_NAMES, Tokenizer
 
-__all__ = ["END_OF_ANSWER", "Conversation", "Piece", "check_tokenizer", "encode", "prompt", "render"]
+__all__ = [
+    "END_OF_ANSWER",
+    "Conversation",
+    "Piece",
+    "check_tokenizer",
+    "encode",
+    "prompt",
+    "render",
+]
 
 _OPEN, _CLOSE, _SEP, _END = CHAT_NAMES
 END_OF_ANSWER = _CLOSE
-"""The special token behind the text of an answer, from which a program that prints it reads no further."""
+"""The special token behind the text of an answer, from which a program that prints it reads no
+further.
+"""
 
 _ROLES = ("system", "user", "assistant", "tool")
 _KEYS = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id", "tool"}
-_KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+_KINDS = {
+    type(None): "null",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "string",
+    list: "array",
+}
 
 
 class Piece(NamedTuple):
@@ -73,14 +91,18 @@ class Conversation(NamedTuple):
     answers: list[bool]
 
     def fitting(self, length: int) -> int:
-        """How many messages make the longest start of at most ``length`` tokens that ends in an answer; 0: none."""
+        """How many messages make the longest start of at most ``length`` tokens that ends in an
+        answer; 0: none.
+        """
         found = [i + 1 for i, end in enumerate(self.ends) if self.answers[i] and end <= length]
         return found[-1] if found else 0
 
     def cut(self, count: int) -> Conversation:
         """The first messages."""
         stop = self.ends[count - 1] if count else 0
-        return Conversation(self.tokens[:stop], self.learnt[:stop], self.ends[:count], self.answers[:count])
+        return Conversation(
+            self.tokens[:stop], self.learnt[:stop], self.ends[:count], self.answers[:count]
+        )
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
@@ -91,16 +113,18 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
     """
     if missing := [name for name in CHAT_NAMES if name not in tokenizer.special_tokens]:
         raise ValueError(
-            f"the tokenizer has no {', '.join(missing)}, which conversations need; use another, such as 'bytes+chat'"
+            f"the tokenizer has no {', '.join(missing)}, which conversations need; use another, "
+            "such as 'bytes+chat'"
         )
 
 
 def encode(messages: Any, images: Sequence[Image], tokenizer: Tokenizer, name: str) -> Conversation:
-    """The tokens of a conversation; its images, in order, stand where its messages have parts of type ``image``.
+    """The tokens of a conversation; its images, in order, stand where its messages have parts of
+    type ``image``.
 
     Raises:
-        ValueError: the messages are not such a conversation, or have no answer, or another number of images; begins
-            with ``name``.
+        ValueError: the messages are not such a conversation, or have no answer, or another number
+            of images; begins with ``name``.
     """
     left = list(images)[::-1]
     tokens: list[np.ndarray] = []
@@ -109,16 +133,22 @@ def encode(messages: Any, images: Sequence[Image], tokenizer: Tokenizer, name: s
     for pieces in render(messages, name):
         for piece in pieces:
             if piece.kind == "image" and not left:
-                raise ValueError(f"{name}: messages have more images than the {len(images)} of the record")
+                raise ValueError(
+                    f"{name}: messages have more images than the {len(images)} of the record"
+                )
             part = _encode(piece, left, tokenizer, name)
             tokens.append(part)
             learnt += [piece.learnt] * len(part)
         ends.append(len(learnt))
     if left:
-        raise ValueError(f"{name}: the record has {len(images)} images, its messages {len(images) - len(left)}")
+        raise ValueError(
+            f"{name}: the record has {len(images)} images, its messages {len(images) - len(left)}"
+        )
     answers = [message["role"] == "assistant" for message in messages]
     if not any(answers):
-        raise ValueError(f"{name}: no message has the role 'assistant': there is nothing to learn from")
+        raise ValueError(
+            f"{name}: no message has the role 'assistant': there is nothing to learn from"
+        )
     return Conversation(np.concatenate(tokens), np.array(learnt), ends, answers)
 
 
@@ -137,13 +167,17 @@ def render(messages: Any, name: str) -> list[list[Piece]]:
         ValueError: as :func:`encode`.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{name}: messages must be a list of at least one message, not {str(messages)[:60]!r}")
+        raise ValueError(
+            f"{name}: messages must be a list of at least one message, not {str(messages)[:60]!r}"
+        )
     found, calls, answered = [], [], 0
     for number, message in enumerate(messages):
         where = f"{name}: messages[{number}]"
         _check(message, where)
         role = message["role"]
-        attributes = {"role": role} | ({"name": message["name"]} if message.get("name") and role != "tool" else {})
+        attributes = {"role": role} | (
+            {"name": message["name"]} if message.get("name") and role != "tool" else {}
+        )
         if role == "assistant":
             body, calls, answered = _answer(message, where), _calls(message, where), 0
         else:
@@ -151,10 +185,15 @@ def render(messages: Any, name: str) -> list[list[Piece]]:
         if role == "tool":
             answered += 1
             tool = (
-                message.get("tool") or message.get("name") or next((n for n, _ in calls[answered - 1 : answered]), "")
+                message.get("tool")
+                or message.get("name")
+                or next((n for n, _ in calls[answered - 1 : answered]), "")
             )
             if not tool:
-                raise ValueError(f"{where} answers no call: give it a 'name', or put it behind the calls it answers")
+                raise ValueError(
+                    f"{where} answers no call: give it a 'name', or put it behind the calls it "
+                    "answers"
+                )
             attributes |= {"tool": tool, "index": str(answered)}
         learnt = role == "assistant"
         end = Piece("special", _END, learnt)
@@ -178,7 +217,9 @@ def _answer(message: Mapping[str, Any], where: str) -> list[Piece]:
             body += _open("call", {"tool": tool, "index": str(index)}, learnt=True)
             for key, value in arguments.items():
                 text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                body += _open("argument", {"key": key, "type": _KINDS.get(type(value), "object")}, learnt=True)
+                body += _open(
+                    "argument", {"key": key, "type": _KINDS.get(type(value), "object")}, learnt=True
+                )
                 body += [*_text(text, True), *_close("argument", True)]
             body += _close("call", True)
         body += _close("tools", True)
@@ -195,9 +236,13 @@ def _calls(message: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, 
             try:
                 arguments = json.loads(arguments)
             except ValueError as error:
-                raise ValueError(f"{where}: arguments of a call are not JSON: {arguments[:60]!r}") from error
+                raise ValueError(
+                    f"{where}: arguments of a call are not JSON: {arguments[:60]!r}"
+                ) from error
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            raise ValueError(f"{where}: a call needs a name and arguments by name, not {str(call)[:60]!r}")
+            raise ValueError(
+                f"{where}: a call needs a name and arguments by name, not {str(call)[:60]!r}"
+            )
         found.append((name, arguments))
     return found
 
@@ -206,10 +251,18 @@ def _check(message: Any, where: str) -> None:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise ValueError(f"{where}: role {str(role)[:60]!r} must be one of {list(_ROLES)}")
-    if unknown := sorted(name for name, value in message.items() if name not in _KEYS and value is not None):
-        raise ValueError(f"{where} has {unknown}, which this format cannot express; known: {sorted(_KEYS)}")
-    if message["role"] != "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
-        raise ValueError(f"{where}: only an answer (role 'assistant') has tool_calls and reasoning_content")
+    if unknown := sorted(
+        name for name, value in message.items() if name not in _KEYS and value is not None
+    ):
+        raise ValueError(
+            f"{where} has {unknown}, which this format cannot express; known: {sorted(_KEYS)}"
+        )
+    if message["role"] != "assistant" and (
+        message.get("tool_calls") or message.get("reasoning_content")
+    ):
+        raise ValueError(
+            f"{where}: only an answer (role 'assistant') has tool_calls and reasoning_content"
+        )
 
 
 def _content(content: Any, learnt: bool, where: str) -> list[Piece]:
@@ -224,7 +277,10 @@ def _content(content: Any, learnt: bool, where: str) -> list[Piece]:
         elif kind == "text" and isinstance(part.get("text"), str):
             found += _text(part["text"], learnt)
         else:
-            raise ValueError(f"{where}: content is text, or a list of parts of type 'text' and 'image', not {part!r}")
+            raise ValueError(
+                f"{where}: content is text, or a list of parts of type 'text' and 'image', not "
+                f"{part!r}"
+            )
     return found
 
 
@@ -232,7 +288,9 @@ def _text(text: str, learnt: bool) -> list[Piece]:
     return [Piece("text", text, learnt)] if text else []
 
 
-def _open(tag: str, attributes: Mapping[str, str] | None = None, *, learnt: bool = False) -> list[Piece]:
+def _open(
+    tag: str, attributes: Mapping[str, str] | None = None, *, learnt: bool = False
+) -> list[Piece]:
     texts = [tag]
     for key, value in (attributes or {}).items():
         texts += [f" {key}", '="', str(value).replace("&", "&amp;").replace('"', "&quot;"), '"']
@@ -241,7 +299,11 @@ def _open(tag: str, attributes: Mapping[str, str] | None = None, *, learnt: bool
 
 
 def _close(tag: str, learnt: bool) -> list[Piece]:
-    return [Piece("special", _CLOSE, learnt), Piece("text", tag, learnt), Piece("special", _SEP, learnt)]
+    return [
+        Piece("special", _CLOSE, learnt),
+        Piece("text", tag, learnt),
+        Piece("special", _SEP, learnt),
+    ]
 
 
 def _encode(piece: Piece, left: list[Image], tokenizer: Tokenizer, name: str) -> np.ndarray:

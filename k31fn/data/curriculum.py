@@ -1,7 +1,8 @@
 """Rows of several lengths, one after the other, as a pure function of (seed, step, rank).
 
-Rows of one length go on where the last part of that length ended; another length has rows of its own: it cuts the same
-text elsewhere, in its own order. So each token is in a row of one length once per epoch of that length.
+Rows of one length go on where the last part of that length ended; another length has rows of its
+own: it cuts the same text elsewhere, in its own order. So each token is in a row of one length once
+per epoch of that length.
 """
 
 from __future__ import annotations
@@ -33,8 +34,15 @@ class Curriculum:
     starts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.parts) != len(self.starts) or self.starts[:1] != (0,) or list(self.starts) != sorted(self.starts):
-            raise ValueError(f"starts={self.starts} of {len(self.parts)} parts must be one each, ascending from 0")
+        if (
+            len(self.parts) != len(self.starts)
+            or self.starts[:1] != (0,)
+            or list(self.starts) != sorted(self.starts)
+        ):
+            raise ValueError(
+                f"starts={self.starts} of {len(self.parts)} parts must be one each, ascending "
+                "from 0"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +54,9 @@ class Curriculum:
         """Of the text."""
         return self.parts[0].fingerprint
 
-    def batch_at(self, step: int, *, rank: int = 0, num_ranks: int = 1, micro: int = 0, num_micro: int = 1) -> Example:
+    def batch_at(
+        self, step: int, *, rank: int = 0, num_ranks: int = 1, micro: int = 0, num_micro: int = 1
+    ) -> Example:
         """The rows of a micro-batch of a data rank at a step, on the CPU.
 
         Raises:
@@ -54,7 +64,9 @@ class Curriculum:
         """
         number = max(bisect.bisect_right(self.starts, step) - 1, 0)
         here = step - self.starts[number]
-        return self.parts[number].batch_at(here, rank=rank, num_ranks=num_ranks, micro=micro, num_micro=num_micro)
+        return self.parts[number].batch_at(
+            here, rank=rank, num_ranks=num_ranks, micro=micro, num_micro=num_micro
+        )
 
     def steps_of_parts(self, num_steps: int) -> Iterator[tuple[Dataset | Mixture, int]]:
         """Each part and how many of the first ``num_steps`` steps it has."""

@@ -23,13 +23,16 @@ _CHUNK = 256  # rows at a time
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Rows to score a model on: nats per byte is the sum of its token losses divided by ``num_bytes``.
+    """Rows to score a model on: nats per byte is the sum of its token losses divided by
+    ``num_bytes``.
 
     Attributes:
-        rows: as in training, but tokens that are no bytes are not scored either (label -100), nor the names of the
-            elements of a conversation.
-        num_bytes: bytes of the tokens that are scored, that is, all but the first token of each piece.
-        pieces: the bytes of each piece of a document in the rows, for a model of another kind; none of prepared data.
+        rows: as in training, but tokens that are no bytes are not scored either (label -100), nor
+            the names of the elements of a conversation.
+        num_bytes: bytes of the tokens that are scored, that is, all but the first token of each
+            piece.
+        pieces: the bytes of each piece of a document in the rows, for a model of another kind; none
+            of prepared data.
     """
 
     rows: Example
@@ -37,10 +40,14 @@ class HeldOut:
     pieces: tuple[bytes, ...]
 
 
-def heldout(corpus: Corpus, tokenizer: Tokenizer, *, length: int, num_bytes: int = 200_000) -> HeldOut:
-    """The first rows of the corpus, in an order that depends on nothing else, in which ``num_bytes`` are scored.
+def heldout(
+    corpus: Corpus, tokenizer: Tokenizer, *, length: int, num_bytes: int = 200_000
+) -> HeldOut:
+    """The first rows of the corpus, in an order that depends on nothing else, in which
+    ``num_bytes`` are scored.
 
-    All rows if that is more than there is. The order has a seed of its own: runs of any seed score the same bytes.
+    All rows if that is more than there is. The order has a seed of its own: runs of any seed score
+    the same bytes.
 
     Raises:
         ValueError: ``num_bytes`` is not positive, or no token of the corpus can be scored.
@@ -50,8 +57,11 @@ def heldout(corpus: Corpus, tokenizer: Tokenizer, *, length: int, num_bytes: int
     return HeldOut(rows, total, tuple(pieces(rows, tokenizer)))
 
 
-def heldout_rows(sources: Sequence[PackedDataset], tokenizer: Tokenizer, *, num_bytes: int = 200_000) -> HeldOut:
-    """The first rows of prepared data, of each source in turn and none twice, in which ``num_bytes`` are scored.
+def heldout_rows(
+    sources: Sequence[PackedDataset], tokenizer: Tokenizer, *, num_bytes: int = 200_000
+) -> HeldOut:
+    """The first rows of prepared data, of each source in turn and none twice, in which
+    ``num_bytes`` are scored.
 
     Raises:
         ValueError: as :func:`heldout`.
@@ -86,24 +96,34 @@ def _first(chunks: Iterable[Example], tokenizer: Tokenizer, num_bytes: int) -> t
 
 
 def _bytes_only(rows: Example, tokenizer: Tokenizer) -> Tensor:
-    """The labels that are text: no special tokens, and of conversations no names of elements, which say nothing."""
+    """The labels that are text: no special tokens, and of conversations no names of elements, which
+    say nothing.
+    """
     names = tokenizer.special_tokens
     special = torch.tensor([tokenizer.end_token, *names.values()])
     labels = rows.labels.masked_fill(torch.isin(rows.labels, special), -100)
     if not {*CHAT_NAMES} <= names.keys():
         return labels
     places = torch.arange(rows.tokens.shape[1]).where(torch.isin(rows.tokens, special), 0)
-    last = rows.tokens.gather(1, places.cummax(1).values)  # a name stands behind what opens or closes
-    return labels.masked_fill(torch.isin(last, torch.tensor([names[name] for name in CHAT_NAMES[:2]])), -100)
+    last = rows.tokens.gather(
+        1, places.cummax(1).values
+    )  # a name stands behind what opens or closes
+    return labels.masked_fill(
+        torch.isin(last, torch.tensor([names[name] for name in CHAT_NAMES[:2]])), -100
+    )
 
 
 def trained_on(dataset: Rows, num_steps: int, tokenizer: Tokenizer) -> Iterator[bytes]:
     """The pieces of documents in the batches of steps 0 to num_steps - 1.
 
-    Each byte of the corpus is in them at most once for each length of rows; after an epoch that is the whole corpus.
-    The dataset is of text: of prepared data the documents are not known as bytes.
+    Each byte of the corpus is in them at most once for each length of rows; after an epoch that is
+    the whole corpus. The dataset is of text: of prepared data the documents are not known as bytes.
     """
-    parts = dataset.steps_of_parts(num_steps) if isinstance(dataset, Curriculum) else [(dataset, num_steps)]
+    parts = (
+        dataset.steps_of_parts(num_steps)
+        if isinstance(dataset, Curriculum)
+        else [(dataset, num_steps)]
+    )
     used: dict[int, tuple[Dataset, int]] = {}
     for part, steps in parts:
         assert isinstance(part, Dataset)

@@ -1,12 +1,15 @@
-"""Rows of text and images from a store, as a pure function of (seed, step, rank), like :mod:`k31fn.data.packing`.
+"""Rows of text and images from a store, as a pure function of (seed, step, rank), like
+:mod:`k31fn.data.packing`.
 
-A row has two budgets: ``length`` tokens, of which the placeholders of images are a part, and ``patches`` that the
-vision tower sees. Documents are put into rows whole and in an order that is drawn once: each goes into the row that is
-being filled, or opens the next one. A document that is longer than a row is cut into pieces, never inside an image. So
-a row is made of pieces; which ones does not depend on the epoch, only the order of the rows does.
+A row has two budgets: ``length`` tokens, of which the placeholders of images are a part, and
+``patches`` that the vision tower sees. Documents are put into rows whole and in an order that is
+drawn once: each goes into the row that is being filled, or opens the next one. A document that is
+longer than a row is cut into pieces, never inside an image. So a row is made of pieces; which ones
+does not depend on the epoch, only the order of the rows does.
 
-In a row every piece is a document of the row's segments. Labels at its last token, over placeholders and in padding are
--100, and of a conversation (:mod:`k31fn.data.chat`) all that are no part of an answer. Conversations are not cut.
+In a row every piece is a document of the row's segments. Labels at its last token, over
+placeholders and in padding are -100, and of a conversation (:mod:`k31fn.data.chat`) all that are no
+part of an answer. Conversations are not cut.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class Shape(NamedTuple):
 
     Attributes:
         length: tokens.
-        patches: of images, a multiple of 4; 0 for rows without images, which then have no ``images``.
+        patches: of images, a multiple of 4; 0 for rows without images, which then have no
+            ``images``.
     """
 
     length: int
@@ -53,7 +57,9 @@ class Piece(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a row holds: the tokens of each piece, which of them are learnt, and grid and patches of each image."""
+    """What a row holds: the tokens of each piece, which of them are learnt, and grid and patches of
+    each image.
+    """
 
     pieces: list[np.ndarray]
     learnt: list[np.ndarray]
@@ -63,7 +69,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackedDataset:
-    """A store seen as an endless list of rows. Its pieces are found when it is made, in one pass over the lengths.
+    """A store seen as an endless list of rows. Its pieces are found when it is made, in one pass
+    over the lengths.
 
     Attributes:
         store: prepared documents.
@@ -80,13 +87,21 @@ class PackedDataset:
 
     def __post_init__(self) -> None:
         if self.shape.length < 2:
-            raise ValueError(f"data.length={self.shape.length} must be at least 2: a row of one token predicts nothing")
+            raise ValueError(
+                f"data.length={self.shape.length} must be at least 2: a row of one token predicts "
+                "nothing"
+            )
         if self.shape.patches < 0 or self.shape.patches % 4:
-            raise ValueError(f"data.patches={self.shape.patches} must be a multiple of 4, or 0 for rows without images")
+            raise ValueError(
+                f"data.patches={self.shape.patches} must be a multiple of 4, or 0 for rows "
+                "without images"
+            )
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"data.seed={self.seed} must be in [0, 2**64); take it modulo 2**64")
         if not self.store.num_documents:
-            raise ValueError("the store holds no document; prepare more data, or hold out another fraction")
+            raise ValueError(
+                "the store holds no document; prepare more data, or hold out another fraction"
+            )
         _ = self._rows
 
     @property
@@ -103,9 +118,13 @@ class PackedDataset:
         for piece in self._rows[place]:
             document = self.store.read(piece.document)
             row.pieces.append(document.tokens[piece.start : piece.stop])
-            whole = document.learnt if self.store.answers else np.ones(len(document.tokens), np.bool_)
+            whole = (
+                document.learnt if self.store.answers else np.ones(len(document.tokens), np.bool_)
+            )
             row.learnt.append(np.asarray(whole[piece.start : piece.stop]))
-            for grid, (start, stop), patches in zip(document.grids, document.spans, document.patches, strict=True):
+            for grid, (start, stop), patches in zip(
+                document.grids, document.spans, document.patches, strict=True
+            ):
                 if piece.start <= start and stop <= piece.stop:
                     row.grids.append(grid)
                     row.patches.append(patches)
@@ -121,7 +140,11 @@ class PackedDataset:
         for document in permute(np.arange(count), count, keys).tolist():
             for piece, size in self._pieces(document):
                 length = piece.stop - piece.start
-                if not rows or tokens + length > self.shape.length or patches + size > self.shape.patches:
+                if (
+                    not rows
+                    or tokens + length > self.shape.length
+                    or patches + size > self.shape.patches
+                ):
                     rows.append([])
                     tokens = patches = 0
                 rows[-1].append(piece)
@@ -129,15 +152,19 @@ class PackedDataset:
         return rows
 
     def _pieces(self, document: int) -> Iterator[tuple[Piece, int]]:
-        """The pieces of a document, each with its patches: as few as fit into rows, none ending inside an image."""
+        """The pieces of a document, each with its patches: as few as fit into rows, none ending
+        inside an image.
+        """
         spans, grids = self.store.images_of(document)
         sizes = grids.prod(1, dtype=np.int64)
         self._check(document, spans, sizes)
         length, start, image = int(self.store.lengths[document]), 0, 0
         if self.store.answers and (length > self.shape.length or sizes.sum() > self.shape.patches):
             raise ValueError(
-                f"document {document} is a conversation of {length} tokens and {sizes.sum()} patches, which is not "
-                f"cut; a row has data.length={self.shape.length}, data.patches={self.shape.patches}: prepare the data "
+                f"document {document} is a conversation of {length} tokens and {sizes.sum()} "
+                "patches, which is not "
+                f"cut; a row has data.length={self.shape.length}, "
+                f"data.patches={self.shape.patches}: prepare the data "
                 f"with --max-length {self.shape.length}, or make rows longer"
             )
         while start < length:
@@ -155,25 +182,36 @@ class PackedDataset:
         for (start, stop), size in zip(spans.tolist(), sizes.tolist(), strict=True):
             if stop - start > self.shape.length or size > self.shape.patches:
                 raise ValueError(
-                    f"document {document} has an image of {stop - start} tokens and {size} patches, more than a row: "
-                    f"data.length={self.shape.length}, data.patches={self.shape.patches}; raise them, or prepare the "
+                    f"document {document} has an image of {stop - start} tokens and {size} "
+                    "patches, more than a row: "
+                    f"data.length={self.shape.length}, data.patches={self.shape.patches}; raise "
+                    "them, or prepare the "
                     "data with fewer patches per image"
                 )
 
 
 def collate(rows: Sequence[Row], shape: Shape, store: Store) -> Example:
-    """A batch of rows, on the CPU; ``store`` is one of those they are from, for its tokens and sizes."""
-    tokens, learnt = np.zeros((len(rows), shape.length), np.int64), np.zeros((len(rows), shape.length), np.bool_)
+    """A batch of rows, on the CPU; ``store`` is one of those they are from, for its tokens and
+    sizes.
+    """
+    tokens, learnt = (
+        np.zeros((len(rows), shape.length), np.int64),
+        np.zeros((len(rows), shape.length), np.bool_),
+    )
     for line, marks, row in zip(tokens, learnt, rows, strict=True):
         whole = np.concatenate(row.pieces)
         line[: len(whole)], marks[: len(whole)] = whole, np.concatenate(row.learnt)
-    packing = segments.from_lengths([[len(piece) for piece in row.pieces] for row in rows], shape.length)
+    packing = segments.from_lengths(
+        [[len(piece) for piece in row.pieces] for row in rows], shape.length
+    )
     inputs = torch.from_numpy(tokens)
     labels = segments.next_token_labels(inputs, packing)
     labels = labels.masked_fill(~torch.from_numpy(learnt).roll(-1, dims=1), IGNORED)
     if store.media_token >= 0:
         labels = labels.masked_fill(labels == store.media_token, IGNORED)
-    return Example(inputs, labels, packing, _images(rows, inputs, shape, store) if shape.patches else ())
+    return Example(
+        inputs, labels, packing, _images(rows, inputs, shape, store) if shape.patches else ()
+    )
 
 
 def _images(rows: Sequence[Row], tokens: Tensor, shape: Shape, store: Store) -> Images:
@@ -182,10 +220,15 @@ def _images(rows: Sequence[Row], tokens: Tensor, shape: Shape, store: Store) -> 
     for line, row in zip(pixels, rows, strict=True):
         if row.patches:
             values = normalise(np.concatenate(row.patches))
-            assert len(values) == sum(map(num_patches, row.grids)), "a store's grids and patches disagree"
+            assert len(values) == sum(map(num_patches, row.grids)), (
+                "a store's grids and patches disagree"
+            )
             line[: len(values)] = values
     slots = projector.slots(tokens, store.media_token)
     held = torch.tensor([sum(map(num_slots, row.grids)) for row in rows])
     if not torch.equal(slots.amax(1) + 1, held):
-        raise ValueError(f"rows have {(slots.amax(1) + 1).tolist()} placeholders for images of {held.tolist()} slots")
+        raise ValueError(
+            f"rows have {(slots.amax(1) + 1).tolist()} placeholders for images of {held.tolist()} "
+            "slots"
+        )
     return Images(pixels, patches, slots)

@@ -1,14 +1,17 @@
-"""Image files to patches: decoding, NaViT's size rule, padding, and the order that the vision tower wants.
+"""Image files to patches: decoding, NaViT's size rule, padding, and the order that the vision tower
+wants.
 
-Size rule (facts of the released preprocessing, NaViT arXiv 2307.06304): an image is never enlarged. With w and h in
-pixels, p the patch side, and limits on patches in all and per side::
+Size rule (facts of the released preprocessing, NaViT arXiv 2307.06304): an image is never enlarged.
+With w and h in pixels, p the patch side, and limits on patches in all and per side::
 
     scale = min(1, sqrt(max_patches / ((w // p) (h // p))), max_side p / w, max_side p / h)
-    new   = floor(scale w), floor(scale h), then padded with black on the right and below to a multiple of 2 p
+    new   = floor(scale w), floor(scale h), then padded with black on the right
+            and below to a multiple of 2 p
 
-Pixels are RGB, stored as bytes and read as ``(x / 255 - 0.5) / 0.5``. What is transparent shows a board of white and
-grey squares, drawn after shrinking: without it, black text on nothing would be black on black. Files come from
-anywhere, so only raster formats are opened, and the size in the header is checked before anything is decompressed.
+Pixels are RGB, stored as bytes and read as ``(x / 255 - 0.5) / 0.5``. What is transparent shows a
+board of white and grey squares, drawn after shrinking: without it, black text on nothing would be
+black on black. Files come from anywhere, so only raster formats are opened, and the size in the
+header is checked before anything is decompressed.
 """
 
 from __future__ import annotations
@@ -27,10 +30,31 @@ import torch
 from k31fn.layers.patches import MERGE, Grid, cell_order, num_slots
 from k31fn.typing import Float, Tensor
 
-__all__ = ["Config", "Image", "ImageError", "Reason", "Size", "decode", "fit", "normalise", "patchify"]
+__all__ = [
+    "Config",
+    "Image",
+    "ImageError",
+    "Reason",
+    "Size",
+    "decode",
+    "fit",
+    "normalise",
+    "patchify",
+]
 
-_SQUARE, _WHITE, _GREY = 8, 255, 180  # of the board behind transparent pixels, as released; white at the top left
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # no format whose reader starts a program or follows links
+_SQUARE, _WHITE, _GREY = (
+    8,
+    255,
+    180,
+)  # of the board behind transparent pixels, as released; white at the top left
+FORMATS = (
+    "BMP",
+    "GIF",
+    "JPEG",
+    "PNG",
+    "TIFF",
+    "WEBP",
+)  # no format whose reader starts a program or follows links
 
 Reason = Literal["missing", "empty", "corrupt", "huge", "animated", "unsupported"]
 
@@ -43,7 +67,9 @@ class ImageError(ValueError):
     """
 
     def __init__(self, name: str, reason: Reason, why: str):
-        super().__init__(name, reason, why)  # all three, so that it can come back from another process
+        super().__init__(
+            name, reason, why
+        )  # all three, so that it can come back from another process
         self.reason: Reason = reason
 
     def __str__(self) -> str:
@@ -59,7 +85,8 @@ class Config:
         max_patches: of one image, about: padding may add a row and a column of cells.
         max_side: patches along one side.
         max_pixels: of the file; a larger one is refused before it is decompressed.
-        on_bad: ``refuse`` raises at the first bad image; ``skip`` leaves its document out and counts it.
+        on_bad: ``refuse`` raises at the first bad image; ``skip`` leaves its document out and
+            counts it.
     """
 
     patch_size: int = 14
@@ -73,7 +100,10 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"images.{name}={getattr(self, name)} must be at least 1")
         if self.max_side % MERGE:
-            raise ValueError(f"images.max_side={self.max_side} must be even: images are padded to cells of 2 patches")
+            raise ValueError(
+                f"images.max_side={self.max_side} must be even: images are padded to cells of 2 "
+                "patches"
+            )
         if self.on_bad not in ("refuse", "skip"):
             raise ValueError(f"images.on_bad={self.on_bad!r} must be 'refuse' or 'skip'")
 
@@ -111,7 +141,9 @@ def fit(width: int, height: int, cfg: Config) -> Size:
     """The size that an image of this size is brought to."""
     p = cfg.patch_size
     area = max(1, width // p) * max(1, height // p)
-    scale = min(1.0, math.sqrt(cfg.max_patches / area), cfg.max_side * p / width, cfg.max_side * p / height)
+    scale = min(
+        1.0, math.sqrt(cfg.max_patches / area), cfg.max_side * p / width, cfg.max_side * p / height
+    )
     w, h = (min(max(1, int(n * scale)), cfg.max_side * p) for n in (width, height))
     unit = MERGE * p
     return Size(w, h, (1, -(-h // unit) * MERGE, -(-w // unit) * MERGE))
@@ -126,7 +158,8 @@ def decode(data: bytes, name: str, cfg: Config) -> Image:
         cfg: limits.
 
     Raises:
-        ImageError: the file is empty, corrupt, larger than ``cfg.max_pixels``, animated, or of another kind.
+        ImageError: the file is empty, corrupt, larger than ``cfg.max_pixels``, animated, or of
+            another kind.
         ImportError: Pillow is not installed.
     """
     if not data:
@@ -135,19 +168,32 @@ def decode(data: bytes, name: str, cfg: Config) -> Image:
         width, height = image.size
         if width * height > cfg.max_pixels:
             raise ImageError(
-                name, "huge", f"{width} x {height} pixels are more than images.max_pixels={cfg.max_pixels}; shrink it"
+                name,
+                "huge",
+                f"{width} x {height} pixels are more than images.max_pixels={cfg.max_pixels}; "
+                "shrink it",
             )
         if getattr(image, "is_animated", False):
-            raise ImageError(name, "animated", f"the {image.format} has several frames; give one of them as an image")
+            raise ImageError(
+                name,
+                "animated",
+                f"the {image.format} has several frames; give one of them as an image",
+            )
         if image.mode.startswith(("I", "F")):
-            raise ImageError(name, "unsupported", f"pixels of mode {image.mode!r}; convert it to 8 bits per channel")
+            raise ImageError(
+                name,
+                "unsupported",
+                f"pixels of mode {image.mode!r}; convert it to 8 bits per channel",
+            )
         image.load()
         size = fit(width, height, cfg)
         return Image(patchify(_pixels(image, size), cfg.patch_size), size.grid, width, height)
 
 
 def patchify(pixels: np.ndarray, patch_size: int) -> np.ndarray:
-    """``[H, W, C]`` pixels to ``[N, C p p]`` patches in cell order, padded with zeros on the right and below."""
+    """``[H, W, C]`` pixels to ``[N, C p p]`` patches in cell order, padded with zeros on the right
+    and below.
+    """
     unit = MERGE * patch_size
     height, width, channels = pixels.shape
     pixels = np.pad(pixels, ((0, -height % unit), (0, -width % unit), (0, 0)))
@@ -163,22 +209,29 @@ def normalise(patches: np.ndarray) -> Float[Tensor, "*rows X"]:
 
 @contextmanager
 def _opened(data: bytes, name: str) -> Iterator[Any]:
-    """The image behind the bytes; whatever the decoder raises becomes an ImageError that names the sample."""
+    """The image behind the bytes; whatever the decoder raises becomes an ImageError that names the
+    sample.
+    """
     try:
         import PIL.Image  # optional: the extra `vision`
     except ImportError as e:
         raise ImportError("images need Pillow; pip install 'k31fn[vision]'") from e
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the file's oddities, and of bombs, which max_pixels catches
+            warnings.simplefilter(
+                "ignore"
+            )  # of the file's oddities, and of bombs, which max_pixels catches
             with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 yield image
     except ImageError:
         raise
     except PIL.Image.DecompressionBombError as e:
         raise ImageError(name, "huge", f"{e}") from e
-    except Exception as e:  # decoders of untrusted bytes raise nearly everything: OSError, SyntaxError, struct.error
-        raise ImageError(name, "corrupt", f"cannot be decoded ({type(e).__name__}: {e}); known: {FORMATS}") from e
+    # decoders of untrusted bytes raise nearly everything: OSError, SyntaxError, struct.error
+    except Exception as e:
+        raise ImageError(
+            name, "corrupt", f"cannot be decoded ({type(e).__name__}: {e}); known: {FORMATS}"
+        ) from e
 
 
 def _pixels(image: Any, size: Size) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""Tokenizers in the JSON format of Hugging Face ``tokenizers``, byte-level ones: each token stands for some bytes."""
+"""Tokenizers in the JSON format of Hugging Face ``tokenizers``, byte-level ones: each token stands
+for some bytes.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,15 @@ class JsonTokenizer:
         kinds = _kinds(json.loads(self.path.read_text(encoding="utf-8")).get("decoder") or {})
         if "ByteLevel" not in kinds:
             raise ValueError(
-                f"{self.path}: decoder {kinds or 'missing'}; k31fn reads byte-level tokenizers, whose decoder is "
+                f"{self.path}: decoder {kinds or 'missing'}; k31fn reads byte-level tokenizers, "
+                "whose decoder is "
                 "ByteLevel: the others cannot say which bytes a token stands for"
             )
         if self.end not in self.special_tokens:
-            raise ValueError(f"end token {self.end!r} is not in {self.path}; known: {sorted(self.special_tokens)}")
+            raise ValueError(
+                f"end token {self.end!r} is not in {self.path}; known: "
+                f"{sorted(self.special_tokens)}"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -83,7 +89,9 @@ class JsonTokenizer:
 
     @functools.cached_property
     def _special(self) -> dict[str, int]:
-        return {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        return {
+            t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special
+        }
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
@@ -100,11 +108,17 @@ class JsonTokenizer:
 
 
 def _kinds(decoder: dict[str, Any]) -> list[str]:
-    return [decoder["type"], *(kind for d in decoder.get("decoders", ()) for kind in _kinds(d))] if decoder else []
+    return (
+        [decoder["type"], *(kind for d in decoder.get("decoders", ()) for kind in _kinds(d))]
+        if decoder
+        else []
+    )
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable Latin-1 stands for itself, the others follow from U+0100."""
+    """GPT-2's characters for bytes: printable Latin-1 stands for itself, the others follow from
+    U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

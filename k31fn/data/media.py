@@ -2,12 +2,14 @@
 
 A document with images marks where each one stands, in order, in one of three ways:
 
-- :data:`PLACEHOLDER`, which becomes ``<|media_begin|>image {w}x{h}<|media_content|>``, one ``<|media_pad|>`` per slot
-  of the image (2 x 2 patches) and ``<|media_end|>``; w and h are those of the file in pixels;
+- :data:`PLACEHOLDER`, which becomes ``<|media_begin|>image {w}x{h}<|media_content|>``, one
+  ``<|media_pad|>`` per slot of the image (2 x 2 patches) and ``<|media_end|>``; w and h are those
+  of the file in pixels;
 - one ``<|media_pad|>`` per image, which is repeated once per slot;
 - all of its ``<|media_pad|>``, which are counted.
 
-The names of media tokens are tokens in a document with images only; elsewhere they are text like any other.
+The names of media tokens are tokens in a document with images only; elsewhere they are text like
+any other.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def media_tokens(tokenizer: Tokenizer) -> MediaTokens:
     known = tokenizer.special_tokens
     if missing := [name for name in MEDIA_NAMES if name not in known]:
         raise ValueError(
-            f"the tokenizer has no {', '.join(missing)}, which documents with images need; use one that has, such as "
+            f"the tokenizer has no {', '.join(missing)}, which documents with images need; use "
+            "one that has, such as "
             "ByteTokenizer(media=True)"
         )
     return MediaTokens(*(known[name] for name in MEDIA_NAMES))
@@ -69,20 +72,30 @@ def encode(text: str, images: Sequence[Image], tokenizer: Tokenizer, name: str) 
             if (image := next(left, None)) is None:
                 raise ValueError(f"{name} has more {PLACEHOLDER} than its {len(images)} images")
             label = tokenizer.encode(f"image {image.width}x{image.height}")
-            parts += [np.array([media.begin]), label, np.array([media.content, media.pad, media.end])]
+            parts += [
+                np.array([media.begin]),
+                label,
+                np.array([media.content, media.pad, media.end]),
+            ]
         elif piece in by_name:
             parts.append(np.array([by_name[piece]]))
         elif piece:
             parts.append(tokenizer.encode(piece))
-    tokens = np.concatenate([np.asarray(part, np.int64) for part in parts]) if parts else np.zeros(0, np.int64)
+    tokens = (
+        np.concatenate([np.asarray(part, np.int64) for part in parts])
+        if parts
+        else np.zeros(0, np.int64)
+    )
     return expand(tokens, [image.num_slots for image in images], media.pad, name)
 
 
 def expand(tokens: np.ndarray, slots: Sequence[int], pad: int, name: str) -> np.ndarray:
-    """Tokens in which image i has ``slots[i]`` placeholders, from those with one per image or with all of them.
+    """Tokens in which image i has ``slots[i]`` placeholders, from those with one per image or with
+    all of them.
 
     Raises:
-        ValueError: neither: the counts do not fit, or a run of placeholders ends inside an image; names the document.
+        ValueError: neither: the counts do not fit, or a run of placeholders ends inside an image;
+            names the document.
     """
     is_pad = tokens == pad
     count, total = int(is_pad.sum()), sum(slots)
@@ -100,14 +113,16 @@ def expand(tokens: np.ndarray, slots: Sequence[int], pad: int, name: str) -> np.
     ends = set(np.cumsum(slots).tolist())
     if wrong := [at for at in np.cumsum(runs).tolist() if at not in ends]:
         raise ValueError(
-            f"{name}: its placeholders are interrupted after {wrong[0]} of them, inside an image; images need "
+            f"{name}: its placeholders are interrupted after {wrong[0]} of them, inside an image; "
+            "images need "
             f"{list(slots)} in a row each"
         )
     return tokens
 
 
 def spans(tokens: np.ndarray, slots: Sequence[int], media: MediaTokens) -> np.ndarray:
-    """``[images, 2]``: from where to where the tokens of each image go, with those around its placeholders if there.
+    """``[images, 2]``: from where to where the tokens of each image go, with those around its
+    placeholders if there.
 
     A document may be cut anywhere but inside a span.
     """

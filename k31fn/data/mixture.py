@@ -1,8 +1,8 @@
 """Batches from several stores by weight, as a pure function of (seed, step, rank).
 
-Rows are numbered through the whole run. After any number of blocks of :data:`BLOCK` rows each source has given its
-share of them, rounded; how many follows from the number of blocks alone. Inside a block the order is drawn. So a row is
-found in constant time, however long the run.
+Rows are numbered through the whole run. After any number of blocks of :data:`BLOCK` rows each
+source has given its share of them, rounded; how many follows from the number of blocks alone.
+Inside a block the order is drawn. So a row is found in constant time, however long the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Mixture:
         first_row: number of the first row of step 0.
 
     Raises:
-        ValueError: no source, a weight that is not positive, or sources that differ in shape, tokens or patches.
+        ValueError: no source, a weight that is not positive, or sources that differ in shape,
+            tokens or patches.
     """
 
     sources: Sequence[PackedDataset]
@@ -47,11 +48,19 @@ class Mixture:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"data.batch_size={self.batch_size} must be at least 1")
-        if not self.sources or len(self.sources) != len(self.weights) or not all(w > 0 for w in self.weights):
+        if (
+            not self.sources
+            or len(self.sources) != len(self.weights)
+            or not all(w > 0 for w in self.weights)
+        ):
             raise ValueError(
-                f"{len(self.sources)} sources with weights {list(self.weights)}: needed is a positive weight for each"
+                f"{len(self.sources)} sources with weights {list(self.weights)}: needed is a "
+                "positive weight for each"
             )
-        kinds = {(s.shape, s.store.end_token, s.store.media_token, s.store.patch_width) for s in self.sources}
+        kinds = {
+            (s.shape, s.store.end_token, s.store.media_token, s.store.patch_width)
+            for s in self.sources
+        }
         if len(kinds) > 1:
             raise ValueError(
                 "sources differ in (length, patches), end token, media token or bytes of a patch: "
@@ -74,19 +83,24 @@ class Mixture:
         indices = json.dumps([source.store.index for source in self.sources], sort_keys=True)
         return hashlib.blake2b(indices.encode(), digest_size=16).hexdigest()
 
-    def batch_at(self, step: int, *, rank: int = 0, num_ranks: int = 1, micro: int = 0, num_micro: int = 1) -> Example:
+    def batch_at(
+        self, step: int, *, rank: int = 0, num_ranks: int = 1, micro: int = 0, num_micro: int = 1
+    ) -> Example:
         """The rows of a micro-batch of a data rank at a step, on the CPU.
 
         Raises:
-            ValueError: the batch size is not divided by ``num_ranks * num_micro``, or a number is out of its range.
+            ValueError: the batch size is not divided by ``num_ranks * num_micro``, or a number is
+                out of its range.
         """
         if num_ranks < 1 or num_micro < 1 or self.batch_size % (num_ranks * num_micro):
             raise ValueError(
-                f"data.batch_size={self.batch_size} must be a multiple of num_ranks={num_ranks} * num_micro={num_micro}"
+                f"data.batch_size={self.batch_size} must be a multiple of num_ranks={num_ranks} * "
+                f"num_micro={num_micro}"
             )
         if step < 0 or not 0 <= rank < num_ranks or not 0 <= micro < num_micro:
             raise ValueError(
-                f"step={step} must be at least 0, rank={rank} in [0, {num_ranks}) and micro={micro} in [0, {num_micro})"
+                f"step={step} must be at least 0, rank={rank} in [0, {num_ranks}) and "
+                f"micro={micro} in [0, {num_micro})"
             )
         size = self.batch_size // (num_ranks * num_micro)
         first = self.first_row + step * self.batch_size + (rank * num_micro + micro) * size
@@ -105,7 +119,9 @@ class Mixture:
         return source, int(before[source] + place - (ends[source] - (after - before)[source]))
 
     def _given(self, blocks: int) -> np.ndarray:
-        """Rows of each source in the first blocks: its share of them, rounded so that they add up."""
+        """Rows of each source in the first blocks: its share of them, rounded so that they add
+        up.
+        """
         shares = np.cumsum(self.weights) / sum(self.weights)
         bounds = [0, *(round(share * _UNITS) for share in shares[:-1]), _UNITS]
         return np.diff([bound * blocks * BLOCK // _UNITS for bound in bounds])

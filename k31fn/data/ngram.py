@@ -1,12 +1,14 @@
 """A byte n-gram model: what a language model must beat.
 
-Interpolated Witten-Bell smoothing (Witten and Bell 1991; the recursive form of Chen and Goodman 1999). For a context h
-of k bytes, seen c(h) times and followed by T(h) different bytes, and h' = h without its first byte,
+Interpolated Witten-Bell smoothing (Witten and Bell 1991; the recursive form of Chen and Goodman
+1999). For a context h of k bytes, seen c(h) times and followed by T(h) different bytes, and h' = h
+without its first byte,
 
     P(w | h) = (c(h w) + T(h) P(w | h')) / (c(h) + T(h)),
 
-which is P(w | h') where h was never seen; below the empty context lies 1/256. The same bytes with a neural model's
-context cut to ``order - 1`` give the same number of nats to compare: no end token, no unknown byte.
+which is P(w | h') where h was never seen; below the empty context lies 1/256. The same bytes with a
+neural model's context cut to ``order - 1`` give the same number of nats to compare: no end token,
+no unknown byte.
 
 Counts are sorted arrays of packed grams: 10 MB of text are fitted in 2 s on one core and 200 MB.
 """
@@ -23,7 +25,9 @@ __all__ = ["NGram"]
 
 
 class _Counts(NamedTuple):
-    """Grams of one order, packed big-endian and sorted; contexts are grams without their last byte."""
+    """Grams of one order, packed big-endian and sorted; contexts are grams without their last
+    byte.
+    """
 
     grams: np.ndarray
     counts: np.ndarray
@@ -54,14 +58,17 @@ class NGram:
         data, position = _join(documents)
         if not len(data):
             raise ValueError("documents: no bytes to fit a model on")
-        return cls(tuple(_count(grams[position >= k]) for k, grams in enumerate(_grams(data, order))))
+        return cls(
+            tuple(_count(grams[position >= k]) for k, grams in enumerate(_grams(data, order)))
+        )
 
     def nats(self, documents: Iterable[bytes]) -> np.ndarray:
         """-log P of each byte of the documents, one after the other, float64."""
         return self._nats(*_join(documents))
 
     def nats_per_byte(self, documents: Iterable[bytes], *, skip: int = 0) -> float:
-        """The mean of :meth:`nats`, without the first ``skip`` bytes of each document, which are context only.
+        """The mean of :meth:`nats`, without the first ``skip`` bytes of each document, which are
+        context only.
 
         Raises:
             ValueError: nothing is left to score.
@@ -73,7 +80,9 @@ class NGram:
         return float(self._nats(data, position)[scored].mean())
 
     def probabilities(self, context: bytes) -> np.ndarray:
-        """P(w | context) for the 256 bytes w; only the last ``order - 1`` bytes of the context matter."""
+        """P(w | context) for the 256 bytes w; only the last ``order - 1`` bytes of the context
+        matter.
+        """
         nats = self.nats([context + bytes([w]) for w in range(256)])
         return np.exp(-nats[len(context) :: len(context) + 1])
 
@@ -85,9 +94,14 @@ class NGram:
                 continue  # fitted on documents shorter than this
             gram, lower = grams[inside], p[inside]
             index, seen = _find(table.contexts, gram >> 8)
-            total, distinct = np.where(seen, table.totals[index], 0), np.where(seen, table.distinct[index], 1)
+            total, distinct = (
+                np.where(seen, table.totals[index], 0),
+                np.where(seen, table.distinct[index], 1),
+            )
             index, seen = _find(table.grams, gram)
-            p[inside] = (np.where(seen, table.counts[index], 0) + distinct * lower) / (total + distinct)
+            p[inside] = (np.where(seen, table.counts[index], 0) + distinct * lower) / (
+                total + distinct
+            )
         return -np.log(p)
 
 
@@ -102,7 +116,9 @@ def _join(documents: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _grams(data: np.ndarray, order: int) -> Iterator[np.ndarray]:
-    """For 1, 2, ... ``order``: the bytes up to and with each position, packed; wrong where they cross a start."""
+    """For 1, 2, ... ``order``: the bytes up to and with each position, packed; wrong where they
+    cross a start.
+    """
     packed = np.zeros(len(data), np.uint32)
     for k in range(order):
         packed = packed.copy()

@@ -1,18 +1,22 @@
-"""Training rows as a pure function of (seed, step, rank): there is no iterator, so resuming needs the step alone.
+"""Training rows as a pure function of (seed, step, rank): there is no iterator, so resuming needs
+the step alone.
 
-A :class:`Corpus` is one stream of tokens, document after document, each ending in the end token. An epoch cuts the
-stream, taken as a circle, into rows of ``length`` from a phase drawn for the epoch (so other tokens meet at a cut in
-the next one), and visits the rows in an order drawn for the epoch. Every token is in one row of an epoch, once; what
-the last row lacks is padding. Inside a row each piece of a document is a document of the row's :class:`Segments`: it
-sees nothing of its neighbours, nor of its own part that fell into another row.
+A :class:`Corpus` is one stream of tokens, document after document, each ending in the end token. An
+epoch cuts the stream, taken as a circle, into rows of ``length`` from a phase drawn for the epoch
+(so other tokens meet at a cut in the next one), and visits the rows in an order drawn for the
+epoch. Every token is in one row of an epoch, once; what the last row lacks is padding. Inside a row
+each piece of a document is a document of the row's :class:`Segments`: it sees nothing of its
+neighbours, nor of its own part that fell into another row.
 
-Rows are numbered through all epochs: step s of batch size B has the rows s B to s B + B - 1. Ranks and micro-batches
-take contiguous parts of that list, so what a step trains on does not depend on how many there are.
+Rows are numbered through all epochs: step s of batch size B has the rows s B to s B + B - 1. Ranks
+and micro-batches take contiguous parts of that list, so what a step trains on does not depend on
+how many there are.
 
-Phase and order come from Philox4x64-10 (NumPy's, whose streams do not change between versions) under the key
-(seed, epoch). The order is an alternating Feistel network: over n = a b numbers x = left b + right, with a about
-sqrt(n), ``left += F(right) mod a`` and ``right += F(left) mod b`` in turn; a b slightly more than n is brought back
-by applying it again to what falls outside. So a row is found in constant time and memory, whatever the corpus.
+Phase and order come from Philox4x64-10 (NumPy's, whose streams do not change between versions)
+under the key (seed, epoch). The order is an alternating Feistel network: over n = a b numbers x =
+left b + right, with a about sqrt(n), ``left += F(right) mod a`` and ``right += F(left) mod b`` in
+turn; a b slightly more than n is brought back by applying it again to what falls outside. So a row
+is found in constant time and memory, whatever the corpus.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ class Corpus:
     """Tokenised documents in one array. Build it with :meth:`of`.
 
     Attributes:
-        tokens: all documents, each with its end token; uint16 if the vocabulary allows it, else uint32.
+        tokens: all documents, each with its end token; uint16 if the vocabulary allows it, else
+            uint32.
         offsets: int64; document i is ``tokens[offsets[i]:offsets[i + 1]]``.
     """
 
@@ -72,7 +77,8 @@ class Corpus:
 
     @classmethod
     def of(cls, documents: Sequence[np.ndarray], tokenizer: Tokenizer) -> Corpus:
-        """Lays out the tokens of documents (from ``tokenizer.encode``) in their order and ends each.
+        """Lays out the tokens of documents (from ``tokenizer.encode``) in their order and ends
+        each.
 
         Raises:
             ValueError: there is no document, or one has no token (named by its index).
@@ -114,7 +120,9 @@ class Dataset:
         if self.batch_size < 1:
             raise ValueError(f"data.batch_size={self.batch_size} must be at least 1")
         if self.length < 2:
-            raise ValueError(f"data.length={self.length} must be at least 2: a row of one token predicts nothing")
+            raise ValueError(
+                f"data.length={self.length} must be at least 2: a row of one token predicts nothing"
+            )
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"data.seed={self.seed} must be in [0, 2**64); take it modulo 2**64")
 
@@ -133,19 +141,24 @@ class Dataset:
         """Of the tokens: another one if any differs."""
         return hashlib.blake2b(self.corpus.tokens.data, digest_size=16).hexdigest()
 
-    def batch_at(self, step: int, *, rank: int = 0, num_ranks: int = 1, micro: int = 0, num_micro: int = 1) -> Example:
+    def batch_at(
+        self, step: int, *, rank: int = 0, num_ranks: int = 1, micro: int = 0, num_micro: int = 1
+    ) -> Example:
         """The rows of a micro-batch of a data rank at a step, on the CPU.
 
         Raises:
-            ValueError: the batch size is not divided by ``num_ranks * num_micro``, or a number is out of its range.
+            ValueError: the batch size is not divided by ``num_ranks * num_micro``, or a number is
+                out of its range.
         """
         if num_ranks < 1 or num_micro < 1 or self.batch_size % (num_ranks * num_micro):
             raise ValueError(
-                f"data.batch_size={self.batch_size} must be a multiple of num_ranks={num_ranks} * num_micro={num_micro}"
+                f"data.batch_size={self.batch_size} must be a multiple of num_ranks={num_ranks} * "
+                f"num_micro={num_micro}"
             )
         if step < 0 or not 0 <= rank < num_ranks or not 0 <= micro < num_micro:
             raise ValueError(
-                f"step={step} must be at least 0, rank={rank} in [0, {num_ranks}) and micro={micro} in [0, {num_micro})"
+                f"step={step} must be at least 0, rank={rank} in [0, {num_ranks}) and "
+                f"micro={micro} in [0, {num_micro})"
             )
         size = self.batch_size // (num_ranks * num_micro)
         first = self.first_row + step * self.batch_size + (rank * num_micro + micro) * size
@@ -154,12 +167,18 @@ class Dataset:
     def rows(self, numbers: np.ndarray) -> Example:
         """The rows of these numbers, counted from 0 through all epochs."""
         shape = (len(numbers), self.length)
-        tokens, starts, used = np.zeros(shape, np.int64), np.zeros(shape, np.bool_), np.zeros(len(numbers), np.int64)
+        tokens, starts, used = (
+            np.zeros(shape, np.int64),
+            np.zeros(shape, np.bool_),
+            np.zeros(len(numbers), np.int64),
+        )
         epochs, inside = np.divmod(numbers, self.num_rows)
         for epoch in np.unique(epochs):
             phase, keys = draw(self.seed, int(epoch), len(self.corpus.tokens))
             chosen = np.flatnonzero(epochs == epoch)
-            for row, place in zip(chosen, permute(inside[chosen], self.num_rows, keys), strict=True):
+            for row, place in zip(
+                chosen, permute(inside[chosen], self.num_rows, keys), strict=True
+            ):
                 used[row] = self._fill(tokens[row], starts[row], phase, int(place))
         starts[:, 0] = True
         ids = np.cumsum(starts, axis=1) * (np.arange(self.length) < used[:, None])
@@ -168,7 +187,9 @@ class Dataset:
         return Example(inputs, segments.next_token_labels(inputs, packing), packing)
 
     def _fill(self, tokens: np.ndarray, starts: np.ndarray, phase: int, place: int) -> int:
-        """Writes the row at ``place`` of the epoch's circle and marks where documents start; returns its length."""
+        """Writes the row at ``place`` of the epoch's circle and marks where documents start;
+        returns its length.
+        """
         stream, offsets = self.corpus.tokens, self.corpus.offsets
         count = min(self.length, len(stream) - place * self.length)
         at = 0
@@ -183,7 +204,9 @@ class Dataset:
 
 
 def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[bytes]:
-    """The bytes of each piece of a document in the rows, in order; a piece of the end token alone is left out."""
+    """The bytes of each piece of a document in the rows, in order; a piece of the end token alone
+    is left out.
+    """
     for tokens, ids in zip(example.tokens.numpy(), example.segments.ids.numpy(), strict=True):
         bounds = np.flatnonzero(np.diff(ids, prepend=0, append=0))
         for start, stop in itertools.pairwise(bounds):
@@ -198,7 +221,9 @@ def draw(seed: int, epoch: int, size: int) -> tuple[int, np.ndarray]:
 
 
 def permute(numbers: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """A permutation of [0, size) applied to ``numbers``, by the Feistel network of the module's docstring."""
+    """A permutation of [0, size) applied to ``numbers``, by the Feistel network of the module's
+    docstring.
+    """
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
     moduli = np.array([a, b], np.uint64)
@@ -215,7 +240,9 @@ def permute(numbers: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: a bijection of 64-bit words in which each bit depends on every other."""
+    """The finaliser of SplitMix64: a bijection of 64-bit words in which each bit depends on every
+    other.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

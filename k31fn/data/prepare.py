@@ -1,9 +1,10 @@
-"""Sources to stores: tokenises text and cuts images into patches, on many cores, and goes on where it was stopped.
+"""Sources to stores: tokenises text and cuts images into patches, on many cores, and goes on where
+it was stopped.
 
-Each unit of a source (:mod:`k31fn.data.records`) becomes one shard of the training store and one of the held-out store.
-What a shard holds depends on its unit and the settings only, so it does not matter how many processes there are, in
-which order they work or how often they are killed. A document goes to the held-out store by the hash of its content:
-equal documents go the same way.
+Each unit of a source (:mod:`k31fn.data.records`) becomes one shard of the training store and one of
+the held-out store. What a shard holds depends on its unit and the settings only, so it does not
+matter how many processes there are, in which order they work or how often they are killed. A
+document goes to the held-out store by the hash of its content: equal documents go the same way.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Config:
         end: the name of the token that ends a document; "": the tokenizer's own.
         text: the field of records that holds the text.
         images: the field that holds the images; "": none.
-        chat: the field that holds messages, in place of ``text``: records are conversations, of which only answers are
-            learnt (:mod:`k31fn.data.chat`); "": they are text.
-        max_length: most tokens of a conversation; a longer one keeps the messages up to the last answer that fits, and
-            is left out if none does. 0: any.
+        chat: the field that holds messages, in place of ``text``: records are conversations, of
+            which only answers are learnt (:mod:`k31fn.data.chat`); "": they are text.
+        max_length: most tokens of a conversation; a longer one keeps the messages up to the last
+            answer that fits, and is left out if none does. 0: any.
         suffixes: files of a folder that are read.
         heldout_fraction: of the documents, about.
         image: limits and what happens to a bad image.
@@ -69,9 +70,14 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 0 <= self.heldout_fraction < 1:
-            raise ValueError(f"heldout_fraction={self.heldout_fraction} must be in [0, 1), such as 0.05")
+            raise ValueError(
+                f"heldout_fraction={self.heldout_fraction} must be in [0, 1), such as 0.05"
+            )
         if self.max_length < 0 or (self.max_length and not self.chat):
-            raise ValueError(f"max_length={self.max_length} must be at least 0, and is for conversations (chat) only")
+            raise ValueError(
+                f"max_length={self.max_length} must be at least 0, and is for conversations "
+                "(chat) only"
+            )
 
 
 class Progress(NamedTuple):
@@ -83,10 +89,11 @@ class Progress(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the stores hold, and how many documents were left out, by the fault of their image or as too long.
+    """What the stores hold, and how many documents were left out, by the fault of their image or as
+    too long.
 
-    Of conversations ``counts`` also has those ``shortened``, the messages ``dropped`` of them and of those left out,
-    and the tokens ``learnt``.
+    Of conversations ``counts`` also has those ``shortened``, the messages ``dropped`` of them and
+    of those left out, and the tokens ``learnt``.
     """
 
     counts: Counter[str]
@@ -94,12 +101,16 @@ class Result(NamedTuple):
 
 
 def prepare(
-    cfg: Config, folder: str | Path, *, workers: int = 1, report: Callable[[Progress], None] | None = None
+    cfg: Config,
+    folder: str | Path,
+    *,
+    workers: int = 1,
+    report: Callable[[Progress], None] | None = None,
 ) -> Result:
     """Writes the stores ``folder/train`` and ``folder/heldout``.
 
-    Shards that are there are kept, so calling it again after a failure does what is left. It is finished when the two
-    ``index.json`` are there.
+    Shards that are there are kept, so calling it again after a failure does what is left. It is
+    finished when the two ``index.json`` are there.
 
     Args:
         cfg: what to prepare.
@@ -108,8 +119,8 @@ def prepare(
         report: is called as shards are done, and now and then.
 
     Raises:
-        ValueError: the source cannot be read, a record or an image is bad (and ``cfg.image.on_bad`` says refuse), the
-            folder cannot be made, or it was prepared with other settings.
+        ValueError: the source cannot be read, a record or an image is bad (and ``cfg.image.on_bad``
+            says refuse), the folder cannot be made, or it was prepared with other settings.
         OSError: it cannot be written.
     """
     root = Path(folder)
@@ -131,16 +142,28 @@ def prepare(
             report(Progress(done, len(found), counts))
     for split in SPLITS:
         _write_index(root / split, split, names, cfg, tokenizer)
-    skipped = Counter({name.removeprefix("skipped_"): n for name, n in counts.items() if name.startswith("skipped_")})
-    return Result(Counter({n: c for n, c in counts.items() if not n.startswith("skipped_")}), skipped)
+    skipped = Counter(
+        {
+            name.removeprefix("skipped_"): n
+            for name, n in counts.items()
+            if name.startswith("skipped_")
+        }
+    )
+    return Result(
+        Counter({n: c for n, c in counts.items() if not n.startswith("skipped_")}), skipped
+    )
 
 
 def _keep_plan(root: Path, cfg: Config, found: list[Unit]) -> None:
-    """Notes the settings, or compares them with those of an earlier call: mixed shards would be no data set."""
+    """Notes the settings, or compares them with those of an earlier call: mixed shards would be no
+    data set.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ValueError(f"folder {str(root)!r} cannot be made: {e.strerror}; give one that can be") from e
+        raise ValueError(
+            f"folder {str(root)!r} cannot be made: {e.strerror}; give one that can be"
+        ) from e
     plan = json.loads(json.dumps({"config": dataclasses.asdict(cfg), "units": found}))
     file = root / _PLAN
     if not file.exists():
@@ -153,18 +176,27 @@ def _keep_plan(root: Path, cfg: Config, found: list[Unit]) -> None:
         for left in root.glob(".*.partial"):  # of processes that were killed
             shutil.rmtree(left)
         return
-    changed = [name for name, value in plan["config"].items() if before["config"].get(name) != value]
-    what = f"with other settings: {', '.join(changed)}" if changed else "from other files, or files of other sizes"
+    changed = [
+        name for name, value in plan["config"].items() if before["config"].get(name) != value
+    ]
+    what = (
+        f"with other settings: {', '.join(changed)}"
+        if changed
+        else "from other files, or files of other sizes"
+    )
     raise ValueError(f"{root} was prepared {what}; use another folder, or remove it")
 
 
-# -------------------------------------------------------------------------------------------------------------- a shard
+# ------------------------------------------------------------------------------------------ a shard
 def _done(root: Path, name: str) -> bool:
     return (root / name / _DONE).is_file()
 
 
 def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
-    """Writes a unit's shards. They are moved to their places together, so a killed process leaves none or all."""
+    """Writes a unit's shards.
+
+    They are moved to their places together, so a killed process leaves none or all.
+    """
     tokenizer = open_tokenizer(cfg.tokenizer, end=cfg.end)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts: Counter[str] = Counter()
@@ -190,7 +222,9 @@ def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
         _write_json(folder / _DONE, counts)
 
 
-def _document(record: Record, cfg: Config, tokenizer: Tokenizer, counts: Counter[str], unit: Unit) -> store.Document:
+def _document(
+    record: Record, cfg: Config, tokenizer: Tokenizer, counts: Counter[str], unit: Unit
+) -> store.Document:
     """A record's tokens and patches; without tokens if it is a conversation that is too long."""
     pictures: list[Image] = []
     for number, data in enumerate(record.images):
@@ -211,18 +245,33 @@ def _document(record: Record, cfg: Config, tokenizer: Tokenizer, counts: Counter
 
 
 def _conversation(
-    record: Record, pictures: list[Image], cfg: Config, tokenizer: Tokenizer, counts: Counter[str], name: str
+    record: Record,
+    pictures: list[Image],
+    cfg: Config,
+    tokenizer: Tokenizer,
+    counts: Counter[str],
+    name: str,
 ) -> store.Document:
     whole = chat.encode(record.messages, pictures, tokenizer, name)
     kept = whole.fitting(cfg.max_length or len(whole.tokens))
     talk, dropped = whole.cut(kept), len(whole.ends) - kept
-    counts.update({"dropped": dropped, "shortened": int(kept > 0 and dropped > 0), "learnt": int(talk.learnt.sum())})
+    counts.update(
+        {
+            "dropped": dropped,
+            "shortened": int(kept > 0 and dropped > 0),
+            "learnt": int(talk.learnt.sum()),
+        }
+    )
     spans = np.zeros((0, 2), np.int64)
     if pictures:
-        spans = media.spans(whole.tokens, [p.num_slots for p in pictures], media.media_tokens(tokenizer))
+        spans = media.spans(
+            whole.tokens, [p.num_slots for p in pictures], media.media_tokens(tokenizer)
+        )
         spans = spans[spans[:, 1] <= len(talk.tokens)]
     seen = pictures[: len(spans)]
-    return store.Document(talk.tokens, [p.grid for p in seen], spans, [p.patches for p in seen], talk.learnt)
+    return store.Document(
+        talk.tokens, [p.grid for p in seen], spans, [p.patches for p in seen], talk.learnt
+    )
 
 
 def _place(record: Record) -> float:
@@ -233,9 +282,13 @@ def _place(record: Record) -> float:
     return int.from_bytes(digest.digest()) / (1 << 48)
 
 
-# ------------------------------------------------------------------------------------------------------------ all of it
-def _work(cfg: Config, root: Path, tasks: Sequence[tuple[str, Unit]], workers: int) -> Iterator[list[str]]:
-    """Does the tasks; yields the names of those that are done: at first, after each and now and then."""
+# ---------------------------------------------------------------------------------------- all of it
+def _work(
+    cfg: Config, root: Path, tasks: Sequence[tuple[str, Unit]], workers: int
+) -> Iterator[list[str]]:
+    """Does the tasks; yields the names of those that are done: at first, after each and now and
+    then.
+    """
     yield [name for name, _ in tasks if _done(root, name)]
     left = [(name, unit) for name, unit in tasks if not _done(root, name)]
     if workers == 1 or len(left) < 2:
@@ -243,7 +296,9 @@ def _work(cfg: Config, root: Path, tasks: Sequence[tuple[str, Unit]], workers: i
             _prepare_unit(cfg, unit, root, name)
             yield [name]
         return
-    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of torch's and tokenizers' threads
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # a fork would copy the locks of torch's and tokenizers' threads
     with ProcessPoolExecutor(min(workers, len(left)), mp_context=context) as pool:
         waiting = {pool.submit(_prepare_unit, cfg, unit, root, name): name for name, unit in left}
         try:
@@ -257,7 +312,9 @@ def _work(cfg: Config, root: Path, tasks: Sequence[tuple[str, Unit]], workers: i
             raise
 
 
-def _write_index(folder: Path, split: str, names: list[str], cfg: Config, tokenizer: Tokenizer) -> None:
+def _write_index(
+    folder: Path, split: str, names: list[str], cfg: Config, tokenizer: Tokenizer
+) -> None:
     """The index of one split's store."""
     shards = []
     for name in names:

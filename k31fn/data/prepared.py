@@ -17,7 +17,8 @@ class Prepared:
     """Which stores to train on.
 
     Attributes:
-        train: their folders, such as ``("out/train",)`` after ``python -m k31fn.data prepare SOURCE out``.
+        train: their folders, such as ``("out/train",)`` after ``python -m k31fn.data prepare SOURCE
+            out``.
         heldout: folders of those that the run is scored on.
         weights: share of the rows of each of ``train``; ``()``: each as many as it has.
         patches: of images in a row, a multiple of 4; 0: rows without images.
@@ -38,13 +39,18 @@ class Prepared:
                 raise ValueError(f"data.{name}=() names no store; give the folder of one at least")
         if self.weights and len(self.weights) != len(self.train):
             raise ValueError(
-                f"data.weights={self.weights} has {len(self.weights)} shares for {len(self.train)} stores of data.train"
+                f"data.weights={self.weights} has {len(self.weights)} shares for "
+                f"{len(self.train)} stores of data.train"
             )
         if self.patches < 0 or self.patches % 4:
-            raise ValueError(f"data.patches={self.patches} must be a multiple of 4, or 0 for rows without images")
+            raise ValueError(
+                f"data.patches={self.patches} must be a multiple of 4, or 0 for rows without images"
+            )
 
 
-def open_prepared(cfg: Prepared, tokenizer: Tokenizer, *, length: int, batch_size: int, seed: int = 0) -> Mixture:
+def open_prepared(
+    cfg: Prepared, tokenizer: Tokenizer, *, length: int, batch_size: int, seed: int = 0
+) -> Mixture:
     """The rows to train on.
 
     Raises:
@@ -52,7 +58,9 @@ def open_prepared(cfg: Prepared, tokenizer: Tokenizer, *, length: int, batch_siz
     """
     shape = Shape(length, cfg.patches)
     train = [PackedDataset(_open(folder, tokenizer), shape, seed) for folder in cfg.train]
-    return Mixture(train, cfg.weights or [float(source.num_rows) for source in train], batch_size, seed)
+    return Mixture(
+        train, cfg.weights or [float(source.num_rows) for source in train], batch_size, seed
+    )
 
 
 def open_heldout(cfg: Prepared, tokenizer: Tokenizer, *, length: int) -> list[PackedDataset]:
@@ -61,7 +69,10 @@ def open_heldout(cfg: Prepared, tokenizer: Tokenizer, *, length: int) -> list[Pa
     Raises:
         ValueError: as :func:`open_prepared`.
     """
-    return [PackedDataset(_open(folder, tokenizer), Shape(length, cfg.patches)) for folder in cfg.heldout]
+    return [
+        PackedDataset(_open(folder, tokenizer), Shape(length, cfg.patches))
+        for folder in cfg.heldout
+    ]
 
 
 def _open(folder: str, tokenizer: Tokenizer) -> Store:
@@ -70,7 +81,8 @@ def _open(folder: str, tokenizer: Tokenizer) -> Store:
     theirs = store.index["vocab_size"], store.end_token, store.media_token
     if theirs != (mine := (tokenizer.vocab_size, tokenizer.end_token, media)):
         raise ValueError(
-            f"{folder} was prepared with another tokenizer: vocabulary size, end token and media token {theirs}, "
+            f"{folder} was prepared with another tokenizer: vocabulary size, end token and media "
+            f"token {theirs}, "
             f"those of data.tokenizer are {mine}; it was {store.index['prepared']['tokenizer']!r}"
         )
     return store

@@ -1,11 +1,14 @@
-"""The tokenizer of Kimi models: a ``tiktoken.model`` file, its pre-split rule and its special tokens.
+"""The tokenizer of Kimi models: a ``tiktoken.model`` file, its pre-split rule and its special
+tokens.
 
-The file has one line per token, its bytes in base64 and its rank. Text is cut by :data:`PATTERN`; inside a piece the
-pair of neighbours whose union has the lowest rank is merged until none is left. 256 special ids follow the base ranks;
-``tokenizer_config.json`` beside the file names some. Only these two files are read: no code of a model is run.
+The file has one line per token, its bytes in base64 and its rank. Text is cut by :data:`PATTERN`;
+inside a piece the pair of neighbours whose union has the lowest rank is merged until none is left.
+256 special ids follow the base ranks; ``tokenizer_config.json`` beside the file names some. Only
+these two files are read: no code of a model is run.
 
-The merging is done by the ``tiktoken`` package (extra ``data``), whose regular expressions know the set operations of
-the rule. Long texts and long runs are cut first, at the lengths of the released tokenizer.
+The merging is done by the ``tiktoken`` package (extra ``data``), whose regular expressions know the
+set operations of the rule. Long texts and long runs are cut first, at the lengths of the released
+tokenizer.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ from k31fn.data.tokenizer import Tokens
 __all__ = ["PATTERN", "RanksTokenizer", "read_ranks"]
 
 NUM_SPECIAL = 256
-_MAX_CHARS, _MAX_RUN = 400_000, 25_000  # of one call, and of characters that are all spaces or all none
+_MAX_CHARS, _MAX_RUN = (
+    400_000,
+    25_000,
+)  # of one call, and of characters that are all spaces or all none
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -45,11 +51,14 @@ PATTERN = "|".join(
         r"\s+",
     ]
 )
-"""Pieces, in this order: Han; a cased word with one character before it and a contraction after it; up to three digits;
-punctuation with a space before and line ends after it; line ends; spaces up to the last before a word; spaces."""
+"""Pieces, in this order: Han; a cased word with one character before it and a contraction after it;
+up to three digits; punctuation with a space before and line ends after it; line ends; spaces up to
+the last before a word; spaces."""
 
 _RUNS = re.compile(rf"\s{{1,{_MAX_RUN}}}|\S{{1,{_MAX_RUN}}}")
-_INVALID = re.compile(r"([\udc80-\udcff]+)")  # what surrogateescape makes of bytes that are not UTF-8
+_INVALID = re.compile(
+    r"([\udc80-\udcff]+)"
+)  # what surrogateescape makes of bytes that are not UTF-8
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +67,8 @@ class RanksTokenizer:
 
     Attributes:
         ranks: the bytes of each base token, by rank.
-        named: special tokens with a name of their own; the others are called ``<|reserved_token_{id}|>``.
+        named: special tokens with a name of their own; the others are called
+            ``<|reserved_token_{id}|>``.
         end: the name of the token that ends a document.
 
     Raises:
@@ -73,9 +83,13 @@ class RanksTokenizer:
     def __post_init__(self) -> None:
         first, last = len(self.ranks), self.vocab_size - 1
         if wrong := {name: i for name, i in self.named.items() if not first <= i <= last}:
-            raise ValueError(f"special tokens {wrong} are outside the special ids {first} to {last}")
+            raise ValueError(
+                f"special tokens {wrong} are outside the special ids {first} to {last}"
+            )
         if self.end not in self.special_tokens:
-            raise ValueError(f"end token {self.end!r} is not a special token; known: {sorted(self.named)}")
+            raise ValueError(
+                f"end token {self.end!r} is not a special token; known: {sorted(self.named)}"
+            )
         _ = self._encoding
 
     @property
@@ -94,8 +108,15 @@ class RanksTokenizer:
         return self._special
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens of a text; never a special one. Bytes that are not UTF-8 become the tokens of single bytes."""
-        string = text.decode("utf-8", errors="surrogateescape") if isinstance(text, bytes) else _clean(text)
+        """The tokens of a text; never a special one.
+
+        Bytes that are not UTF-8 become the tokens of single bytes.
+        """
+        string = (
+            text.decode("utf-8", errors="surrogateescape")
+            if isinstance(text, bytes)
+            else _clean(text)
+        )
         found: list[int] = []
         for index, part in enumerate(_INVALID.split(string)):
             if index % 2:
@@ -108,7 +129,9 @@ class RanksTokenizer:
     def decode_bytes(self, tokens: Tokens) -> bytes:
         """The bytes of the base tokens; special ones and what is no token have none."""
         values = np.asarray(tokens, dtype=np.int64).ravel()
-        return b"".join(self.ranks[t] for t in values[(values >= 0) & (values < len(self.ranks))].tolist())
+        return b"".join(
+            self.ranks[t] for t in values[(values >= 0) & (values < len(self.ranks))].tolist()
+        )
 
     def decode(self, tokens: Tokens) -> str:
         """The bytes as UTF-8, with U+FFFD for what is not."""
@@ -139,8 +162,8 @@ def read_ranks(path: Path) -> list[bytes]:
     """The tokens of a ranks file, in the order of their ranks.
 
     Raises:
-        ValueError: a line that is no token and rank, ranks that are not 0, 1, 2, ..., a token twice, or a byte that no
-            token stands for; names the line.
+        ValueError: a line that is no token and rank, ranks that are not 0, 1, 2, ..., a token
+            twice, or a byte that no token stands for; names the line.
     """
     found: dict[int, bytes] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -150,16 +173,22 @@ def read_ranks(path: Path) -> list[bytes]:
             code, rank = line.split()
             token, place = base64.b64decode(code, validate=True), int(rank)
         except (ValueError, binascii.Error) as e:
-            raise ValueError(f"{path}:{number}: expected a token in base64 and its rank, got {line[:60]!r}") from e
+            raise ValueError(
+                f"{path}:{number}: expected a token in base64 and its rank, got {line[:60]!r}"
+            ) from e
         if not token or place in found:
-            raise ValueError(f"{path}:{number}: {'an empty token' if not token else f'rank {place} is given twice'}")
+            raise ValueError(
+                f"{path}:{number}: "
+                f"{'an empty token' if not token else f'rank {place} is given twice'}"
+            )
         found[place] = token
     ranks = [found[i] for i in range(len(found)) if i in found]
     if len(ranks) != len(found) or len(set(ranks)) != len(ranks):
         raise ValueError(f"{path}: ranks must be 0 to {len(found) - 1}, each of another token")
     if missing := [b for b in range(256) if bytes([b]) not in set(ranks)]:
         raise ValueError(
-            f"{path}: no token for byte {missing[0]} and {len(missing) - 1} others; it is not a ranks file"
+            f"{path}: no token for byte {missing[0]} and {len(missing) - 1} others; it is not a "
+            "ranks file"
         )
     return ranks
 
@@ -170,7 +199,9 @@ def _clean(text: str) -> str:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """The text in parts of at most _MAX_CHARS, cut also where a run of spaces or of none reaches _MAX_RUN."""
+    """The text in parts of at most _MAX_CHARS, cut also where a run of spaces or of none reaches
+    _MAX_RUN.
+    """
     for at in range(0, len(text), _MAX_CHARS):
         part = text[at : at + _MAX_CHARS]
         start, runs = 0, list(_RUNS.finditer(part)) if len(part) > _MAX_RUN else []

@@ -1,12 +1,14 @@
-"""Records of text and images, in units of work that can be read apart: parts of files of this machine.
+"""Records of text and images, in units of work that can be read apart: parts of files of this
+machine.
 
 - text files, each one record, are put together into units of about ``UNIT_BYTES``;
 - a ``.jsonl`` file is cut at line ends into units of about ``UNIT_BYTES``;
 - a ``.parquet`` file is cut into its row groups;
 - a folder written by ``Dataset.save_to_disk`` of HF ``datasets`` is cut into its Arrow files.
 
-A record's images are in one field: one image or a list of them, each the bytes of a file, an object with ``bytes`` or
-``path`` as HF ``datasets`` stores them, a ``data:`` URL, or a path below the folder of the record's file.
+A record's images are in one field: one image or a list of them, each the bytes of a file, an object
+with ``bytes`` or ``path`` as HF ``datasets`` stores them, a ``data:`` URL, or a path below the
+folder of the record's file.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from k31fn.data.images import ImageError
 
 __all__ = ["Record", "Unit", "position", "read_unit", "units"]
 
-UNIT_BYTES = 64 * 2**20  # of text; seconds of work, so that many cores end together and little is lost
+UNIT_BYTES = (
+    64 * 2**20
+)  # of text; seconds of work, so that many cores end together and little is lost
 
 
 class Unit(NamedTuple):
@@ -90,7 +94,8 @@ def units(path: str | Path, suffixes: Sequence[str]) -> list[Unit]:
 def read_unit(unit: Unit, *, text: str, images: str, chat: str = "") -> Iterator[Record]:
     """The records of a unit; ``text`` and ``images`` name their fields, ``images`` "" for none.
 
-    With ``chat``, the name of the field that holds messages, records are conversations and have no text.
+    With ``chat``, the name of the field that holds messages, records are conversations and have no
+    text.
 
     Raises:
         ValueError: a record cannot be read; names file and place.
@@ -98,7 +103,9 @@ def read_unit(unit: Unit, *, text: str, images: str, chat: str = "") -> Iterator
     path = Path(unit.path)
     if unit.kind == "text":
         if chat:
-            raise ValueError(f"{unit.name} is a text file; conversations are records of .jsonl or .parquet files")
+            raise ValueError(
+                f"{unit.name} is a text file; conversations are records of .jsonl or .parquet files"
+            )
         for name in unit.files:
             if data := (path / name).read_bytes():
                 yield Record(name, data, ())
@@ -109,7 +116,9 @@ def read_unit(unit: Unit, *, text: str, images: str, chat: str = "") -> Iterator
     for place, row in rows:
         where = f"{unit.name}{place}"
         if (chat or text) not in row:
-            raise ValueError(f"{position(unit, place)}: no field {chat or text!r}; it has {sorted(row)}")
+            raise ValueError(
+                f"{position(unit, place)}: no field {chat or text!r}; it has {sorted(row)}"
+            )
         messages = row[chat] if chat else ()
         data = _as_json(messages) if chat else sources.text_bytes(where, text, row[text])
         pictures = tuple(_images(where, images, row.get(images), path.parent)) if images else ()
@@ -122,7 +131,9 @@ def _as_json(messages: Any) -> bytes:
 
 
 def position(unit: Unit, place: str) -> str:
-    """Where a record is, for a person: file and line of ``@byte`` in a ``.jsonl`` file, else file and row."""
+    """Where a record is, for a person: file and line of ``@byte`` in a ``.jsonl`` file, else file
+    and row.
+    """
     if not place.startswith("@"):
         return f"{unit.path}{place}"
     with open(unit.path, "rb") as file:
@@ -146,9 +157,13 @@ def _add_text(found: list[Unit], root: Path, name: str) -> None:
 def _of_file(path: Path, name: str) -> list[Unit]:
     if path.suffix == ".jsonl":
         size = path.stat().st_size
-        return [Unit("jsonl", str(path), name, at, min(at + UNIT_BYTES, size)) for at in range(0, size, UNIT_BYTES)]
+        return [
+            Unit("jsonl", str(path), name, at, min(at + UNIT_BYTES, size))
+            for at in range(0, size, UNIT_BYTES)
+        ]
     sources.pyarrow(path)
-    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
+    # optional: the extra `data`
+    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
     with pq.ParquetFile(path) as file:
         return [Unit("parquet", str(path), name, i, i + 1) for i in range(file.num_row_groups)]
@@ -158,7 +173,9 @@ Rows = Iterator[tuple[str, dict[str, Any]]]
 
 
 def _lines(unit: Unit, _: list[str]) -> Rows:
-    """The lines that start in the unit's bytes; one that reaches beyond them is this unit's, whole."""
+    """The lines that start in the unit's bytes; one that reaches beyond them is this unit's,
+    whole.
+    """
     with open(unit.path, "rb") as file:
         at = unit.start
         if at:
@@ -176,17 +193,22 @@ def _object(unit: Unit, place: str, line: bytes) -> dict[str, Any]:
     except ValueError as e:  # of UTF-8 or of JSON
         raise ValueError(f"{position(unit, place)}: the line is not UTF-8 JSON: {e}") from e
     if not isinstance(row, dict):
-        raise ValueError(f"{position(unit, place)}: the line holds a {type(row).__name__}, not an object")
+        raise ValueError(
+            f"{position(unit, place)}: the line holds a {type(row).__name__}, not an object"
+        )
     return row
 
 
 def _row_groups(unit: Unit, columns: list[str]) -> Rows:
-    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
+    # optional: the extra `data`
+    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
     with pq.ParquetFile(unit.path) as file:
         known = [c for c in columns if c in file.schema_arrow.names]
         row = 0
-        for batch in file.iter_batches(batch_size=256, row_groups=list(range(unit.start, unit.stop)), columns=known):
+        for batch in file.iter_batches(
+            batch_size=256, row_groups=list(range(unit.start, unit.stop)), columns=known
+        ):
             for values in batch.to_pylist():
                 yield f":{unit.start}:{row}", values
                 row += 1
@@ -215,7 +237,10 @@ def _images(where: str, field: str, value: Any, folder: Path) -> Iterator[bytes 
         elif isinstance(item, str):
             yield _file(where, folder, item)
         else:
-            raise ValueError(f"{where}: field {field!r} holds a {type(item).__name__}; an image is a path or bytes")
+            raise ValueError(
+                f"{where}: field {field!r} holds a {type(item).__name__}; an image is a path or "
+                "bytes"
+            )
 
 
 def _data_url(where: str, url: str) -> bytes | ImageError:
@@ -231,7 +256,9 @@ def _data_url(where: str, url: str) -> bytes | ImageError:
 def _file(where: str, folder: Path, name: str) -> bytes | ImageError:
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ValueError(f"{where}: image {name!r} is outside {folder}; only files below the record's are read")
+        raise ValueError(
+            f"{where}: image {name!r} is outside {folder}; only files below the record's are read"
+        )
     try:
         return path.read_bytes()
     except OSError as e:

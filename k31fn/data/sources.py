@@ -1,4 +1,5 @@
-"""Where documents come from: files on this machine, as bytes. Nothing is downloaded, executed or unpickled.
+"""Where documents come from: files on this machine, as bytes. Nothing is downloaded, executed or
+unpickled.
 
 What a ``path`` may be:
 
@@ -6,7 +7,8 @@ What a ``path`` may be:
 - a folder: each file whose suffix is listed; hidden files and folders are left out;
 - a text file: cut at line ends into sections, so that one file can be split;
 - ``.jsonl`` and ``.parquet`` files, alone or in a folder: a document per record;
-- a folder written by ``Dataset.save_to_disk`` of HF ``datasets``: its Arrow files are read directly.
+- a folder written by ``Dataset.save_to_disk`` of HF ``datasets``: its Arrow files are read
+  directly.
 
 The order is that of the sorted relative names. Empty documents are left out.
 """
@@ -22,18 +24,22 @@ from typing import Any, NamedTuple
 
 __all__ = ["Document", "arrow_files", "file_names", "pyarrow", "read", "stdlib", "text_bytes"]
 
-SECTION = 16384  # bytes; long against a training row, short enough that 1 MB of text makes 60 documents to split
+# bytes; long against a training row, short enough that 1 MB of text makes 60 documents to split
+SECTION = 16384
 
-# Left out of the standard library: tables written by programs, which are no prose to learn from; what describes this
-# machine; tests, which some systems package apart, so the corpus would depend on the packaging (and 17 MB of them
-# would outweigh 9 MB of library); what is not the standard library.
+# Left out of the standard library: tables written by programs, which are no prose to learn from;
+# what describes this machine; tests, which some systems package apart, so the corpus would depend
+# on the packaging (and 17 MB of them would outweigh 9 MB of library); what is not the standard
+# library.
 _TABLES = {"encodings", "pydoc_data", "html/entities.py", "stringprep.py"}
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _THIS_MACHINE = ("_sysconfigdata", "config-", "sitecustomize.py", "usercustomize.py")
 
 
 class Document(NamedTuple):
-    """A document and its name, relative to the path it was read from; names are unique within one path."""
+    """A document and its name, relative to the path it was read from; names are unique within one
+    path.
+    """
 
     name: str
     data: bytes
@@ -48,8 +54,8 @@ def read(path: str | Path, *, suffixes: Sequence[str], field: str) -> Iterator[D
         field: the field (column) of a record that holds its text.
 
     Raises:
-        ValueError: the path or a file of it is missing, unreadable, not understood, or a record lacks the field; the
-            message names file and line.
+        ValueError: the path or a file of it is missing, unreadable, not understood, or a record
+            lacks the field; the message names file and line.
         ImportError: pyarrow is needed and not installed.
     """
     if str(path) == "stdlib":
@@ -57,21 +63,28 @@ def read(path: str | Path, *, suffixes: Sequence[str], field: str) -> Iterator[D
         return
     root = Path(path)
     if not root.exists():
-        raise ValueError(f"data.path={str(path)!r} does not exist; give a file, a folder or 'stdlib'")
+        raise ValueError(
+            f"data.path={str(path)!r} does not exist; give a file, a folder or 'stdlib'"
+        )
     if root.is_file():
         yield from _file(root, root.name, suffixes, field, alone=True)
     elif (root / "dataset_dict.json").exists():
         splits = sorted(p.name for p in root.iterdir() if p.is_dir())
-        raise ValueError(f"data.path={str(path)!r} holds the splits {splits}; give the folder of one of them")
+        raise ValueError(
+            f"data.path={str(path)!r} holds the splits {splits}; give the folder of one of them"
+        )
     elif (root / "state.json").exists() and (root / "dataset_info.json").exists():
         yield from _saved_dataset(root, field)
     else:
-        for name in file_names(root, suffixes, lambda name: any(p.startswith(".") for p in PurePosixPath(name).parts)):
+        for name in file_names(
+            root, suffixes, lambda name: any(p.startswith(".") for p in PurePosixPath(name).parts)
+        ):
             yield from _file(root / name, name, suffixes, field, alone=False)
 
 
 def stdlib() -> Iterator[Document]:
-    """The ``.py`` files of the running Python's standard library: about 9 MB of code and prose in 600 files.
+    """The ``.py`` files of the running Python's standard library: about 9 MB of code and prose in
+    600 files.
 
     Without generated tables, tests and machine-dependent files. It differs between Python versions.
 
@@ -81,23 +94,31 @@ def stdlib() -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     names = file_names(root, [".py"], _not_in_stdlib_corpus) if root.is_dir() else []
     if not names:
-        raise ValueError(f"data.path='stdlib': no source files in {root}; give a file or folder of text")
+        raise ValueError(
+            f"data.path='stdlib': no source files in {root}; give a file or folder of text"
+        )
     for name in names:
         yield from _document(name, _bytes(root / name))
 
 
 def _not_in_stdlib_corpus(name: str) -> bool:
     path = PurePosixPath(name)
-    if _NOT_LIBRARY.intersection(path.parts) or any(p.startswith(_THIS_MACHINE) for p in path.parts):
+    if _NOT_LIBRARY.intersection(path.parts) or any(
+        p.startswith(_THIS_MACHINE) for p in path.parts
+    ):
         return True
     return name in _TABLES or path.parts[0] in _TABLES
 
 
 def file_names(root: Path, suffixes: Sequence[str], leave_out: Callable[[str], bool]) -> list[str]:
-    """Relative names of the files with one of these suffixes, sorted; links to folders are not followed."""
+    """Relative names of the files with one of these suffixes, sorted; links to folders are not
+    followed.
+    """
 
     def refuse(e: OSError) -> None:
-        raise ValueError(f"data.path={str(root)!r}: cannot read folder {e.filename!r}: {e.strerror}") from e
+        raise ValueError(
+            f"data.path={str(root)!r}: cannot read folder {e.filename!r}: {e.strerror}"
+        ) from e
 
     names = []
     for folder, folders, files in os.walk(root, onerror=refuse):
@@ -108,7 +129,9 @@ def file_names(root: Path, suffixes: Sequence[str], leave_out: Callable[[str], b
     return sorted(names)
 
 
-def _file(path: Path, name: str, suffixes: Sequence[str], field: str, *, alone: bool) -> Iterator[Document]:
+def _file(
+    path: Path, name: str, suffixes: Sequence[str], field: str, *, alone: bool
+) -> Iterator[Document]:
     if path.suffix == ".jsonl":
         yield from _jsonl(path, name, field)
     elif path.suffix == ".parquet":
@@ -138,7 +161,9 @@ def _bytes(path: Path) -> bytes:
 
 
 def _sections(data: bytes) -> Iterator[bytes]:
-    """Cut after the first line end at or behind each SECTION bytes; without line ends, in one piece."""
+    """Cut after the first line end at or behind each SECTION bytes; without line ends, in one
+    piece.
+    """
     start = 0
     while start < len(data):
         end = data.find(b"\n", start + SECTION)
@@ -152,7 +177,9 @@ def _jsonl(path: Path, name: str, field: str) -> Iterator[Document]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield from _document(f"{name}:{number}", _line_text(f"{path}:{number}", line, field))
+                    yield from _document(
+                        f"{name}:{number}", _line_text(f"{path}:{number}", line, field)
+                    )
     except OSError as e:
         raise ValueError(f"data.path: cannot read {str(path)!r}: {e.strerror}") from e
 
@@ -173,7 +200,9 @@ def text_bytes(where: str, field: str, value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise ValueError(f"{where}: data.field={field!r} is of type {type(value).__name__}; it must be text")
+        raise ValueError(
+            f"{where}: data.field={field!r} is of type {type(value).__name__}; it must be text"
+        )
     try:
         return value.encode("utf-8")
     except UnicodeEncodeError as e:
@@ -182,7 +211,8 @@ def text_bytes(where: str, field: str, value: Any) -> bytes:
 
 def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:
     pa = pyarrow(path)
-    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
+    # optional: the extra `data`
+    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
     try:
         with pq.ParquetFile(path) as file:
@@ -193,7 +223,9 @@ def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:
 
 
 def _saved_dataset(root: Path, field: str) -> Iterator[Document]:
-    """A folder of ``Dataset.save_to_disk``: ``state.json`` lists Arrow stream files in the order of their rows."""
+    """A folder of ``Dataset.save_to_disk``: ``state.json`` lists Arrow stream files in the order of
+    their rows.
+    """
     pa = pyarrow(root)
     for name in arrow_files(root):
         path = root / name
@@ -208,9 +240,13 @@ def _saved_dataset(root: Path, field: str) -> Iterator[Document]:
 def arrow_files(root: Path) -> list[str]:
     """The Arrow files of a saved dataset, in the order of their rows."""
     try:
-        return [entry["filename"] for entry in json.loads(_bytes(root / "state.json"))["_data_files"]]
+        return [
+            entry["filename"] for entry in json.loads(_bytes(root / "state.json"))["_data_files"]
+        ]
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"data.path: {str(root / 'state.json')!r} does not list the files of a dataset: {e!r}") from e
+        raise ValueError(
+            f"data.path: {str(root / 'state.json')!r} does not list the files of a dataset: {e!r}"
+        ) from e
 
 
 def _records(path: Path, name: str, field: str, batches: Iterator[Any]) -> Iterator[Document]:
@@ -231,5 +267,7 @@ def pyarrow(path: Path) -> Any:
     try:
         import pyarrow as pa  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
     except ImportError as e:
-        raise ImportError(f"data.path: {str(path)!r} needs pyarrow; pip install 'k31fn[data]'") from e
+        raise ImportError(
+            f"data.path: {str(path)!r} needs pyarrow; pip install 'k31fn[data]'"
+        ) from e
     return pa

@@ -20,8 +20,8 @@ class Config:
     """Which text to train on.
 
     Attributes:
-        path: ``stdlib`` (the Python standard library's source), or a folder, ``.txt``, ``.jsonl`` or ``.parquet`` file,
-            or a folder saved by HF ``datasets``.
+        path: ``stdlib`` (the Python standard library's source), or a folder, ``.txt``, ``.jsonl``
+            or ``.parquet`` file, or a folder saved by HF ``datasets``.
         suffixes: files of a folder that are read.
         field: the field or column of records that holds the text.
         heldout_fraction: of the documents, about.
@@ -41,13 +41,21 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 0 < self.heldout_fraction < 1:
-            raise ValueError(f"data.heldout_fraction={self.heldout_fraction} must be between 0 and 1, such as 0.05")
+            raise ValueError(
+                f"data.heldout_fraction={self.heldout_fraction} must be between 0 and 1, such as "
+                "0.05"
+            )
         if not self.suffixes or not all(s.startswith(".") for s in self.suffixes):
-            raise ValueError(f"data.suffixes={self.suffixes} must be file suffixes with their dot, such as '.txt'")
+            raise ValueError(
+                f"data.suffixes={self.suffixes} must be file suffixes with their dot, such as "
+                "'.txt'"
+            )
 
 
 class Splits(NamedTuple):
-    """The two parts share no document and no two documents are equal; ``duplicates`` were left out."""
+    """The two parts share no document and no two documents are equal; ``duplicates`` were left
+    out.
+    """
 
     train: Corpus
     heldout: Corpus
@@ -55,13 +63,16 @@ class Splits(NamedTuple):
 
 
 def load(cfg: Config, tokenizer: Tokenizer) -> Splits:
-    """Reads, splits and tokenises all documents of a source, on one core about 50 MB/s with bytes as tokens.
+    """Reads, splits and tokenises all documents of a source, on one core about 50 MB/s with bytes
+    as tokens.
 
-    A document is held out if the hash of its name is below ``heldout_fraction`` of the range: it stays where it is when
-    others come or go. Each part is laid out in the order of the hashes, so neighbours in a row are unrelated.
+    A document is held out if the hash of its name is below ``heldout_fraction`` of the range: it
+    stays where it is when others come or go. Each part is laid out in the order of the hashes, so
+    neighbours in a row are unrelated.
 
     Raises:
-        ValueError: the source cannot be read (see :func:`k31fn.data.sources.read`), or it or a part of it is empty.
+        ValueError: the source cannot be read (see :func:`k31fn.data.sources.read`), or it or a part
+            of it is empty.
         ImportError: pyarrow is needed and not installed.
     """
     texts: dict[bytes, tuple[float, str, np.ndarray]] = {}
@@ -70,16 +81,23 @@ def load(cfg: Config, tokenizer: Tokenizer) -> Splits:
         count += 1
         texts.setdefault(_digest(data), (_place(name), name, tokenizer.encode(data)))
     if not texts:
-        raise ValueError(f"data.path={cfg.path!r} is empty: no text in files with data.suffixes={list(cfg.suffixes)}")
+        raise ValueError(
+            f"data.path={cfg.path!r} is empty: no text in files with "
+            f"data.suffixes={list(cfg.suffixes)}"
+        )
     ordered = sorted(texts.values(), key=lambda text: text[:2])
     cut = sum(place < cfg.heldout_fraction for place, _, _ in ordered)
     if cut in (0, len(ordered)):
         part, fix = ("held out", ordered[0][0]) if not cut else ("left to train on", ordered[-1][0])
         raise ValueError(
-            f"data.heldout_fraction={cfg.heldout_fraction}: none of the {len(ordered)} documents is {part}; "
+            f"data.heldout_fraction={cfg.heldout_fraction}: none of the {len(ordered)} documents "
+            f"is {part}; "
             f"{'raise it above' if not cut else 'lower it to'} {fix:.6f}, or give more documents"
         )
-    parts = [Corpus.of([tokens for _, _, tokens in part], tokenizer) for part in (ordered[cut:], ordered[:cut])]
+    parts = [
+        Corpus.of([tokens for _, _, tokens in part], tokenizer)
+        for part in (ordered[cut:], ordered[:cut])
+    ]
     return Splits(parts[0], parts[1], count - len(ordered))
 
 

@@ -1,17 +1,17 @@
-"""Prepared data: tokens and patches of documents in files that are mapped into memory, with an index.
+"""Prepared data: tokens and patches of documents in files that are mapped into memory, with an
+index.
 
-A store is a folder with ``index.json`` and shards. A shard is a folder of arrays (``.npy``, mapped when read):
+A store is a folder with ``index.json`` and shards. A shard is a folder of arrays (``.npy``, mapped
+when read):
 
-| file | holds |
-|---|---|
-| ``tokens`` | all documents one after the other, each with its end token (a conversation with none); uint16 or uint32 |
-| ``offsets`` | int64; document i is ``tokens[offsets[i]:offsets[i + 1]]`` |
-| ``images`` | int64; the images of document i are ``images[i]`` to ``images[i + 1]`` |
-| ``grids`` | ``[images, 3]``: frames, height and width in patches |
-| ``spans`` | ``[images, 2]``: where an image's tokens are in its document |
-| ``patch_offsets`` | int64; the patches of image j |
-| ``patches`` | uint8 ``[N, 3 p p]``, in cell order |
-| ``learnt`` | of conversations only: bool, whether each token is part of an answer; only those are labels |
+| file | holds | |---|---| | ``tokens`` | all documents one after the other, each with its end token
+(a conversation with none); uint16 or uint32 | | ``offsets`` | int64; document i is
+``tokens[offsets[i]:offsets[i + 1]]`` | | ``images`` | int64; the images of document i are
+``images[i]`` to ``images[i + 1]`` | | ``grids`` | ``[images, 3]``: frames, height and width in
+patches | | ``spans`` | ``[images, 2]``: where an image's tokens are in its document | |
+``patch_offsets`` | int64; the patches of image j | | ``patches`` | uint8 ``[N, 3 p p]``, in cell
+order | | ``learnt`` | of conversations only: bool, whether each token is part of an answer; only
+those are labels |
 
 A shard appears under its name only when it is complete.
 """
@@ -58,9 +58,13 @@ class Document(NamedTuple):
 
 
 class Shard:
-    """A writer of one shard. Documents are written as they come; nothing is kept but their lengths."""
+    """A writer of one shard. Documents are written as they come; nothing is kept but their
+    lengths.
+    """
 
-    def __init__(self, folder: Path, *, token_dtype: np.dtype[Any], patch_width: int, answers: bool = False):
+    def __init__(
+        self, folder: Path, *, token_dtype: np.dtype[Any], patch_width: int, answers: bool = False
+    ):
         self._offsets, self._images, self._patch_offsets = [0], [0], [0]
         self._grids: list[Grid] = []
         self._spans: list[np.ndarray] = []
@@ -75,7 +79,9 @@ class Shard:
         if "learnt" in self._files:
             self._files["learnt"].write(np.asarray(document.learnt, np.bool_).tobytes())
         self._offsets.append(self._offsets[-1] + len(document.tokens))
-        for grid, span, patches in zip(document.grids, document.spans, document.patches, strict=True):
+        for grid, span, patches in zip(
+            document.grids, document.spans, document.patches, strict=True
+        ):
             self._files["patches"].write(patches.tobytes())
             self._patch_offsets.append(self._patch_offsets[-1] + len(patches))
             self._grids.append(grid)
@@ -84,7 +90,11 @@ class Shard:
 
     def finish(self) -> dict[str, int]:
         """Writes the arrays of lengths and the headers of the others; the totals."""
-        small = {"offsets": self._offsets, "images": self._images, "patch_offsets": self._patch_offsets}
+        small = {
+            "offsets": self._offsets,
+            "images": self._images,
+            "patch_offsets": self._patch_offsets,
+        }
         for name, values in small.items():
             np.save(self._folder / f"{name}.npy", np.array(values, np.int64))
         np.save(self._folder / "grids.npy", np.array(self._grids, np.int32).reshape(-1, 3))
@@ -94,15 +104,25 @@ class Shard:
         self._write_headers()
         for file in self._files.values():
             file.close()
-        return {"documents": len(self._offsets) - 1, "tokens": self._offsets[-1], "images": len(self._grids)}
+        return {
+            "documents": len(self._offsets) - 1,
+            "tokens": self._offsets[-1],
+            "images": len(self._grids),
+        }
 
     def _write_headers(self) -> None:
-        """Of the large arrays; NumPy leaves room for the first dimension to grow, so their length stays."""
+        """Of the large arrays; NumPy leaves room for the first dimension to grow, so their length
+        stays.
+        """
         count, kinds = self._offsets[-1], {"tokens": self._dtype, "learnt": np.dtype(np.bool_)}
         for name, file in self._files.items():
             dtype = kinds.get(name, np.dtype(np.uint8))
             shape = (self._patch_offsets[-1], self._width) if name == "patches" else (count,)
-            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+            header = {
+                "descr": np.lib.format.dtype_to_descr(dtype),
+                "fortran_order": False,
+                "shape": shape,
+            }
             np.lib.format.write_array_header_2_0(file, header)
 
     def close(self) -> None:
@@ -113,9 +133,15 @@ class Shard:
 
 @contextlib.contextmanager
 def write_shards(
-    folder: Path, splits: Sequence[str], *, token_dtype: np.dtype[Any], patch_width: int, answers: bool = False
+    folder: Path,
+    splits: Sequence[str],
+    *,
+    token_dtype: np.dtype[Any],
+    patch_width: int,
+    answers: bool = False,
 ) -> Iterator[tuple[Path, dict[str, Shard]]]:
-    """One shard per split, in ``folder/split``. They are made in another folder, which is given as well.
+    """One shard per split, in ``folder/split``. They are made in another folder, which is given as
+    well.
 
     That folder gets its name on leaving; on failure nothing is left.
     """
@@ -125,7 +151,11 @@ def write_shards(
             shards: dict[str, Shard] = {}
             for split in splits:
                 (partial / split).mkdir(parents=True)
-                options: Any = {"token_dtype": token_dtype, "patch_width": patch_width, "answers": answers}
+                options: Any = {
+                    "token_dtype": token_dtype,
+                    "patch_width": patch_width,
+                    "answers": answers,
+                }
                 shards[split] = Shard(partial / split, **options)
                 stack.callback(shards[split].close)
             yield partial, shards
@@ -176,7 +206,9 @@ class Store:
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each document."""
-        return np.concatenate([np.zeros(0, np.int64), *(np.diff(shard["offsets"]) for shard in self.shards)])
+        return np.concatenate(
+            [np.zeros(0, np.int64), *(np.diff(shard["offsets"]) for shard in self.shards)]
+        )
 
     def find(self, number: int) -> tuple[dict[str, np.ndarray], int]:
         """The shard of a document, and its number in it."""
@@ -198,7 +230,9 @@ class Store:
         patches = [shard["patches"][a:b] for a, b in itertools.pairwise(bounds)]
         grids = [(int(t), int(h), int(w)) for t, h, w in shard["grids"][low:high]]
         learnt = shard["learnt"][start:stop] if self.answers else ()
-        return Document(shard["tokens"][start:stop], grids, shard["spans"][low:high], patches, learnt)
+        return Document(
+            shard["tokens"][start:stop], grids, shard["spans"][low:high], patches, learnt
+        )
 
 
 def open_store(folder: str | Path) -> Store:
@@ -209,10 +243,14 @@ def open_store(folder: str | Path) -> Store:
     """
     root = Path(folder)
     if not (root / INDEX).is_file():
-        raise ValueError(f"{root} has no {INDEX}: it is no prepared data, or preparing it has not finished")
+        raise ValueError(
+            f"{root} has no {INDEX}: it is no prepared data, or preparing it has not finished"
+        )
     index = json.loads((root / INDEX).read_text(encoding="utf-8"))
     if index.get("version") != VERSION:
-        raise ValueError(f"{root / INDEX} is of version {index.get('version')}, not {VERSION}; prepare it again")
+        raise ValueError(
+            f"{root / INDEX} is of version {index.get('version')}, not {VERSION}; prepare it again"
+        )
     names = (*_ARRAYS, "learnt") if index.get("answers") else _ARRAYS
     shards = tuple(_open_shard(root / entry["name"], entry, names) for entry in index["shards"])
     first = np.cumsum([0, *(entry["documents"] for entry in index["shards"])])
@@ -227,7 +265,10 @@ def _open_shard(folder: Path, entry: dict[str, Any], names: Sequence[str]) -> di
     held = len(arrays["offsets"]) - 1, len(arrays["tokens"]), len(arrays["grids"])
     whole = len(arrays.get("learnt", arrays["tokens"])) == len(arrays["tokens"])
     if not whole or held != (entry["documents"], entry["tokens"], entry["images"]):
-        raise ValueError(f"shard {folder} holds {held} documents, tokens and images, not what {INDEX} says: {entry}")
+        raise ValueError(
+            f"shard {folder} holds {held} documents, tokens and images, not what {INDEX} says: "
+            f"{entry}"
+        )
     return arrays
 
 

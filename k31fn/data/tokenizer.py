@@ -30,19 +30,27 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Tokens with a name and a meaning of their own, such as ``<|media_pad|>``; :meth:`encode` gives none."""
+        """Tokens with a name and a meaning of their own, such as ``<|media_pad|>``; :meth:`encode`
+        gives none.
+        """
         ...
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens of a text as a 1-D array of unsigned integers; names of special tokens are text like any other."""
+        """The tokens of a text as a 1-D array of unsigned integers; names of special tokens are
+        text like any other.
+        """
         ...
 
     def decode_bytes(self, tokens: Tokens) -> bytes:
-        """The bytes of the tokens, any run of them; the end token and what is no token have none."""
+        """The bytes of the tokens, any run of them; the end token and what is no token have
+        none.
+        """
         ...
 
     def decode(self, tokens: Tokens) -> str:
-        """The text of the tokens, any run of them; never fails: bytes that are not UTF-8 become U+FFFD."""
+        """The text of the tokens, any run of them; never fails: bytes that are not UTF-8 become
+        U+FFFD.
+        """
         ...
 
 
@@ -55,7 +63,9 @@ CHAT_NAMES = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes, 0 to 255, the end token 256, and from 257 on four for images if ``media`` and four if ``chat``."""
+    """UTF-8 bytes, 0 to 255, the end token 256, and from 257 on four for images if ``media`` and
+    four if ``chat``.
+    """
 
     media: bool = False
     chat: bool = False

@@ -32,11 +32,11 @@ def open_tokenizer(path: str | Path, *, end: str = "") -> Tokenizer:
     """The tokenizer at ``path``. Nothing is downloaded and no code of a model is run.
 
     Args:
-        path: ``bytes``; ``bytes+media``, with tokens for images; ``bytes+chat``, with those of conversations;
-            ``bytes+media+chat``; a ranks file such as ``tiktoken.model``; a
+        path: ``bytes``; ``bytes+media``, with tokens for images; ``bytes+chat``, with those of
+            conversations; ``bytes+media+chat``; a ranks file such as ``tiktoken.model``; a
             ``.json`` file of ``tokenizers``; or a folder with one of the two.
-        end: the name of the token that ends a document. "": the ``eos_token`` of ``tokenizer_config.json`` beside the
-            file, or ``[EOS]``.
+        end: the name of the token that ends a document. "": the ``eos_token`` of
+            ``tokenizer_config.json`` beside the file, or ``[EOS]``.
 
     Raises:
         ValueError: there is no such file, or it is not what it should be.
@@ -59,10 +59,13 @@ def open_tokenizer(path: str | Path, *, end: str = "") -> Tokenizer:
 def _file(path: Path) -> Path:
     if path.is_file():
         return path
-    found = [path / name for name in ("tiktoken.model", "tokenizer.json") if (path / name).is_file()]
+    found = [
+        path / name for name in ("tiktoken.model", "tokenizer.json") if (path / name).is_file()
+    ]
     if not found:
         raise ValueError(
-            f"tokenizer {str(path)!r}: neither 'bytes', nor a file, nor a folder with tiktoken.model or tokenizer.json"
+            f"tokenizer {str(path)!r}: neither 'bytes', nor a file, nor a folder with "
+            "tiktoken.model or tokenizer.json"
         )
     return found[0]
 

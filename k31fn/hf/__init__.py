@@ -1,10 +1,11 @@
 """Checkpoints of K3 and K3.1 in the names of their release: safetensors and ``config.json``.
 
-* :func:`load` reads the parameters and the routers' balance, :func:`export` writes them: plain, or with routed experts
-  as MXFP4; whole, or each rank of a mesh its own slices (:func:`part_of`).
+* :func:`load` reads the parameters and the routers' balance, :func:`export` writes them: plain, or
+  with routed experts as MXFP4; whole, or each rank of a mesh its own slices (:func:`part_of`).
 * :func:`open_checkpoint` reads any part of any weight.
 * :func:`verify` compares a folder with its config from headers alone.
-* :func:`config_from_hf` gives the :class:`k31fn.model.Config` that a checkpoint's ``config.json`` describes.
+* :func:`config_from_hf` gives the :class:`k31fn.model.Config` that a checkpoint's ``config.json``
+  describes.
 * :func:`to_names` puts parameters or gradients under the checkpoint's names.
 
 ``python -m k31fn.hf import|export|verify`` is the command line.

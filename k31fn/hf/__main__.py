@@ -1,11 +1,13 @@
 """Checkpoints in K3's names, from and to runs: ``python -m k31fn.hf``.
 
 * ``verify FOLDER`` compares a checkpoint with its config, without loading it.
-* ``import FOLDER configs/tiny.py`` makes a run that starts from a checkpoint, to sample from or to train on.
-* ``export RUN FOLDER`` writes a run's newest checkpoint, ``export RUN/checkpoints/STEP FOLDER`` that one; adapters are
-  merged into the weights that they adapt.
+* ``import FOLDER configs/tiny.py`` makes a run that starts from a checkpoint, to sample from or to
+  train on.
+* ``export RUN FOLDER`` writes a run's newest checkpoint, ``export RUN/checkpoints/STEP FOLDER``
+  that one; adapters are merged into the weights that they adapt.
 
-The commands are one process, which holds the whole model; ``hf.load`` and ``hf.export`` work in slices on any mesh.
+The commands are one process, which holds the whole model; ``hf.load`` and ``hf.export`` work in
+slices on any mesh.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ __all__ = ["main"]
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status.
 
-    0: done. 1: what ``verify`` looked at is not right, or reading or writing failed. 2: a wrong call, of which nothing
-    was written.
+    0: done. 1: what ``verify`` looked at is not right, or reading or writing failed. 2: a wrong
+    call, of which nothing was written.
     """
     given = _parser().parse_args(arguments)
     try:
@@ -42,39 +44,56 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m k31fn.hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m k31fn.hf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("verify", help="compare a folder with its config.json, from headers alone")
+    command = commands.add_parser(
+        "verify", help="compare a folder with its config.json, from headers alone"
+    )
     command.add_argument("folder", type=Path, help="of safetensors files and config.json")
-    command = commands.add_parser("import", help="make a run whose first state has the weights of a checkpoint")
+    command = commands.add_parser(
+        "import", help="make a run whose first state has the weights of a checkpoint"
+    )
     command.add_argument("folder", type=Path, help="of safetensors files and config.json")
     command.add_argument("config", type=Path, help="a recipe; its model becomes the checkpoint's")
     command.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders go")
     command = commands.add_parser("export", help="write a checkpoint of a run")
-    command.add_argument("run", type=Path, help="a run folder, RUN/checkpoints/STEP, or a folder of runs: the newest")
+    command.add_argument(
+        "run", type=Path, help="a run folder, RUN/checkpoints/STEP, or a folder of runs: the newest"
+    )
     command.add_argument("folder", type=Path, help="a new one")
-    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    command.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights"
+    )
     command.add_argument("--quantise", action="store_true", help="routed experts as MXFP4")
     return parser
 
 
 def _verify(given: argparse.Namespace) -> int:
     if not given.folder.is_dir():
-        raise ValueError(f"{str(given.folder)!r} is no folder; give one of safetensors files and config.json")
+        raise ValueError(
+            f"{str(given.folder)!r} is no folder; give one of safetensors files and config.json"
+        )
     report = hf.verify(given.folder)
     tensors = f"{report.num_tensors:,} tensors ({report.num_quantised:,} of them MXFP4 codes)"
-    print(f"{given.folder}: {report.num_weights:,} weights in {tensors} in {report.num_files} files")
+    print(
+        f"{given.folder}: {report.num_weights:,} weights in {tensors} in {report.num_files} files"
+    )
     print(report.problems or "fits its config")
     return 1 if report.problems else 0
 
 
 def _import(given: argparse.Namespace) -> int:
-    """The checkpoint's model, trained as the recipe says: what a config file cannot keep is the recipe's."""
+    """The checkpoint's model, trained as the recipe says: what a config file cannot keep is the
+    recipe's.
+    """
     recipe = load_recipe(given.config)
     if recipe.lora:
         raise ValueError(
-            f"{given.config} trains adapters, and a checkpoint is what they are of: python train.py {given.config} "
+            f"{given.config} trains adapters, and a checkpoint is what they are of: python "
+            f"train.py {given.config} "
             f"--lora.base {given.folder}"
         )
     recipe = dataclasses.replace(recipe, model=hf.config_from_hf(given.folder))
@@ -92,7 +111,9 @@ def _export(given: argparse.Namespace) -> int:
     run, step = folder.resolve_step(given.run)
     check_new(given.folder)
     recipe, weights, biases = sample.load(run, where=torch.device("cpu"), step=step)
-    weights = params.cast(lora.merge(weights), model.specs(recipe.model), getattr(torch, given.dtype))
+    weights = params.cast(
+        lora.merge(weights), model.specs(recipe.model), getattr(torch, given.dtype)
+    )
     hf.export(weights, biases, recipe.model, given.folder, quantise=given.quantise)
     print(f"{given.run if step is not None else run} written to {given.folder}")
     return 0

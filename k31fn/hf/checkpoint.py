@@ -18,23 +18,29 @@ __all__ = ["export", "load", "to_names"]
 
 
 def load(
-    directory: str | Path, cfg: model.Config, *, dtype: torch.dtype | None = None, part: Part = ALONE
+    directory: str | Path,
+    cfg: model.Config,
+    *,
+    dtype: torch.dtype | None = None,
+    part: Part = ALONE,
 ) -> tuple[model.Params[Tensor], balance.State]:
     """The parameters and the routers' balance of a checkpoint in K3's names.
 
-    Reads safetensors, one file or shards with an index, tensor by tensor into the parameters; of each only the bytes of
-    the rank's own tile. Experts stored as MXFP4 are decoded. Vision weights are left out if ``cfg`` has no vision.
+    Reads safetensors, one file or shards with an index, tensor by tensor into the parameters; of
+    each only the bytes of the rank's own tile. Experts stored as MXFP4 are decoded. Vision weights
+    are left out if ``cfg`` has no vision.
 
     Args:
         directory: of the checkpoint.
-        cfg: the model; :func:`k31fn.hf.config_from_hf` gives the one that ``config.json`` describes.
-        dtype: of the model. None: each weight as it is stored, MXFP4 as bfloat16. Either way float32 islands are at
-            least float32.
+        cfg: the model; :func:`k31fn.hf.config_from_hf` gives the one that ``config.json``
+            describes.
+        dtype: of the model. None: each weight as it is stored, MXFP4 as bfloat16. Either way
+            float32 islands are at least float32.
         part: what this rank holds; the balance is whole on every rank.
 
     Raises:
-        ValueError: files that are incomplete, missing, unknown and misshaped tensors, wrong dtypes, all in one message;
-            or weights that are not finite, all named.
+        ValueError: files that are incomplete, missing, unknown and misshaped tensors, wrong dtypes,
+            all in one message; or weights that are not finite, all named.
     """
     values = read_leaves(entries(cfg), Path(directory), dtype=dtype, part=part)
     weights: Weights = tree.unflatten(tree.flatten(specs(cfg))[1], values)
@@ -55,8 +61,9 @@ def export(
 ) -> None:
     """Writes a checkpoint in K3's names into a new folder: all of it, or nothing.
 
-    The dtypes are those of the leaves (``params.cast`` changes them). Memory for one tensor is needed beside the
-    parameters. On several ranks each writes its own tiles; all must see the same folder.
+    The dtypes are those of the leaves (``params.cast`` changes them). Memory for one tensor is
+    needed beside the parameters. On several ranks each writes its own tiles; all must see the same
+    folder.
 
     Args:
         params: this rank's part of the parameters.
@@ -68,20 +75,27 @@ def export(
         part: what this rank holds.
 
     Raises:
-        ValueError: the trees do not fit ``cfg``, ``cfg`` has what K3's format cannot say, the folder is not empty, or
-            an expert's tile is no whole groups of MXFP4.
+        ValueError: the trees do not fit ``cfg``, ``cfg`` has what K3's format cannot say, the
+            folder is not empty, or an expert's tile is no whole groups of MXFP4.
         RuntimeError: another rank failed.
     """
     if state.layers != model.moe_layers(cfg):
-        raise ValueError(f"balance.State.layers={state.layers} must be the MoE layers of cfg {model.moe_layers(cfg)}")
+        raise ValueError(
+            f"balance.State.layers={state.layers} must be the MoE layers of cfg "
+            f"{model.moe_layers(cfg)}"
+        )
     leaves = _leaves(Weights(params, state.bias if state.layers else ()), specs(cfg))
-    documents = {config.FILE: config.describe(cfg, params.embedding.weight.dtype, quantised=quantise)}
+    documents = {
+        config.FILE: config.describe(cfg, params.embedding.weight.dtype, quantised=quantise)
+    }
     options: dict[str, Any] = {"quantise": quantise, "shard_bytes": shard_bytes, "part": part}
     write_folder(entries(cfg), leaves, Path(directory), documents, **options)
 
 
 def to_names(params: model.Params[Tensor], cfg: model.Config) -> dict[str, Tensor]:
-    """Parameters, or a tree like them such as gradients, by K3's names and in K3's layout (views where possible)."""
+    """Parameters, or a tree like them such as gradients, by K3's names and in K3's layout (views
+    where possible).
+    """
     table = [entry for entry in entries(cfg) if entry.path != "balance"]
     found: dict[str, dict[int, Tensor]] = {}
     for entry, leaf in zip(table, _leaves(params, specs(cfg).params), strict=True):
@@ -90,7 +104,10 @@ def to_names(params: model.Params[Tensor], cfg: model.Config) -> dict[str, Tenso
             if entry.row.third is None:
                 stored = stored.reshape(entry.stored_shape)
             found.setdefault(name, {})[entry.row.third or 0] = stored
-    return {n: parts[0] if len(parts) == 1 else torch.cat([parts[i] for i in range(3)]) for n, parts in found.items()}
+    return {
+        n: parts[0] if len(parts) == 1 else torch.cat([parts[i] for i in range(3)])
+        for n, parts in found.items()
+    }
 
 
 def _leaves(values: Any, declared: Any) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """K3's ``config.json`` and our :class:`k31fn.model.Config`, both ways.
 
-``dsa_config`` marks a K3.1 model. Its inner names have not been published: those written here are DeepSeek-V3.2's, and
-any other name is refused. Layer lists in the file count from 1.
+``dsa_config`` marks a K3.1 model. Its inner names have not been published: those written here are
+DeepSeek-V3.2's, and any other name is refused. Layer lists in the file count from 1.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["FILE", "config_from_hf", "describe"]
 
 FILE = "config.json"
 
-# Fields that choose an equation, with the only value that our layers compute. The first group must be there: other
-# readers take another default.
+# Fields that choose an equation, with the only value that our layers compute. The first group must
+# be there: other readers take another default.
 _STATED = {
     "hidden_act": "situ",
     "mla_use_nope": True,
@@ -66,7 +66,14 @@ _NUMBERS = (
     "activation_situ_beta",
     "activation_situ_linear_beta",
 )
-_LINEAR = ("head_dim", "num_heads", "short_conv_kernel_size", "kda_layers", "full_attn_layers", "gate_lower_bound")
+_LINEAR = (
+    "head_dim",
+    "num_heads",
+    "short_conv_kernel_size",
+    "kda_layers",
+    "full_attn_layers",
+    "gate_lower_bound",
+)
 _DSA = ("index_n_heads", "index_head_dim", "index_topk", "full_attn_layers")
 _MXFP4 = {  # of the package compressed-tensors: weights of routed experts only
     "quant_method": "compressed-tensors",
@@ -107,7 +114,8 @@ _TRAINING = {
 
 
 def config_from_hf(directory: str | Path) -> model.Config:
-    """The model that ``config.json`` describes; without a ``vision_config`` it is one of text alone.
+    """The model that ``config.json`` describes; without a ``vision_config`` it is one of text
+    alone.
 
     Raises:
         ValueError: missing fields, or values that would need other equations than ours; all listed.
@@ -117,10 +125,12 @@ def config_from_hf(directory: str | Path) -> model.Config:
 
 
 def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) -> dict[str, Any]:
-    """The ``config.json`` of a checkpoint of ``cfg`` whose weights have this dtype, its routed experts MXFP4 or not.
+    """The ``config.json`` of a checkpoint of ``cfg`` whose weights have this dtype, its routed
+    experts MXFP4 or not.
 
     Raises:
-        ValueError: a field of ``cfg`` that matters to the result of the model and that K3's format cannot hold.
+        ValueError: a field of ``cfg`` that matters to the result of the model and that K3's format
+            cannot hold.
     """
     text = _text_config(cfg)
     parts = {"text_config": text}
@@ -128,16 +138,22 @@ def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) 
         parts["vision_config"] = describe_vision(cfg.vision, cfg.projector)
     lost = [
         f"{path}={mine!r}, read back as {theirs!r}"
-        for (path, mine), (_, theirs) in zip(_flat(cfg), _flat(_parse(parts, "the export")), strict=True)
+        for (path, mine), (_, theirs) in zip(
+            _flat(cfg), _flat(_parse(parts, "the export")), strict=True
+        )
         if mine != theirs
     ]
     if lost:
-        raise ValueError(f"K3's config.json cannot say: {'; '.join(lost)}; such a model cannot be exported")
+        raise ValueError(
+            f"K3's config.json cannot say: {'; '.join(lost)}; such a model cannot be exported"
+        )
     sparse = isinstance(cfg.full_attention, dsa.Config)
     if quantised:
         text["quantization_config"] = _MXFP4
     return {
-        "architectures": ["KimiK31ForConditionalGeneration" if sparse else "KimiK3ForConditionalGeneration"],
+        "architectures": [
+            "KimiK31ForConditionalGeneration" if sparse else "KimiK3ForConditionalGeneration"
+        ],
         "model_type": "kimi_k31" if sparse else "kimi_k3",
         "tie_word_embeddings": False,
         **parts,
@@ -146,10 +162,15 @@ def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) 
 
 
 def _text_config(cfg: model.Config) -> dict[str, Any]:
-    attention = cfg.full_attention.attn if isinstance(cfg.full_attention, dsa.Config) else cfg.full_attention
+    attention = (
+        cfg.full_attention.attn
+        if isinstance(cfg.full_attention, dsa.Config)
+        else cfg.full_attention
+    )
     if isinstance(cfg.residual, mhc.Config):
         raise ValueError(
-            "model.Config.residual is an mhc.Config, which K3's format has no name for; export AttnRes or plain"
+            "model.Config.residual is an mhc.Config, which K3's format has no name for; export "
+            "AttnRes or plain"
         )
     full = [i + 1 for i in cfg.full_attention_layers]
     block_size = cfg.residual.block_size if isinstance(cfg.residual, attn_res.Config) else None
@@ -202,7 +223,9 @@ def _text_config(cfg: model.Config) -> dict[str, Any]:
 def _parse(parts: dict[str, Any], file: str) -> model.Config:
     text, seen = parts.get("text_config"), parts.get("vision_config")
     if not isinstance(text, dict):
-        raise ValueError(f"{file} has no text_config: it is not the config of a K3 or K3.1 checkpoint")
+        raise ValueError(
+            f"{file} has no text_config: it is not the config of a K3 or K3.1 checkpoint"
+        )
     cfg = _parse_text(text, file)
     if not isinstance(seen, dict):
         return cfg
@@ -217,9 +240,14 @@ def _parse_text(text: dict[str, Any], file: str) -> model.Config:
     linear = text.get("linear_attn_config")
     linear = linear if isinstance(linear, dict) else {}
     if problems := _check(text, linear):
-        raise ValueError(f"{file}: text_config does not describe a model that k31fn has: {'; '.join(problems)}")
+        raise ValueError(
+            f"{file}: text_config does not describe a model that k31fn has: {'; '.join(problems)}"
+        )
     size, eps, std = text["hidden_size"], text["rms_norm_eps"], text.get("initializer_range", 0.02)
-    situ = {"beta": text["activation_situ_beta"], "linear_beta": text["activation_situ_linear_beta"]}
+    situ = {
+        "beta": text["activation_situ_beta"],
+        "linear_beta": text["activation_situ_linear_beta"],
+    }
     blocks = text["attn_res_block_size"]
     return model.Config(
         vocab_size=text["vocab_size"],
@@ -291,11 +319,16 @@ def _check(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
             problems.append(f"{name}={values[name]!r} must be {only!r}")
     for name in _NUMBERS:
         value = values.get(name, 0)
-        if type(value) not in (int, float) and not (name == "attn_res_block_size" and value is None):
+        if type(value) not in (int, float) and not (
+            name == "attn_res_block_size" and value is None
+        ):
             problems.append(f"{name}={value!r} must be a number")
     heads = values.get("num_attention_heads")
     if values.get("num_key_value_heads", heads) != heads:
-        problems.append(f"num_key_value_heads={values['num_key_value_heads']} must equal num_attention_heads={heads}")
+        problems.append(
+            f"num_key_value_heads={values['num_key_value_heads']} must equal "
+            f"num_attention_heads={heads}"
+        )
     problems += _unknown("linear_attn_config", linear, (*_LINEAR, "use_full_rank_gate"))
     sparse = text.get("dsa_config")
     if sparse is not None:
@@ -303,17 +336,25 @@ def _check(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
         problems += _unknown("dsa_config", sparse, _DSA)
         problems += [f"dsa_config.{name} is missing" for name in _DSA if name not in sparse]
         if sparse.get("full_attn_layers") != linear.get("full_attn_layers"):
-            problems.append("dsa_config.full_attn_layers must equal linear_attn_config.full_attn_layers")
+            problems.append(
+                "dsa_config.full_attn_layers must equal linear_attn_config.full_attn_layers"
+            )
     last = values.get("num_hidden_layers", 0)
     listed = [*linear.get("kda_layers", ()), *linear.get("full_attn_layers", ())]
     if sorted(listed) != list(range(1, last + 1)):
-        problems.append(f"kda_layers and full_attn_layers must name each of the layers 1..{last} once")
+        problems.append(
+            f"kda_layers and full_attn_layers must name each of the layers 1..{last} once"
+        )
     return problems
 
 
 def _unknown(group: str, given: dict[str, Any], known: tuple[str, ...]) -> list[str]:
     """Fields that may change the equations in a way that is not known here."""
-    return [f"{group}.{name} is unknown; known: {', '.join(known)}" for name in given if name not in known]
+    return [
+        f"{group}.{name} is unknown; known: {', '.join(known)}"
+        for name in given
+        if name not in known
+    ]
 
 
 def _flat(cfg: Any, at: str = "") -> list[tuple[str, Any]]:

@@ -1,7 +1,8 @@
 """Folders of safetensors files: what their headers say, a reader of slices, JSON.
 
-Format: https://huggingface.co/docs/safetensors, section "Format": eight bytes with the length of a JSON header, the
-header, the tensors. Headers are checked whole before a byte of a tensor is read. Nothing is unpickled.
+Format: https://huggingface.co/docs/safetensors, section "Format": eight bytes with the length of a
+JSON header, the header, the tensors. Headers are checked whole before a byte of a tensor is read.
+Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,11 +20,28 @@ from safetensors import safe_open
 from k31fn.hf.transforms import Tile
 from k31fn.typing import Tensor
 
-__all__ = ["CODES", "DTYPES", "INDEX", "SINGLE", "Info", "Source", "open_source", "read_header", "read_json", "survey"]
+__all__ = [
+    "CODES",
+    "DTYPES",
+    "INDEX",
+    "SINGLE",
+    "Info",
+    "Source",
+    "open_source",
+    "read_header",
+    "read_json",
+    "survey",
+]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "U8": torch.uint8}
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "U8": torch.uint8,
+}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _SIZES = {
     "BOOL": 1,
@@ -50,7 +68,9 @@ class Info(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The tensors of a checkpoint by name, and how to read a tile of one: only its bytes are read."""
+    """The tensors of a checkpoint by name, and how to read a tile of one: only its bytes are
+    read.
+    """
 
     tensors: dict[str, Info]
     read: Callable[[str, Tile], Tensor]
@@ -61,19 +81,23 @@ def open_source(directory: Path) -> Iterator[Source]:
     """The checkpoint in ``directory``: one ``model.safetensors``, or shards with an index.
 
     Raises:
-        ValueError: there is no such checkpoint, both kinds are there, the index does not fit the shards, or files are
-            incomplete; all of it listed.
+        ValueError: there is no such checkpoint, both kinds are there, the index does not fit the
+            shards, or files are incomplete; all of it listed.
     """
     tensors, problems = survey(directory)
     if problems:
-        raise ValueError(f"checkpoint {directory} cannot be read:\n" + "\n".join(f"  {p}" for p in problems))
+        raise ValueError(
+            f"checkpoint {directory} cannot be read:\n" + "\n".join(f"  {p}" for p in problems)
+        )
     with contextlib.ExitStack() as stack:
         handles: dict[str, Any] = {}
 
         def read(name: str, tile: Tile) -> Tensor:
             file = tensors[name].file
             if file not in handles:
-                handles[file] = stack.enter_context(safe_open(str(directory / file), framework="pt"))
+                handles[file] = stack.enter_context(
+                    safe_open(str(directory / file), framework="pt")
+                )
             return handles[file].get_slice(name)[tile]
 
         yield Source(tensors, read)
@@ -85,7 +109,11 @@ def survey(directory: Path) -> tuple[dict[str, Info], list[str]]:
     if single and index:
         return {}, [f"it holds both {SINGLE} and {INDEX}: remove the one that is out of date"]
     if not single and not index:
-        found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else "no such directory"
+        found = (
+            sorted(p.name for p in directory.iterdir())
+            if directory.is_dir()
+            else "no such directory"
+        )
         return {}, [f"it holds neither {SINGLE} nor {INDEX}, but: {found}"]
     try:
         listed, total = ({SINGLE: None}, None) if single else _index(directory / INDEX)
@@ -109,7 +137,8 @@ def survey(directory: Path) -> tuple[dict[str, Info], list[str]]:
 
 
 def read_header(file: Path) -> dict[str, Info]:
-    """The tensors of a safetensors file. Reads its header only, and checks that the file is as long as it says.
+    """The tensors of a safetensors file. Reads its header only, and checks that the file is as long
+    as it says.
 
     Raises:
         ValueError: there is no such file, or it is not a complete safetensors file.
@@ -120,11 +149,18 @@ def read_header(file: Path) -> dict[str, Info]:
     with open(file, "rb") as data:
         length = int.from_bytes(data.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST):
-            raise ValueError(f"{file.name} is not a complete safetensors file: {size} bytes end inside its header")
+            raise ValueError(
+                f"{file.name} is not a complete safetensors file: {size} bytes end inside its "
+                "header"
+            )
         text = data.read(length)
     try:
         header = json.loads(text)
-        fields = [(n, t["dtype"], tuple(t["shape"]), *t["data_offsets"]) for n, t in header.items() if n[:2] != "__"]
+        fields = [
+            (n, t["dtype"], tuple(t["shape"]), *t["data_offsets"])
+            for n, t in header.items()
+            if n[:2] != "__"
+        ]
         fields.sort(key=lambda field: field[3:])
         ends = [0, *(end for *_, end in fields)]
         wrong = [
@@ -133,14 +169,18 @@ def read_header(file: Path) -> dict[str, Info]:
             if begin != before or end - begin != _SIZES[dtype] * math.prod(shape)
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{file.name} is not a complete safetensors file: its header is not valid: {e!r}") from e
+        raise ValueError(
+            f"{file.name} is not a complete safetensors file: its header is not valid: {e!r}"
+        ) from e
     if wrong:
         raise ValueError(
-            f"{file.name}: the header gives {wrong[0]} and {len(wrong) - 1} others a wrong place or length"
+            f"{file.name}: the header gives {wrong[0]} and {len(wrong) - 1} others a wrong place "
+            "or length"
         )
     if ends[-1] != size - 8 - length:
         raise ValueError(
-            f"{file.name} is not a complete safetensors file: its header promises {ends[-1]} bytes of tensors, it has "
+            f"{file.name} is not a complete safetensors file: its header promises {ends[-1]} "
+            "bytes of tensors, it has "
             f"{size - 8 - length}"
         )
     return {name: Info(shape, dtype, file.name) for name, dtype, shape, *_ in fields}
@@ -155,7 +195,9 @@ def _index(file: Path) -> tuple[dict[str, set[str]], int | None]:
     files: dict[str, set[str]] = {}
     for name, shard in listing.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ValueError(f"{INDEX}: {name} is in {shard!r}, which is not the name of a file in the folder")
+            raise ValueError(
+                f"{INDEX}: {name} is in {shard!r}, which is not the name of a file in the folder"
+            )
         files.setdefault(shard, set()).add(name)
     metadata = data.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None

@@ -1,4 +1,6 @@
-"""MXFP4 as released checkpoints hold it (:mod:`k31fn.kernels.formats.mxfp4`), with what it cannot hold refused."""
+"""MXFP4 as released checkpoints hold it (:mod:`k31fn.kernels.formats.mxfp4`), with what it cannot
+hold refused.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,27 @@ def decode(
     """The weights, exactly.
 
     Raises:
-        ValueError: the shapes do not fit, a scale is not a number, or a weight is too large for ``dtype``.
+        ValueError: the shapes do not fit, a scale is not a number, or a weight is too large for
+            ``dtype``.
     """
     if bool((scale == _NAN).any()):
-        raise ValueError(f"MXFP4: {int((scale == _NAN).sum())} of {scale.numel()} scales are 255, which is no number")
+        raise ValueError(
+            f"MXFP4: {int((scale == _NAN).sum())} of {scale.numel()} scales are 255, which is no "
+            "number"
+        )
     weights = mxfp4.decode(packed, scale, dtype)
     if not bool(torch.isfinite(weights).all()):
-        raise ValueError(f"MXFP4: weights with scales up to {int(scale.max())} are too large for {dtype}")
+        raise ValueError(
+            f"MXFP4: weights with scales up to {int(scale.max())} are too large for {dtype}"
+        )
     return weights
 
 
-def encode(weight: Float[Tensor, "*E R C"]) -> tuple[UInt8[Tensor, "*E R C2"], UInt8[Tensor, "*E R G"]]:
-    """``(packed, scale)`` of the nearest weights that MXFP4 can hold; what it can hold comes back bit for bit.
+def encode(
+    weight: Float[Tensor, "*E R C"],
+) -> tuple[UInt8[Tensor, "*E R C2"], UInt8[Tensor, "*E R G"]]:
+    """``(packed, scale)`` of the nearest weights that MXFP4 can hold; what it can hold comes back
+    bit for bit.
 
     Raises:
         ValueError: the columns are no whole groups, or a weight is not finite.

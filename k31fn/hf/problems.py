@@ -11,7 +11,10 @@ from k31fn.hf.table import VISION, Entry
 
 __all__ = ["PACKED", "SCALE", "find_problems", "is_quantised", "listed"]
 
-PACKED, SCALE = "_packed", "_scale"  # what a quantised weight's two tensors are called after its name
+PACKED, SCALE = (
+    "_packed",
+    "_scale",
+)  # what a quantised weight's two tensors are called after its name
 _FLOATING = ("BF16", "F16", "F32", "F64")
 _WIDE = ("F32", "F64")
 
@@ -30,19 +33,27 @@ def find_problems(table: list[Entry], tensors: dict[str, Info]) -> str:
     found = [
         *listed("missing", [name for name in wanted if name not in tensors]),
         *listed("not of this model", extra),
-        *listed("of another shape", [f"{n}: {list(t.shape)}, wanted {list(s)}" for n, s, _, t in both if t.shape != s]),
         *listed(
-            "of another dtype", [f"{n}: {t.dtype}, wanted {'/'.join(d)}" for n, _, d, t in both if t.dtype not in d]
+            "of another shape",
+            [f"{n}: {list(t.shape)}, wanted {list(s)}" for n, s, _, t in both if t.shape != s],
+        ),
+        *listed(
+            "of another dtype",
+            [f"{n}: {t.dtype}, wanted {'/'.join(d)}" for n, _, d, t in both if t.dtype not in d],
         ),
     ]
     if not found:
         return ""
     if any(name.endswith(PACKED) for name in extra):
         found.append("fix: only the weights of routed experts may be quantised (MXFP4)")
-    return "\n".join([*found, "fix: load with the config of this checkpoint: k31fn.hf.config_from_hf(directory)"])
+    return "\n".join(
+        [*found, "fix: load with the config of this checkpoint: k31fn.hf.config_from_hf(directory)"]
+    )
 
 
-def _wishes(entry: Entry, tensors: dict[str, Info]) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[str, ...]]]]:
+def _wishes(
+    entry: Entry, tensors: dict[str, Info]
+) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[str, ...]]]]:
     """The tensors that an entry needs, each with its shape and the dtypes it may have."""
     shape = entry.stored_shape
     for name in entry.names:
@@ -55,7 +66,9 @@ def _wishes(entry: Entry, tensors: dict[str, Info]) -> Iterator[tuple[str, tuple
 
 
 def listed(what: str, items: Iterable[str], most: int = 20) -> list[str]:
-    """One line per kind: names that differ in numbers of layers and experts only are one kind, shown by their first."""
+    """One line per kind: names that differ in numbers of layers and experts only are one kind,
+    shown by their first.
+    """
     kinds: dict[str, list[str]] = {}
     for item in items:
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", item), []).append(item)

@@ -1,4 +1,6 @@
-"""Which part of a checkpoint a rank reads and writes, and how ranks learn of each other's failures."""
+"""Which part of a checkpoint a rank reads and writes, and how ranks learn of each other's
+failures.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ class Part:
 
     Attributes:
         tile: ``(path, spec) -> slices`` of each parameter, as for :func:`k31fn.params.init`.
-        writes: whether this rank writes the weight at a path: one of those that hold the same tile does.
+        writes: whether this rank writes the weight at a path: one of those that hold the same tile
+            does.
         first: whether it makes the folder and finishes it: one rank does.
-        meet: hands in an error, "" for none, and gives those of all ranks; all ranks call it equally often.
+        meet: hands in an error, "" for none, and gives those of all ranks; all ranks call it
+            equally often.
     """
 
     tile: Callable[[str, ParamSpec], Tile]
@@ -72,7 +76,8 @@ def part_of(
     *,
     device: torch.device | str = "cpu",
 ) -> Part:
-    """A rank's part of parameters split over a mesh. Of the ranks that hold the same tile, the first writes.
+    """A rank's part of parameters split over a mesh. Of the ranks that hold the same tile, the
+    first writes.
 
     Args:
         specs: of the parameters.
@@ -87,7 +92,8 @@ def part_of(
         path: all(
             coordinate[a.name] == 0
             for a in axes.atoms
-            if a.name not in {b.name for dim in resolve(p, mesh.axes(), len(spec.shape)) for b in dim}
+            if a.name
+            not in {b.name for dim in resolve(p, mesh.axes(), len(spec.shape)) for b in dim}
         )
         for path, spec, p in paths
     }

@@ -47,13 +47,17 @@ class Reader:
         empty = balance.init(layers, self._cfg.moe.num_experts)
         if not layers:
             return empty
-        return balance.State(self._read("balance", tuple(slice(0, n) for n in empty.bias.shape), None), layers)
+        return balance.State(
+            self._read("balance", tuple(slice(0, n) for n in empty.bias.shape), None), layers
+        )
 
     def _read(self, path: str, tile: Tile, dtype: torch.dtype | None) -> Tensor:
         broken: list[str] = []
         value = read_leaf(self._entries[path], self._source, dtype, tile, broken)
         if broken:
-            raise ValueError(f"{broken[0]} has values that are not finite ({len(broken)} tensors of {path})")
+            raise ValueError(
+                f"{broken[0]} has values that are not finite ({len(broken)} tensors of {path})"
+            )
         return value
 
 

@@ -1,4 +1,6 @@
-"""Whether a folder holds the checkpoint that its ``config.json`` describes, without reading a tensor."""
+"""Whether a folder holds the checkpoint that its ``config.json`` describes, without reading a
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class Report(NamedTuple):
 def verify(directory: str | Path, cfg: model.Config | None = None) -> Report:
     """Compares files, names, shapes and dtypes with a config.
 
-    Only headers are read: a checkpoint of any size takes seconds and little memory. That a weight is finite, or that
-    two weights of one shape have not changed places, is not seen.
+    Only headers are read: a checkpoint of any size takes seconds and little memory. That a weight
+    is finite, or that two weights of one shape have not changed places, is not seen.
 
     Args:
         directory: of the checkpoint.
@@ -45,7 +47,11 @@ def verify(directory: str | Path, cfg: model.Config | None = None) -> Report:
     """
     root = Path(directory)
     tensors, broken = survey(root)
-    found = ["files that are not complete or do not belong together:", *(f"  {p}" for p in broken)] if broken else []
+    found = (
+        ["files that are not complete or do not belong together:", *(f"  {p}" for p in broken)]
+        if broken
+        else []
+    )
     try:
         wanted = config_from_hf(root) if cfg is None else cfg
     except ValueError as e:
@@ -56,4 +62,10 @@ def verify(directory: str | Path, cfg: model.Config | None = None) -> Report:
     packed = [t for name, t in tensors.items() if name.endswith(PACKED)]
     plain = [t for name, t in tensors.items() if not name.endswith(PACKED) and t.dtype != "U8"]
     weights = sum(math.prod(t.shape) for t in plain) + 2 * sum(math.prod(t.shape) for t in packed)
-    return Report(len({t.file for t in tensors.values()}), len(tensors), weights, len(packed), "\n".join(found))
+    return Report(
+        len({t.file for t in tensors.values()}),
+        len(tensors),
+        weights,
+        len(packed),
+        "\n".join(found),
+    )

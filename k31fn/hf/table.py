@@ -1,9 +1,10 @@
 """K3's names of the weights: one row per kind of weight.
 
-A row says which leaves of the tree it covers (``{i}`` is a layer), what they are called in the checkpoint and how
-their layout differs. A name with ``{j}`` (expert) or ``{m}`` (MoE layer) stands for one tensor per element of the
-leaf's first dimension; a row with a ``third`` for that part of a tensor's first dimension. The leaves come from the
-model's specs, so a weight without a row, or with two, is an error.
+A row says which leaves of the tree it covers (``{i}`` is a layer), what they are called in the
+checkpoint and how their layout differs. A name with ``{j}`` (expert) or ``{m}`` (MoE layer) stands
+for one tensor per element of the leaf's first dimension; a row with a ``third`` for that part of a
+tensor's first dimension. The leaves come from the model's specs, so a weight without a row, or with
+two, is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Any, NamedTuple
 import torch
 
 from k31fn import model, tree
-from k31fn.hf.transforms import DEPTHWISE, HEADS_PADDED, KERNEL, ROW, SAME, TRANSPOSED, Tile, Transform
+from k31fn.hf.transforms import (
+    DEPTHWISE,
+    HEADS_PADDED,
+    KERNEL,
+    ROW,
+    SAME,
+    TRANSPOSED,
+    Tile,
+    Transform,
+)
 from k31fn.params import Constant, ParamSpec
 
 __all__ = ["ROWS", "VISION", "Entry", "Row", "Weights", "entries", "entries_of", "specs"]
@@ -24,7 +34,8 @@ LANGUAGE, VISION = "language_model.", ("vision_tower.", "mm_projector.")  # how 
 
 
 class Row(NamedTuple):
-    """A kind of weight: its name in the checkpoint, its path in the tree, and how they differ in layout.
+    """A kind of weight: its name in the checkpoint, its path in the tree, and how they differ in
+    layout.
 
     Attributes:
         name: in the checkpoint.
@@ -42,11 +53,18 @@ class Row(NamedTuple):
 
 
 def _layer(name: str, path: str, transform: Transform, *, wide: bool = False) -> Row:
-    return Row(LANGUAGE + "model.layers.{i}." + name, "params.layers.{i}." + path, transform, wide=wide)
+    return Row(
+        LANGUAGE + "model.layers.{i}." + name, "params.layers.{i}." + path, transform, wide=wide
+    )
 
 
 def _block(name: str, path: str, transform: Transform, third: int | None = None) -> Row:
-    return Row("vision_tower.encoder.blocks.{i}." + name, "params.vision.blocks.{i}." + path, transform, third)
+    return Row(
+        "vision_tower.encoder.blocks.{i}." + name,
+        "params.vision.blocks.{i}." + path,
+        transform,
+        third,
+    )
 
 
 def _attention(path: str) -> tuple[Row, ...]:
@@ -101,7 +119,12 @@ ROWS = (
     _layer("mlp.up_proj.weight", "ffn.w_up", TRANSPOSED),
     _layer("mlp.down_proj.weight", "ffn.w_down", TRANSPOSED),
     _layer("block_sparse_moe.gate.weight", "ffn.router.weight", TRANSPOSED),
-    Row(LANGUAGE + "model.layers.{m}.block_sparse_moe.gate.e_score_correction_bias", "balance", SAME, wide=True),
+    Row(
+        LANGUAGE + "model.layers.{m}.block_sparse_moe.gate.e_score_correction_bias",
+        "balance",
+        SAME,
+        wide=True,
+    ),
     _layer("block_sparse_moe.routed_expert_down_proj.weight", "ffn.latent_down", TRANSPOSED),
     _layer("block_sparse_moe.experts.{j}.w1.weight", "ffn.experts.w_gate", TRANSPOSED),
     _layer("block_sparse_moe.experts.{j}.w3.weight", "ffn.experts.w_up", TRANSPOSED),
@@ -130,7 +153,9 @@ ROWS = (
 
 @tree.dataclass
 class Weights:
-    """What a checkpoint holds: the parameters and the routers' balance, ``()`` without MoE layers."""
+    """What a checkpoint holds: the parameters and the routers' balance, ``()`` without MoE
+    layers.
+    """
 
     params: Any
     balance: Any
@@ -193,7 +218,8 @@ def specs(cfg: model.Config) -> Weights:
     """
     if cfg.num_mtp_layers:
         raise ValueError(
-            f"model.Config.num_mtp_layers={cfg.num_mtp_layers}: K3's checkpoint format has no MTP layer; set it to 0, "
+            f"model.Config.num_mtp_layers={cfg.num_mtp_layers}: K3's checkpoint format has no MTP "
+            "layer; set it to 0, "
             "and for an export replace params.mtp by () and leave out the last row of the balance"
         )
     bias = (len(model.moe_layers(cfg)), cfg.moe.num_experts)
@@ -206,30 +232,56 @@ def entries(cfg: model.Config, rows: tuple[Row, ...] = ROWS) -> list[Entry]:
     return entries_of(specs(cfg), model.moe_layers(cfg), rows)
 
 
-def entries_of(declared: Weights, moe_layers: tuple[int, ...], rows: tuple[Row, ...] = ROWS) -> list[Entry]:
+def entries_of(
+    declared: Weights, moe_layers: tuple[int, ...], rows: tuple[Row, ...] = ROWS
+) -> list[Entry]:
     """Every leaf of a tree of ParamSpecs with the names of its tensors, in the order of the tree.
 
     Raises:
-        ValueError: leaves that no row or several rows cover, and names that several leaves have, all listed.
+        ValueError: leaves that no row or several rows cover, and names that several leaves have,
+            all listed.
     """
     patterns = [re.compile(re.escape(row.path).replace(r"\{i\}", r"(?P<i>\d+)")) for row in rows]
     found, wrong = [], []
     for path, spec in tree.flatten_with_paths(declared):
-        matches = [(row, m) for row, pattern in zip(rows, patterns, strict=True) if (m := pattern.fullmatch(path))]
+        matches = [
+            (row, m)
+            for row, pattern in zip(rows, patterns, strict=True)
+            if (m := pattern.fullmatch(path))
+        ]
         if len(matches) != 1:
-            wrong.append(f"{path} is covered by {len(matches)} rows {[row.name for row, _ in matches]}")
-        found += [_entry(moe_layers, path, spec, row, match.groupdict()) for row, match in matches[:1]]
+            wrong.append(
+                f"{path} is covered by {len(matches)} rows {[row.name for row, _ in matches]}"
+            )
+        found += [
+            _entry(moe_layers, path, spec, row, match.groupdict()) for row, match in matches[:1]
+        ]
     names = Counter((name, entry.row.third) for entry in found for name in entry.names)
-    wrong += [f"{name} is the name of {count} leaves" for (name, _), count in names.items() if count > 1]
+    wrong += [
+        f"{name} is the name of {count} leaves" for (name, _), count in names.items() if count > 1
+    ]
     if wrong:
-        raise ValueError(f"k31fn.hf.table needs one row per leaf and one leaf per name; {len(wrong)}: {wrong[:20]}")
+        raise ValueError(
+            f"k31fn.hf.table needs one row per leaf and one leaf per name; {len(wrong)}: "
+            f"{wrong[:20]}"
+        )
     return found
 
 
-def _entry(moe_layers: tuple[int, ...], path: str, spec: ParamSpec, row: Row, layer: dict[str, str]) -> Entry:
+def _entry(
+    moe_layers: tuple[int, ...], path: str, spec: ParamSpec, row: Row, layer: dict[str, str]
+) -> Entry:
     pattern = row.name.replace("{i}", layer.get("i", ""))
     if "{j}" in pattern:
-        return Entry(path, spec, row, tuple(pattern.replace("{j}", str(j)) for j in range(spec.shape[0])), True)
+        return Entry(
+            path,
+            spec,
+            row,
+            tuple(pattern.replace("{j}", str(j)) for j in range(spec.shape[0])),
+            True,
+        )
     if "{m}" in pattern:
-        return Entry(path, spec, row, tuple(pattern.replace("{m}", str(m)) for m in moe_layers), True)
+        return Entry(
+            path, spec, row, tuple(pattern.replace("{m}", str(m)) for m in moe_layers), True
+        )
     return Entry(path, spec, row, (pattern,), False)

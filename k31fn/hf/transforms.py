@@ -1,9 +1,10 @@
 """How one weight differs between the checkpoint and the parameter tree.
 
-A transform is told ``shape``, the weight's in the tree, and a ``tile`` of it: a slice per dimension, with start and
-stop. ``stored_shape`` is the shape in the checkpoint and ``sliced_shape`` the same memory with the dimensions that
-tiles are cut from; ``stored_tile`` is where the tile lies in that. ``load`` turns what was read there into the tile (a
-view); ``export`` undoes it bit for bit.
+A transform is told ``shape``, the weight's in the tree, and a ``tile`` of it: a slice per
+dimension, with start and stop. ``stored_shape`` is the shape in the checkpoint and ``sliced_shape``
+the same memory with the dimensions that tiles are cut from; ``stored_tile`` is where the tile lies
+in that. ``load`` turns what was read there into the tile (a view); ``export`` undoes it bit for
+bit.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class Kernel(Transposed):
 
 @dataclass(frozen=True)
 class Inserted(Same):
-    """Stored with one more dimension of size 1: ``[C, 1, W]`` for ``[C, W]``, ``[1, D]`` for ``[D]``."""
+    """Stored with one more dimension of size 1: ``[C, 1, W]`` for ``[C, W]``, ``[1, D]`` for
+    ``[D]``.
+    """
 
     dim: int
 
@@ -117,7 +120,9 @@ class Inserted(Same):
 
 @dataclass(frozen=True)
 class Padded(Same):
-    """A vector stored with zeros up to a multiple of ``multiple`` elements; what stands there counts for nothing."""
+    """A vector stored with zeros up to a multiple of ``multiple`` elements; what stands there
+    counts for nothing.
+    """
 
     multiple: int
 
@@ -128,7 +133,9 @@ class Padded(Same):
     def stored_tile(self, tile: Tile, shape: Shape) -> Tile:
         """The tile; the last one has the zeros too."""
         (rows,) = tile
-        return (slice(rows.start, rows.stop if rows.stop < shape[0] else self.stored_shape(shape)[0]),)
+        return (
+            slice(rows.start, rows.stop if rows.stop < shape[0] else self.stored_shape(shape)[0]),
+        )
 
     def load(self, stored: Tensor, tile: Tile) -> Tensor:
         """Without the zeros."""

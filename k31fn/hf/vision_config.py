@@ -1,4 +1,6 @@
-"""``vision_config`` of K3's ``config.json`` and our configs of the tower and the projector, both ways."""
+"""``vision_config`` of K3's ``config.json`` and our configs of the tower and the projector, both
+ways.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from k31fn.layers.patches import MERGE
 
 __all__ = ["describe_vision", "vision_from_hf"]
 
-# Fields that choose an equation, with the only value that our layers compute; other readers take these where absent.
+# Fields that choose an equation, with the only value that our layers compute; other readers take
+# these where absent.
 _FIXED: dict[str, Any] = {
     "pos_emb_type": "divided_fixed",
     "pos_emb_interpolation_mode": "bilinear",
@@ -40,7 +43,9 @@ _NUMBERS = (
 _ROPE, _NORM_EPS = "rope_theta", "norm_eps"  # ours: K3's file does not say, its code fixes both
 
 
-def vision_from_hf(given: dict[str, Any], hidden_size: int) -> tuple[vision.Config, projector.Config]:
+def vision_from_hf(
+    given: dict[str, Any], hidden_size: int
+) -> tuple[vision.Config, projector.Config]:
     """The tower and the projector into a text model of ``hidden_size``.
 
     Raises:
@@ -59,11 +64,17 @@ def vision_from_hf(given: dict[str, Any], hidden_size: int) -> tuple[vision.Conf
     if not isinstance(heads, int) or heads < 1 or wide % heads:
         problems.append(f"vt_num_attention_heads={heads!r} must divide qkv_hidden_size={wide!r}")
     if problems:
-        raise ValueError(f"vision_config does not describe a tower that k31fn has: {'; '.join(problems)}")
+        raise ValueError(
+            f"vision_config does not describe a tower that k31fn has: {'; '.join(problems)}"
+        )
     optional = {
-        ours: given[theirs] for ours, theirs in (("rope_theta", _ROPE), ("norm_eps", _NORM_EPS)) if theirs in given
+        ours: given[theirs]
+        for ours, theirs in (("rope_theta", _ROPE), ("norm_eps", _NORM_EPS))
+        if theirs in given
     }
-    block = vision_block.Config(width, heads, wide // heads, given["vt_intermediate_size"], **optional)
+    block = vision_block.Config(
+        width, heads, wide // heads, given["vt_intermediate_size"], **optional
+    )
     tower = vision.Config(
         block,
         given["vt_num_hidden_layers"],
@@ -71,7 +82,9 @@ def vision_from_hf(given: dict[str, Any], hidden_size: int) -> tuple[vision.Conf
         table_size=(given["init_pos_emb_height"], given["init_pos_emb_width"]),
         num_frames=given["init_pos_emb_time"],
     )
-    return tower, projector.Config(tower.output_size, hidden_size, norm_eps=given["projector_ln_eps"])
+    return tower, projector.Config(
+        tower.output_size, hidden_size, norm_eps=given["projector_ln_eps"]
+    )
 
 
 def describe_vision(tower: vision.Config, onto: projector.Config) -> dict[str, Any]:
@@ -81,7 +94,9 @@ def describe_vision(tower: vision.Config, onto: projector.Config) -> dict[str, A
         ValueError: what K3's format cannot say: another number of channels.
     """
     if tower.num_channels != 3:
-        raise ValueError(f"K3's config.json cannot say: vision.num_channels={tower.num_channels}; it means RGB")
+        raise ValueError(
+            f"K3's config.json cannot say: vision.num_channels={tower.num_channels}; it means RGB"
+        )
     block = tower.block
     return {
         "model_type": "kimi_k3_vision",

@@ -1,4 +1,6 @@
-"""Leaves of a table's entries from a folder of safetensors, and into one: each rank its own slices."""
+"""Leaves of a table's entries from a folder of safetensors, and into one: each rank its own
+slices.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from k31fn.hf.transforms import Tile
 from k31fn.hf.writing import Layout, Writer, create, lay_out, open_writer, write_json
 from k31fn.typing import Tensor
 
-__all__ = ["SHARD_BYTES", "check_new", "pieces", "read_leaf", "read_leaves", "tile_of", "write_folder"]
+__all__ = [
+    "SHARD_BYTES",
+    "check_new",
+    "pieces",
+    "read_leaf",
+    "read_leaves",
+    "tile_of",
+    "write_folder",
+]
 
 SHARD_BYTES = 16 * 2**30  # of one file: K3 has 96 files for 1.56 TB
 _PARAMS = "params."
@@ -30,7 +40,8 @@ _PARAMS = "params."
 def read_leaves(
     table: list[Entry], directory: Path, *, dtype: torch.dtype | None = None, part: Part = ALONE
 ) -> list[Tensor]:
-    """This rank's tile of each entry's leaf; of each tensor only its bytes are read. MXFP4 is decoded.
+    """This rank's tile of each entry's leaf; of each tensor only its bytes are read. MXFP4 is
+    decoded.
 
     Args:
         table: the leaves.
@@ -39,8 +50,8 @@ def read_leaves(
         part: what this rank holds.
 
     Raises:
-        ValueError: incomplete files, missing, unknown and misshaped tensors and wrong dtypes, all in one message; or
-            weights that are not finite, all named.
+        ValueError: incomplete files, missing, unknown and misshaped tensors and wrong dtypes, all
+            in one message; or weights that are not finite, all named.
         RuntimeError: another rank failed.
     """
     return part.stage(lambda: _read_all(table, directory, dtype, part))
@@ -58,11 +69,12 @@ def write_folder(
 ) -> None:
     """Writes a new folder with the leaves' tensors and some JSON files: all of it, or nothing.
 
-    The folder is made under another name beside ``target`` and renamed. Each rank writes its own tiles.
+    The folder is made under another name beside ``target`` and renamed. Each rank writes its own
+    tiles.
 
     Raises:
-        ValueError: a leaf has another shape than its tile, the folder is not empty or cannot be made, or an expert's
-            tile is no whole groups of MXFP4.
+        ValueError: a leaf has another shape than its tile, the folder is not empty or cannot be
+            made, or an expert's tile is no whole groups of MXFP4.
         RuntimeError: another rank failed.
     """
     layout = lay_out(_announced(table, leaves, quantise), shard_bytes)
@@ -117,7 +129,9 @@ def tile_of(entry: Entry, part: Part) -> Tile:
 
 
 def pieces(entry: Entry, leaf: Tensor, tile: Tile) -> Iterator[tuple[str, Tile, Tensor]]:
-    """Of each tensor that a rank's part of a leaf touches: its name, the tile of what it stands for, and its value."""
+    """Of each tensor that a rank's part of a leaf touches: its name, the tile of what it stands
+    for, and its value.
+    """
     if entry.stacked:
         for name, value in zip(entry.names[tile[0]], leaf.unbind(0), strict=True):
             yield name, tile[1:], value
@@ -125,8 +139,10 @@ def pieces(entry: Entry, leaf: Tensor, tile: Tile) -> Iterator[tuple[str, Tile, 
         yield entry.names[0], tile, leaf
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
-def _read_all(table: list[Entry], directory: Path, dtype: torch.dtype | None, part: Part) -> list[Tensor]:
+# ------------------------------------------------------------------------------------------ reading
+def _read_all(
+    table: list[Entry], directory: Path, dtype: torch.dtype | None, part: Part
+) -> list[Tensor]:
     with open_source(directory) as source:
         if problems := find_problems(table, source.tensors):
             raise ValueError(f"checkpoint {directory} does not fit the config:\n{problems}")
@@ -138,8 +154,12 @@ def _read_all(table: list[Entry], directory: Path, dtype: torch.dtype | None, pa
     return values
 
 
-def read_leaf(entry: Entry, source: Source, dtype: torch.dtype | None, tile: Tile, broken: list[str]) -> Tensor:
-    """A tile of an entry's leaf; names of tensors with values that are not finite are added to ``broken``."""
+def read_leaf(
+    entry: Entry, source: Source, dtype: torch.dtype | None, tile: Tile, broken: list[str]
+) -> Tensor:
+    """A tile of an entry's leaf; names of tensors with values that are not finite are added to
+    ``broken``.
+    """
     stored = {
         torch.bfloat16 if is_quantised(name, source.tensors) else DTYPES[source.tensors[name].dtype]
         for name in entry.names
@@ -162,7 +182,9 @@ def read_leaf(entry: Entry, source: Source, dtype: torch.dtype | None, tile: Til
 
 
 def _read_quantised(source: Source, name: str, place: Tile, dtype: torch.dtype) -> Tensor:
-    """A tile of an MXFP4 weight: its columns are read from the start of their first group to the end of their last."""
+    """A tile of an MXFP4 weight: its columns are read from the start of their first group to the
+    end of their last.
+    """
     rows, columns = place
     first, last = columns.start // mxfp4.GROUP, -(-columns.stop // mxfp4.GROUP)
     half = mxfp4.GROUP // 2
@@ -176,7 +198,7 @@ def _read_quantised(source: Source, name: str, place: Tile, dtype: torch.dtype) 
     return values[:, columns.start - start : columns.stop - start]
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 def _check_shapes(table: list[Entry], leaves: list[Tensor], part: Part) -> None:
     for entry, leaf in zip(table, leaves, strict=True):
         shape = [s.stop - s.start for s in tile_of(entry, part)]
@@ -208,12 +230,21 @@ def _check_groups(table: list[Entry], part: Part) -> None:
             whole = entry.stored_shape[1]
             if columns.start % mxfp4.GROUP or columns.stop % mxfp4.GROUP or whole % mxfp4.GROUP:
                 raise ValueError(
-                    f"{entry.path}: columns {columns.start} to {columns.stop} of {whole} are no whole groups of "
-                    f"{mxfp4.GROUP}, as MXFP4 needs; export without quantising, or from a mesh that splits it otherwise"
+                    f"{entry.path}: columns {columns.start} to {columns.stop} of {whole} are no "
+                    "whole groups of "
+                    f"{mxfp4.GROUP}, as MXFP4 needs; export without quantising, or from a mesh "
+                    "that splits it otherwise"
                 )
 
 
-def _write(table: list[Entry], leaves: list[Tensor], layout: Layout, folder: Path, part: Part, quantise: bool) -> None:
+def _write(
+    table: list[Entry],
+    leaves: list[Tensor],
+    layout: Layout,
+    folder: Path,
+    part: Part,
+    quantise: bool,
+) -> None:
     with open_writer(folder, layout) as writer:
         for entry, leaf in zip(table, leaves, strict=True):
             if part.writes(entry.path.removeprefix(_PARAMS)):
@@ -226,7 +257,9 @@ def _write(table: list[Entry], leaves: list[Tensor], layout: Layout, folder: Pat
                         writer.write(name, entry.sliced_shape, place, stored)
 
 
-def _write_quantised(writer: Writer, name: str, shape: tuple[int, ...], place: Tile, stored: Tensor) -> None:
+def _write_quantised(
+    writer: Writer, name: str, shape: tuple[int, ...], place: Tile, stored: Tensor
+) -> None:
     (height, width), (rows, columns) = shape, place
     encoded = mxfp4.encode(stored.to(torch.bfloat16))
     for suffix, values, per in zip((PACKED, SCALE), encoded, (2, mxfp4.GROUP), strict=True):

@@ -1,7 +1,8 @@
-"""Writing safetensors files in parts: the layout is fixed first, then any rank writes any tile of any tensor.
+"""Writing safetensors files in parts: the layout is fixed first, then any rank writes any tile of
+any tensor.
 
-All files are made at their full length with their headers; a tile goes straight to its bytes. So no tensor is ever
-gathered, and ranks that see the same folder write one checkpoint together.
+All files are made at their full length with their headers; a tile goes straight to its bytes. So no
+tensor is ever gathered, and ranks that see the same folder write one checkpoint together.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ class Layout(NamedTuple):
 
 
 def lay_out(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], shard_bytes: int) -> Layout:
-    """Places tensors, given by shape and dtype, in their order, into files of about ``shard_bytes``.
+    """Places tensors, given by shape and dtype, in their order, into files of about
+    ``shard_bytes``.
 
-    In a file the widest dtypes come first, so that each tensor is aligned, then names in order: the bytes that the
-    safetensors library writes.
+    In a file the widest dtypes come first, so that each tensor is aligned, then names in order: the
+    bytes that the safetensors library writes.
 
     Raises:
         ValueError: a dtype that a checkpoint in K3's format does not have.
@@ -77,10 +79,14 @@ def lay_out(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], shard_by
     if count == 1:
         return layout
     weight_map = {name: layout.places[name].file for name in sorted(layout.places)}
-    return layout._replace(listing={"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+    return layout._replace(
+        listing={"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    )
 
 
-def _lay_out_file(file: str, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], layout: Layout) -> None:
+def _lay_out_file(
+    file: str, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], layout: Layout
+) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
     end = 0
@@ -107,7 +113,10 @@ def create(folder: Path, layout: Layout) -> None:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        text = f"no folder can be made in {str(folder.parent)!r}: {error.strerror}; use another directory"
+        text = (
+            f"no folder can be made in {str(folder.parent)!r}: {error.strerror}; use another "
+            "directory"
+        )
         raise ValueError(text) from error
     for file, header in layout.headers.items():
         with open(folder / file, "wb") as out:
@@ -127,9 +136,15 @@ class Writer(NamedTuple):
         """Puts ``values`` where ``tile`` of the tensor lies, seen as ``sliced_shape``."""
         place = self.layout.places[name]
         assert values.dtype == place.dtype, f"{name} is {values.dtype}, announced as {place.dtype}"
-        assert math.prod(sliced_shape) == math.prod(place.shape), f"{name}: {sliced_shape} is not {place.shape}"
-        assert tuple(values.shape) == tuple(s.stop - s.start for s in tile), f"{name} does not fill its tile"
-        data = memoryview(values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        assert math.prod(sliced_shape) == math.prod(place.shape), (
+            f"{name}: {sliced_shape} is not {place.shape}"
+        )
+        assert tuple(values.shape) == tuple(s.stop - s.start for s in tile), (
+            f"{name} does not fill its tile"
+        )
+        data = memoryview(
+            values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        )
         size, at = place.dtype.itemsize, 0
         for first, length in _runs(sliced_shape, tile):
             _put(self.files[place.file], data[at : at + length * size], place.begin + first * size)

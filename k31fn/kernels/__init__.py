@@ -1,1 +1,3 @@
-"""Operators on plain tensors: one sub-package each, with its contract, its reference and its fused implementations."""
+"""Operators on plain tensors: one sub-package each, with its contract, its reference and its fused
+implementations.
+"""

@@ -1,6 +1,8 @@
-"""How a person names implementations: ``reference``, ``triton``, ``attn_res:triton,mhc_pre:reference``.
+"""How a person names implementations: ``reference``, ``triton``,
+``attn_res:triton,mhc_pre:reference``.
 
-Python chooses with :func:`k31fn.kernels.registry.use_impl`; command lines read the same choice with :func:`parse`.
+Python chooses with :func:`k31fn.kernels.registry.use_impl`; command lines read the same choice with
+:func:`parse`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ def parse(text: str, field: str = "kernels") -> dict[str, str]:
     """Implementation by op, as :func:`~k31fn.kernels.registry.use_impl` takes it.
 
     Args:
-        text: names separated by commas, later ones over earlier ones. ``OP:IMPLEMENTATION`` chooses for one op, an
-            implementation's name alone for every op that has one of this name (all have ``reference``). Empty: nothing
-            is chosen, every call takes the device's own.
+        text: names separated by commas, later ones over earlier ones. ``OP:IMPLEMENTATION`` chooses
+            for one op, an implementation's name alone for every op that has one of this name (all
+            have ``reference``). Empty: nothing is chosen, every call takes the device's own.
         field: how messages call it.
 
     Raises:
@@ -49,7 +51,8 @@ def check(chosen: Mapping[str, str], device: str, field: str = "kernels") -> Non
         if device not in places[name]:
             here = ", ".join(["reference", *(n for n, there in places.items() if device in there)])
             raise ValueError(
-                f"{field}: {op}:{name} runs on {', '.join(places[name]) or 'no device of this process'}, the run is on "
+                f"{field}: {op}:{name} runs on "
+                f"{', '.join(places[name]) or 'no device of this process'}, the run is on "
                 f"{device}; for it {op} has {here}"
             )
 
@@ -58,11 +61,14 @@ def _of_op(op: str, name: str, at: str) -> str:
     if op not in OPS:
         near = difflib.get_close_matches(op, OPS, n=1)
         raise ValueError(
-            f"{at}: no op {op!r}{f'; nearest: {near[0]!r}' if near else ''}; ops: {', '.join(sorted(OPS))}"
+            f"{at}: no op {op!r}{f'; nearest: {near[0]!r}' if near else ''}; ops: "
+            f"{', '.join(sorted(OPS))}"
         )
     known = ["reference", *OPS[op].implementations]
     if name not in known:
-        raise ValueError(f"{at}: op {op!r} has no implementation {name!r}; it has {', '.join(known)}")
+        raise ValueError(
+            f"{at}: op {op!r} has no implementation {name!r}; it has {', '.join(known)}"
+        )
     return name
 
 
@@ -71,5 +77,7 @@ def _with(name: str, at: str) -> list[str]:
     found = [op for op in OPS if name == "reference" or name in OPS[op].implementations]
     if not found:
         known = sorted({"reference", *(n for op in OPS.values() for n in op.implementations)})
-        raise ValueError(f"{at}: no op has an implementation {name!r}; there are {', '.join(known)} (or OP:NAME)")
+        raise ValueError(
+            f"{at}: no op has an implementation {name!r}; there are {', '.join(known)} (or OP:NAME)"
+        )
     return found

@@ -1,6 +1,8 @@
-"""How kernels are launched: where they can run, how large their grid is, and what ``vmap`` makes of them.
+"""How kernels are launched: where they can run, how large their grid is, and what ``vmap`` makes of
+them.
 
-This file does not import triton; the kernels themselves, in ``<op>/triton.py``, are imported when the first one runs.
+This file does not import triton; the kernels themselves, in ``<op>/triton.py``, are imported when
+the first one runs.
 """
 
 from __future__ import annotations
@@ -16,10 +18,23 @@ from torch import Tensor
 
 from k31fn import _functorch, device
 
-__all__ = ["INTERPRETED", "ON_REQUEST", "Build", "Tile", "grouped", "lazily", "missing_triton", "programs", "step"]
+__all__ = [
+    "INTERPRETED",
+    "ON_REQUEST",
+    "Build",
+    "Tile",
+    "grouped",
+    "lazily",
+    "missing_triton",
+    "programs",
+    "step",
+]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton kernels run in its interpreter, on the CPU. Set ``TRITON_INTERPRET=1`` before the process starts."""
+"""Whether Triton kernels run in its interpreter, on the CPU.
+
+Set ``TRITON_INTERPRET=1`` before the process starts.
+"""
 
 ON_REQUEST = ("cpu",) if INTERPRETED else ()
 """Where Triton kernels run besides CUDA and Ascend devices."""
@@ -46,7 +61,8 @@ class Tile(NamedTuple):
 
 
 class Build(NamedTuple):
-    """A kernel as it would be compiled for a launch; ``tools`` compile all of an op's ahead of time.
+    """A kernel as it would be compiled for a launch; ``tools`` compile all of an op's ahead of
+    time.
 
     Attributes:
         name: says kernel, shape and dtype.
@@ -55,8 +71,8 @@ class Build(NamedTuple):
         constants: value per ``constexpr``.
         direction: which of the two it belongs to.
         tile: warps and stages.
-        aligned: integers that are multiples of 16, as pointers are; the compiler widens loads by it. Names that the
-            kernel does not have are ignored.
+        aligned: integers that are multiples of 16, as pointers are; the compiler widens loads by
+            it. Names that the kernel does not have are ignored.
     """
 
     name: str
@@ -91,7 +107,10 @@ def programs(where: torch.device, groups: int, work: int, per_core: int) -> int:
         ValueError: more groups than a grid may have programs.
     """
     if groups > _MOST_PROGRAMS:
-        raise ValueError(f"{groups} samples under vmap in one launch, at most {_MOST_PROGRAMS}; use vmap's chunk_size")
+        raise ValueError(
+            f"{groups} samples under vmap in one launch, at most {_MOST_PROGRAMS}; use vmap's "
+            "chunk_size"
+        )
     wanted = max(1, device.num_cores(where) * per_core // groups)
     return max(1, min(work, wanted, _MOST_PROGRAMS // groups))
 
@@ -104,12 +123,13 @@ def step(x: Tensor) -> int:
 def grouped(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
     """``launch(*operands)``, also under ``vmap``, where all samples go into one launch.
 
-    Every operand has a leading dimension of ``G`` groups, or of 1 if the groups share it; every result has one of
-    ``G``. Under ``vmap`` samples become groups, so what a kernel sums over tokens (the gradient of a weight) it sums
-    per group, and a weight that samples share is not copied.
+    Every operand has a leading dimension of ``G`` groups, or of 1 if the groups share it; every
+    result has one of ``G``. Under ``vmap`` samples become groups, so what a kernel sums over tokens
+    (the gradient of a weight) it sums per group, and a weight that samples share is not copied.
 
     Args:
-        launch: of plain tensors to a tuple of new ones. Not differentiated: call it inside a ``custom_vjp``.
+        launch: of plain tensors to a tuple of new ones. Not differentiated: call it inside a
+            ``custom_vjp``.
         operands: tensors.
     """
     if not _functorch.transforms_active():  # then all this is a call
@@ -118,7 +138,9 @@ def grouped(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tup
 
 
 def _launched(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
-    with torch.accelerator.device_index(operands[0].device.index):  # Triton launches on the thread's current device
+    with torch.accelerator.device_index(
+        operands[0].device.index
+    ):  # Triton launches on the thread's current device
         return launch(*operands)
 
 
@@ -132,7 +154,9 @@ class _Grouped(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def vmap(
+        info: Any, in_dims: Sequence[int | None], *args: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
         launch, *operands = args
         pairs = list(zip(operands, in_dims[1:], strict=True))
         leading = [x if d is None else x.movedim(d, 0) for x, d in pairs]
@@ -142,6 +166,10 @@ class _Grouped(torch.autograd.Function):
         for x, b in zip(leading, batched, strict=True):
             shared = not b and x.shape[0] == 1
             whole = x if b else x[None]
-            folded.append(x if shared else whole.expand(info.batch_size, groups, *whole.shape[2:]).flatten(0, 1))
+            folded.append(
+                x
+                if shared
+                else whole.expand(info.batch_size, groups, *whole.shape[2:]).flatten(0, 1)
+            )
         outs = _Grouped.apply(launch, *folded)
         return tuple(o.unflatten(0, (info.batch_size, groups)) for o in outs), (0,) * len(outs)

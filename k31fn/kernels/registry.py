@@ -1,20 +1,23 @@
 """Operators and their implementations.
 
-An :class:`Op` is a function of tensors with one reference, written in plain torch and differentiable to any order, and
-any number of registered implementations. Layers call the op; which implementation runs is chosen per call, by the
-device of its first tensor and the dtype of its first floating one:
+An :class:`Op` is a function of tensors with one reference, written in plain torch and
+differentiable to any order, and any number of registered implementations. Layers call the op; which
+implementation runs is chosen per call, by the device of its first tensor and the dtype of its first
+floating one:
 
-1. the one named by an enclosing :func:`use_impl`; if it cannot run, the call raises with the reason;
-2. otherwise the first one registered for that device and dtype that can run; if none can, the call raises with all the
-   reasons: nothing falls back to the reference silently;
-3. otherwise the reference: where nothing is registered for that device and dtype (float64 on most), or only what has
-   declared that it cannot run under ``torch.func.vmap``, and the call is.
+1. the one named by an enclosing :func:`use_impl`; if it cannot run, the call raises with the
+  reason;
+2. otherwise the first one registered for that device and dtype that can run; if none can, the call
+   raises with all the reasons: nothing falls back to the reference silently;
+3. otherwise the reference: where nothing is registered for that device and dtype (float64 on most),
+   or only what has declared that it cannot run under ``torch.func.vmap``, and the call is.
 
-A fused implementation is first order only: its backward is a kernel, so a second derivative through it raises and names
-the reference (:class:`k31fn.autodiff.custom_vjp`, ``opaque=True``). ``python -m k31fn.kernels`` lists all of them.
+A fused implementation is first order only: its backward is a kernel, so a second derivative through
+it raises and names the reference (:class:`k31fn.autodiff.custom_vjp`, ``opaque=True``). ``python -m
+k31fn.kernels`` lists all of them.
 
-Every call is counted in the enclosing :func:`record_impls`, so a test can assert which implementation ran. (On meta
-tensors inside :func:`k31fn.kernels.shapes.shapes_only` none runs.)
+Every call is counted in the enclosing :func:`record_impls`, so a test can assert which
+implementation ran. (On meta tensors inside :func:`k31fn.kernels.shapes.shapes_only` none runs.)
 """
 
 from __future__ import annotations
@@ -59,8 +62,8 @@ class Implementation:
         on_request: device types on which it runs where :func:`use_impl` names it, and only there.
         no_vmap: why it cannot run on arguments batched by ``torch.func.vmap``; empty: it can.
         missing: ``""`` if what it needs is on this machine, else what is not.
-        kernels: the module with its kernels, whose ``builds(device)`` lists them for compilation ahead of time; empty:
-            it has none of its own.
+        kernels: the module with its kernels, whose ``builds(device)`` lists them for compilation
+            ahead of time; empty: it has none of its own.
         calls: ops that it calls, forward or backward, whose kernels are to be compiled with it.
     """
 
@@ -97,7 +100,9 @@ class _Call:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        self.tensors = [a for a in tree.leaves((args, kwargs), allow_none=True) if isinstance(a, torch.Tensor)]
+        self.tensors = [
+            a for a in tree.leaves((args, kwargs), allow_none=True) if isinstance(a, torch.Tensor)
+        ]
         self.device = next((t.device.type for t in self.tensors), "cpu")
         self.dtype = next((t.dtype for t in self.tensors if t.is_floating_point()), None)
 
@@ -109,12 +114,17 @@ class _Call:
 class Op:
     """A named operator. Calling it runs the implementation chosen as the module says.
 
-    ``differentiable``: whether any of its results has a gradient; if not, implementations have no backward.
+    ``differentiable``: whether any of its results has a gradient; if not, implementations have no
+    backward.
     """
 
-    def __init__(self, name: str, reference: Callable[..., Any], *, differentiable: bool = True) -> None:
+    def __init__(
+        self, name: str, reference: Callable[..., Any], *, differentiable: bool = True
+    ) -> None:
         if name in OPS:
-            raise ValueError(f"Op {name!r} exists already; register an implementation of it instead")
+            raise ValueError(
+                f"Op {name!r} exists already; register an implementation of it instead"
+            )
         self.name = name
         self.reference = reference
         self.differentiable = differentiable
@@ -125,7 +135,9 @@ class Op:
     def register(self, implementation: Implementation) -> None:
         """Adds an implementation; earlier ones are preferred."""
         if implementation.name in self.implementations or implementation.name == "reference":
-            raise ValueError(f"op {self.name!r} has an implementation {implementation.name!r} already")
+            raise ValueError(
+                f"op {self.name!r} has an implementation {implementation.name!r} already"
+            )
         self.implementations[implementation.name] = implementation
 
     def refusal(self, implementation: str, *args: Any, **kwargs: Any) -> str:
@@ -133,15 +145,19 @@ class Op:
         return self.implementations[implementation].refusal(_Call(args, kwargs))
 
     def chosen(self, *args: Any, **kwargs: Any) -> str:
-        """The implementation that a call with these arguments runs: its name, or ``"reference"``."""
+        """The implementation that a call with these arguments runs: its name, or
+        ``"reference"``.
+        """
         return self._choose(args, kwargs)[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The op's value, by the implementation chosen as the module says."""
         if _functorch.forward_mode_active():
             raise RuntimeError(
-                f"op {self.name!r} under forward-mode differentiation (jvp, jacfwd, torch.func.hessian): k31fn's "
-                "operators are reverse-mode only, so that a layer behaves alike on every device; use torch.func.jacrev "
+                f"op {self.name!r} under forward-mode differentiation (jvp, jacfwd, "
+                "torch.func.hessian): k31fn's "
+                "operators are reverse-mode only, so that a layer behaves alike on every device; "
+                "use torch.func.jacrev "
                 "or k31fn.autodiff.hessian (reverse over reverse)"
             )
         for seen in shapes.WATCHERS.get():
@@ -153,7 +169,9 @@ class Op:
             record[self.name, name] += 1
         return fn(*args, **kwargs)
 
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Callable[..., Any]]:
+    def _choose(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, Callable[..., Any]]:
         wanted = _OVERRIDES.get().get(self.name)
         if wanted == "reference" or not self.implementations:
             return "reference", self.reference
@@ -161,7 +179,10 @@ class Op:
         if wanted is not None:
             impl = self.implementations[wanted]
             if reason := impl.refusal(call):
-                raise ValueError(f"op {self.name!r}: implementation {wanted!r} was asked for but cannot run: {reason}")
+                raise ValueError(
+                    f"op {self.name!r}: implementation {wanted!r} was asked for but cannot run: "
+                    f"{reason}"
+                )
             return wanted, impl.fn
         reasons: list[str] = []
         for impl in self.implementations.values():
@@ -171,7 +192,8 @@ class Op:
                 reasons.append(f"{impl.name}: {reason}")
         if reasons:
             raise ValueError(
-                f"op {self.name!r} on {call.device}: no implementation can run ({'; '.join(reasons)}); "
+                f"op {self.name!r} on {call.device}: no implementation can run "
+                f"({'; '.join(reasons)}); "
                 f"use_impl({self.name}='reference') runs the reference"
             )
         return "reference", self.reference
@@ -219,10 +241,11 @@ def record_impls() -> Iterator[Counter[tuple[str, str]]]:
 
 @contextlib.contextmanager
 def watch_calls(seen: Callable[[Op, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Inside, ``seen(op, args, kwargs)`` before each call, replays of ``remat`` and calls on meta tensors included.
+    """Inside, ``seen(op, args, kwargs)`` before each call, replays of ``remat`` and calls on meta
+    tensors included.
 
-    In :func:`k31fn.kernels.shapes.shapes_only` the operators that a reference calls are seen once for each kind of
-    arguments.
+    In :func:`k31fn.kernels.shapes.shapes_only` the operators that a reference calls are seen once
+    for each kind of arguments.
     """
     token = shapes.WATCHERS.set((*shapes.WATCHERS.get(), seen))
     try:

@@ -1,8 +1,9 @@
 """Operators without their work, for programs that are run on meta tensors to see their shapes.
 
-A reference on meta tensors computes nothing, but takes all its steps, thousands for a long sequence. Inside
-:func:`shapes_only` an op of meta tensors takes those of its forward once for each kind of arguments; after that its
-results and gradients are made at once. Memory that an op holds between forward and backward is not seen so.
+A reference on meta tensors computes nothing, but takes all its steps, thousands for a long
+sequence. Inside :func:`shapes_only` an op of meta tensors takes those of its forward once for each
+kind of arguments; after that its results and gradients are made at once. Memory that an op holds
+between forward and backward is not seen so.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ WATCHERS: contextvars.ContextVar[tuple[Callable[..., None], ...]] = carry(
 )
 """Who is told of each call (:func:`k31fn.kernels.registry.watch_calls`)."""
 
-_KNOWN: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("k31fn_shapes", default=None)
-_ONLY: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("k31fn_shapes_of", default=frozenset())
+_KNOWN: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar(
+    "k31fn_shapes", default=None
+)
+_ONLY: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
+    "k31fn_shapes_of", default=frozenset()
+)
 
 
 @contextlib.contextmanager
 def shapes_only(*names: str) -> Iterator[None]:
-    """Inside, the ops of these names (of all, if none is given) do nothing on meta tensors but have their shapes.
+    """Inside, the ops of these names (of all, if none is given) do nothing on meta tensors but have
+    their shapes.
 
     That is: shapes, dtypes and first derivatives of their results.
     """
@@ -44,15 +50,23 @@ def shapes_only(*names: str) -> Iterator[None]:
         _ONLY.reset(only)
 
 
-def known(name: str, reference: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op's results on meta tensors; None outside :func:`shapes_only`, or where there are values."""
+def known(
+    name: str, reference: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The op's results on meta tensors; None outside :func:`shapes_only`, or where there are
+    values.
+    """
     results, only = _KNOWN.get(), _ONLY.get()
     if results is None or (only and name not in only):
         return None
     leaves, structure = tree.flatten((args, kwargs), allow_none=True)
     if not all(x.is_meta for x in leaves if isinstance(x, Tensor)):
         return None
-    key = (name, structure, tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves))
+    key = (
+        name,
+        structure,
+        tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves),
+    )
     if key not in results:
         # in a context of its own: an enclosing remat must not record what a replay will not do
         context = contextvars.Context()
@@ -72,8 +86,12 @@ def known(name: str, reference: Callable[..., Any], args: tuple[Any, ...], kwarg
     return tree.map(lambda x, kept: x if kept else x.detach(), made, has_gradient)
 
 
-def _run_once(reference: Callable[..., Any], leaves: list[Any], structure: Any) -> tuple[Any, Any, set[int]]:
-    """Makers of the results, which of them are differentiable, and with respect to which tensors in ``leaves``."""
+def _run_once(
+    reference: Callable[..., Any], leaves: list[Any], structure: Any
+) -> tuple[Any, Any, set[int]]:
+    """Makers of the results, which of them are differentiable, and with respect to which tensors in
+    ``leaves``.
+    """
     values = [_fresh_leaf(x) if isinstance(x, Tensor) else x for x in leaves]
     args, kwargs = tree.unflatten(structure, values)
     with torch.enable_grad():
@@ -93,7 +111,9 @@ def _run_once(reference: Callable[..., Any], leaves: list[Any], structure: Any) 
 
 def _maker(x: Tensor) -> Callable[[], Tensor]:
     """Of tensors like ``x``, which it does not hold."""
-    return functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return functools.partial(
+        torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device
+    )
 
 
 def _fresh_leaf(x: Tensor) -> Tensor:

@@ -12,10 +12,14 @@ from k31fn.typing import Bool, Int, Tensor
 
 __all__ = ["map_query_tiles", "visible_keys"]
 
-TILE_QUERIES = 64  # measured on CPU: the scores of a tile stay in cache, and a causal run skips almost half the keys
+# measured on CPU: the scores of a tile stay in cache, and a causal run skips almost half the keys
+TILE_QUERIES = 64
 TILE_ELEMENTS = 2**23  # scores in one tile; fewer queries per tile above
-KEPT_ELEMENTS = 2**20  # scores of a whole call that its backward may keep; recomputed tile by tile above
-_PREFIXES = 8  # distinct lengths to which keys are cut: each costs the backward one padded copy of their gradient
+KEPT_ELEMENTS = (
+    2**20
+)  # scores of a whole call that its backward may keep; recomputed tile by tile above
+# distinct lengths to which keys are cut: each costs the backward one padded copy of their gradient
+_PREFIXES = 8
 
 
 def map_query_tiles(
@@ -30,9 +34,9 @@ def map_query_tiles(
 ) -> list[Any]:
     """``f(*queries, *keys)`` on one tile of queries after the other.
 
-    Tiles are rematerialised unless all scores together are few, so a backward holds one tile. If ``causal`` and there
-    are as many queries as keys, they are the same tokens in order, no query sees a later key, and a tile gets a prefix
-    of the keys.
+    Tiles are rematerialised unless all scores together are few, so a backward holds one tile. If
+    ``causal`` and there are as many queries as keys, they are the same tokens in order, no query
+    sees a later key, and a tile gets a prefix of the keys.
 
     Args:
         f: pure; called with each query tensor cut to a tile and each key tensor to a prefix.
@@ -41,8 +45,8 @@ def map_query_tiles(
         width: scores per pair of query and key (batch times heads).
         dim: the dim of the tokens in all of them.
         causal: whether equally many keys are the same tokens, none seen from before it.
-        gradient: whether a backward may come. Whether gradients are enabled now does not tell: in the first run of an
-            enclosing remat they are not.
+        gradient: whether a backward may come. Whether gradients are enabled now does not tell: in
+            the first run of an enclosing remat they are not.
 
     Returns:
         The results of ``f``, one per tile in order.
@@ -52,13 +56,20 @@ def map_query_tiles(
     few = tile >= T or width * T * S <= KEPT_ELEMENTS
     run = remat(f) if gradient and not few else f
     unit = -(-S // (_PREFIXES * tile)) * tile
-    lengths = [S if T != S or not causal else min(S, -(-(a + tile) // unit) * unit) for a in range(0, T, tile)]
-    prefixes = {n: [k if n == S else k.narrow(dim, 0, n) for k in keys] for n in dict.fromkeys(lengths)}
+    lengths = [
+        S if T != S or not causal else min(S, -(-(a + tile) // unit) * unit)
+        for a in range(0, T, tile)
+    ]
+    prefixes = {
+        n: [k if n == S else k.narrow(dim, 0, n) for k in keys] for n in dict.fromkeys(lengths)
+    }
     parts = zip(*[q.split(tile, dim=dim) for q in queries], strict=True)
     return [run(*part, *prefixes[n]) for part, n in zip(parts, lengths, strict=True)]
 
 
-def visible_keys(start: Int[Tensor, "*B t 1"], stop: Int[Tensor, "*B t 1"], num_keys: int) -> Bool[Tensor, "*B t S"]:
+def visible_keys(
+    start: Int[Tensor, "*B t 1"], stop: Int[Tensor, "*B t 1"], num_keys: int
+) -> Bool[Tensor, "*B t S"]:
     """True at keys ``start <= s < stop`` of each query; a row with ``start == stop`` sees none."""
     index = torch.arange(num_keys, device=start.device)
     return (index >= start) & (index < stop)

@@ -1,9 +1,11 @@
-"""How operators of torch_npu become implementations: what an adapter in ``<op>/npu.py`` is registered as.
+"""How operators of torch_npu become implementations: what an adapter in ``<op>/npu.py`` is
+registered as.
 
-An adapter calls vendor operators by the schemas that torch_npu 2.13.0 publishes, forward and gradient, inside a rule of
-its own (:class:`k31fn.autodiff.custom_vjp`): whatever autograd torch_npu itself has for them is not used. Its
-``<function>_accepts`` says what the operators cannot do. Nobody has run the adapters on an NPU: tests run them, with
-values and gradients against the reference, over stand-ins written from the operators' documentation.
+An adapter calls vendor operators by the schemas that torch_npu 2.13.0 publishes, forward and
+gradient, inside a rule of its own (:class:`k31fn.autodiff.custom_vjp`): whatever autograd torch_npu
+itself has for them is not used. Its ``<function>_accepts`` says what the operators cannot do.
+Nobody has run the adapters on an NPU: tests run them, with values and gradients against the
+reference, over stand-ins written from the operators' documentation.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ __all__ = ["adapter", "declined"]
 
 
 def adapter(
-    op: str, function: str, *operators: str, dtypes: tuple[torch.dtype, ...], on_request: bool = False
+    op: str,
+    function: str,
+    *operators: str,
+    dtypes: tuple[torch.dtype, ...],
+    on_request: bool = False,
 ) -> Implementation:
     """The implementation ``npu``: ``function`` of ``k31fn/kernels/<op>/npu.py``.
 
@@ -29,7 +35,8 @@ def adapter(
         function: its name there; ``<function>_accepts`` stands beside it.
         operators: those of torch_npu that it calls.
         dtypes: of the first floating argument.
-        on_request: it runs only where it is asked for, since it does not always serve or is not always faster.
+        on_request: it runs only where it is asked for, since it does not always serve or is not
+            always faster.
     """
     module = f"k31fn.kernels.{op}.npu"
     return Implementation(
@@ -45,7 +52,9 @@ def adapter(
 
 
 def declined(operator: str, reason: str) -> Implementation:
-    """An operator of torch_npu that does not keep to the op's contract: listed, and refused with the reason."""
+    """An operator of torch_npu that does not keep to the op's contract: listed, and refused with
+    the reason.
+    """
 
     def never(*_: Any, **__: Any) -> NoReturn:
         raise AssertionError(f"{operator} is refused before it is called")

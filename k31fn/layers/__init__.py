@@ -1,1 +1,3 @@
-"""Pure layers: each module has ``Config``, ``Params``, ``specs(cfg)`` and ``apply(params, x, cfg, *, sh)``."""
+"""Pure layers: each module has ``Config``, ``Params``, ``specs(cfg)`` and ``apply(params, x, cfg,
+*, sh)``.
+"""

@@ -1,17 +1,20 @@
-"""Block attention residuals as a residual scheme: a learned mix of earlier sums feeds every sublayer.
+"""Block attention residuals as a residual scheme: a learned mix of earlier sums feeds every
+sublayer.
 
-Kimi K3 report, arXiv 2607.24653, equation 10. The state is a running sum ``p`` (the embedding at first) and a list of
-frozen blocks ``B`` (empty at first). A sublayer ``f`` reads and updates it so, with ``Mix`` of
-:mod:`k31fn.kernels.attn_res` and the sublayer's own query and norm weight:
+Kimi K3 report, arXiv 2607.24653, equation 10. The state is a running sum ``p`` (the embedding at
+first) and a list of frozen blocks ``B`` (empty at first). A sublayer ``f`` reads and updates it so,
+with ``Mix`` of :mod:`k31fn.kernels.attn_res` and the sublayer's own query and norm weight:
 
     h = p if B is empty else Mix(B ++ [p])
     y = f(h)
     B, p = (B ++ [p], y) if the sublayer opens a block else (B, p + y)
 
-``h`` is an input only: outputs are added to ``p``, never to ``h``. The attention sublayers of layers 0, b, 2b, ...
-open a block. The final norm reads ``Mix(B ++ [p])``. Sources are stored and summed in the model dtype.
+``h`` is an input only: outputs are added to ``p``, never to ``h``. The attention sublayers of
+layers 0, b, 2b, ... open a block. The final norm reads ``Mix(B ++ [p])``. Sources are stored and
+summed in the model dtype.
 
-This module is also the definition of a residual scheme: another scheme is a module with the same functions.
+This module is also the definition of a residual scheme: another scheme is a module with the same
+functions.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ __all__ = ["Carry", "Config", "Params", "connect", "finish", "specs", "specs_out
 
 @dataclass(frozen=True)
 class Config:
-    """Layers per block, eps of the keys' norm, and standard deviation of the first queries (0: uniform mixes)."""
+    """Layers per block, eps of the keys' norm, and standard deviation of the first queries (0:
+    uniform mixes).
+    """
 
     block_size: int = 12
     eps: float = 1e-5
@@ -40,13 +45,20 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
-            raise ValueError(f"attn_res.Config.block_size={self.block_size}: a block has layers; set block_size >= 1")
+            raise ValueError(
+                f"attn_res.Config.block_size={self.block_size}: a block has layers; set "
+                "block_size >= 1"
+            )
         if not self.eps > 0:
             raise ValueError(
-                f"attn_res.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, such as 1e-5"
+                f"attn_res.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, "
+                "such as 1e-5"
             )
         if not self.query_std >= 0:
-            raise ValueError(f"attn_res.Config.query_std={self.query_std}: a standard deviation; set query_std >= 0")
+            raise ValueError(
+                f"attn_res.Config.query_std={self.query_std}: a standard deviation; set query_std "
+                ">= 0"
+            )
 
 
 @tree.dataclass
@@ -59,14 +71,18 @@ class Params(Generic[Leaf]):
 
 @tree.dataclass
 class Carry:
-    """What goes from sublayer to sublayer: the running sum ``prefix [B T D]`` and the frozen ``blocks [B T D]``."""
+    """What goes from sublayer to sublayer: the running sum ``prefix [B T D]`` and the frozen
+    ``blocks [B T D]``.
+    """
 
     prefix: Tensor
     blocks: tuple[Tensor, ...]
 
 
 def specs(cfg: Config, hidden_size: int) -> Params[ParamSpec]:
-    """Parameters of one sublayer's mix. Layer 0's attention has them too, unused: its gradient is zero."""
+    """Parameters of one sublayer's mix. Layer 0's attention has them too, unused: its gradient is
+    zero.
+    """
     no_decay = frozenset({"no_decay"})
     query = Normal(cfg.query_std) if cfg.query_std > 0 else Constant(0.0)
     return Params(

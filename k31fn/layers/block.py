@@ -1,15 +1,16 @@
-"""One decoder layer: an attention and a feed-forward sublayer, each joined to the residual state by a scheme.
+"""One decoder layer: an attention and a feed-forward sublayer, each joined to the residual state by
+a scheme.
 
 For the state ``c`` and the scheme's ``connect``::
 
     c = connect(c, x -> Attention(RMSNorm(x)))
     c = connect(c, x -> FFN(RMSNorm(x)))
 
-Both sublayers after their norm are keepable (:data:`BRANCHES`): a remat that saves them makes only the residual state
-and the norms again.
+Both sublayers after their norm are keepable (:data:`BRANCHES`): a remat that saves them makes only
+the residual state and the norms again.
 
-The kinds of attention (KDA, Gated MLA, Gated DSA), feed-forward (dense, LatentMoE) and residual scheme (AttnRes, mHC,
-plain) are those of the sub-configs: K3 and K3.1 are the same code.
+The kinds of attention (KDA, Gated MLA, Gated DSA), feed-forward (dense, LatentMoE) and residual
+scheme (AttnRes, mHC, plain) are those of the sub-configs: K3 and K3.1 are the same code.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Params(Generic[Leaf]):
 
 
 class Aux(NamedTuple):
-    """What a layer reports besides its output, of this rank's tokens; ``()`` where it has no such part.
+    """What a layer reports besides its output, of this rank's tokens; ``()`` where it has no such
+    part.
 
     Attributes:
         kl: the indexer's KL summed over valid queries (DSA).
@@ -159,25 +161,37 @@ def apply(
 
     def attention(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
         x = norm.apply(params.attn_norm, h, normed, sh=sh)
-        return keepable("attention", functools.partial(_attention, cfg, sh))(params.attn, x, packing)
+        return keepable("attention", functools.partial(_attention, cfg, sh))(
+            params.attn, x, packing
+        )
 
     def ffn(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
         x = norm.apply(params.ffn_norm, h, normed, sh=sh)
         return keepable("ffn", functools.partial(_ffn, cfg, sh))(params.ffn, x, packing, bias)
 
-    carry, seen = scheme.connect(params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block, sh=sh)
-    carry, routing = scheme.connect(params.ffn_mix, carry, cfg.residual, ffn, opens_block=False, sh=sh)
+    carry, seen = scheme.connect(
+        params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block, sh=sh
+    )
+    carry, routing = scheme.connect(
+        params.ffn_mix, carry, cfg.residual, ffn, opens_block=False, sh=sh
+    )
     (kl, logits), (load, histogram) = seen, routing or ((), ())
     return carry, Aux(kl, load, histogram, logits)
 
 
-def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> Any:
+def init_state(
+    cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None
+) -> Any:
     """The attention's decoding state before the first token."""
     return module_of(cfg.attention).init_state(cfg.attention, batch, dtype=dtype, device=device)
 
 
-def extend(params: Params[Tensor], carry: Any, cfg: Config, state: Any, *, bias: Any = ()) -> tuple[Any, Any]:
-    """:func:`apply` on the next tokens of one document per row: the new residual state and decoding state."""
+def extend(
+    params: Params[Tensor], carry: Any, cfg: Config, state: Any, *, bias: Any = ()
+) -> tuple[Any, Any]:
+    """:func:`apply` on the next tokens of one document per row: the new residual state and decoding
+    state.
+    """
     scheme = module_of(cfg.residual)
 
     def attention(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
@@ -188,27 +202,39 @@ def extend(params: Params[Tensor], carry: Any, cfg: Config, state: Any, *, bias:
         x = norm.apply(params.ffn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps))
         return _ffn(cfg, UNSHARDED, params.ffn, x, (), bias)
 
-    carry, state = scheme.connect(params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block)
+    carry, state = scheme.connect(
+        params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block
+    )
     carry, _ = scheme.connect(params.ffn_mix, carry, cfg.residual, ffn, opens_block=False)
     return carry, state
 
 
 def without_branches(params: Params[Any]) -> Params[Any]:
-    """A tree like the parameters with those that the sublayers read after their norm replaced by ``()``."""
+    """A tree like the parameters with those that the sublayers read after their norm replaced by
+    ``()``.
+    """
     return dataclasses.replace(params, attn=(), ffn=())
 
 
-def _attention(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any) -> tuple[Tensor, Any]:
-    """The attention sublayer after its norm: its output, and (KL, logits); ``packing``: segments or ``()``."""
+def _attention(
+    cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any
+) -> tuple[Tensor, Any]:
+    """The attention sublayer after its norm: its output, and (KL, logits); ``packing``: segments or
+    ``()``.
+    """
     segments = None if isinstance(packing, tuple) else packing
     if isinstance(cfg.attention, mla.Config):
         y, logits = mla.attend(weights, x, cfg.attention, segments=segments, sh=sh)
         return y, ((), logits)
     out = module_of(cfg.attention).apply(weights, x, cfg.attention, segments=segments, sh=sh)
-    return (out.y, (out.kl, out.logits)) if isinstance(cfg.attention, dsa.Config) else (out, ((), ()))
+    return (
+        (out.y, (out.kl, out.logits)) if isinstance(cfg.attention, dsa.Config) else (out, ((), ()))
+    )
 
 
-def _ffn(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any, bias: Any) -> tuple[Tensor, tuple[Any, ...]]:
+def _ffn(
+    cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any, bias: Any
+) -> tuple[Tensor, tuple[Any, ...]]:
     """The feed-forward sublayer after its norm: its output, and the MoE's (load, histogram)."""
     if isinstance(cfg.ffn, mlp.Config):
         return mlp.apply(weights, x, cfg.ffn, sh=sh), ()

@@ -3,19 +3,23 @@
 Equations (DeepSeek-V3.2, arXiv 2512.02556, on the projections of :mod:`k31fn.layers.mla`)::
 
     S_t = the top min(topk, visible) keys by the index score I[t, :]
-    o   = softmax over S_t of the attention scores, times v; gate and output projection as in Gated MLA
-    kl  = sum_t KL(p[t, S_t] || softmax(I[t, S_t]))        p = mean over heads of the attention's probabilities, sg
+    o   = softmax over S_t of the attention scores, times v;
+          gate and output projection as in Gated MLA
+    kl  = sum_t KL(p[t, S_t] || softmax(I[t, S_t]))
+          p = mean over heads of the attention's probabilities, sg
 
-Two stages. ``sparse``: as above. ``dense_warmup``: S_t is all visible keys, so the attention is dense and only
-teaches the indexer; freezing the trunk is the trainer's business.
+Two stages. ``sparse``: as above. ``dense_warmup``: S_t is all visible keys, so the attention is
+dense and only teaches the indexer; freezing the trunk is the trainer's business.
 
-Two losses that never meet: gradients of ``y`` reach the attention and ``x`` but no parameter of the indexer, those of
-``kl`` reach the indexer's parameters and nothing else; the other parts are exactly zero.
+Two losses that never meet: gradients of ``y`` reach the attention and ``x`` but no parameter of the
+indexer, those of ``kl`` reach the indexer's parameters and nothing else; the other parts are
+exactly zero.
 
-On a mesh a rank's index scores, choices and loss are those of its own tokens. The sets are then gathered over
-``sh.sequence``, since its heads attend for the queries of its neighbours too, and the heads' probabilities are summed
-over the ranks that hold them and scattered back. Of a token, other ranks of the context see ``[c ; kr ; k_index]``
-only: 704 values at the sizes of K3.1, gathered in one piece.
+On a mesh a rank's index scores, choices and loss are those of its own tokens. The sets are then
+gathered over ``sh.sequence``, since its heads attend for the queries of its neighbours too, and the
+heads' probabilities are summed over the ranks that hold them and scattered back. Of a token, other
+ranks of the context see ``[c ; kr ; k_index]`` only: 704 values at the sizes of K3.1, gathered in
+one piece.
 """
 
 from __future__ import annotations
@@ -64,11 +68,18 @@ class Config:
         for name in ("hidden_size", "q_lora_rank"):
             mine, other = getattr(self.indexer, name), getattr(self.attn, name)
             if mine != other:
-                raise ValueError(f"dsa.Config.indexer.{name}={mine} must equal attn.{name}={other}; set it to {other}")
+                raise ValueError(
+                    f"dsa.Config.indexer.{name}={mine} must equal attn.{name}={other}; set it to "
+                    f"{other}"
+                )
         if self.topk < 1:
-            raise ValueError(f"dsa.Config.topk={self.topk} must be positive; a query attends to itself at least")
+            raise ValueError(
+                f"dsa.Config.topk={self.topk} must be positive; a query attends to itself at least"
+            )
         if self.stage not in ("dense_warmup", "sparse"):
-            raise ValueError(f"dsa.Config.stage={self.stage!r} unknown; use 'dense_warmup' or 'sparse'")
+            raise ValueError(
+                f"dsa.Config.stage={self.stage!r} unknown; use 'dense_warmup' or 'sparse'"
+            )
 
     @property
     def hidden_size(self) -> int:
@@ -86,7 +97,9 @@ class Params(Generic[Leaf]):
 
 @tree.dataclass
 class State:
-    """What decoding keeps of the tokens so far: the attention's latents and the index keys ``[B S I]``."""
+    """What decoding keeps of the tokens so far: the attention's latents and the index keys ``[B S
+    I]``.
+    """
 
     attn: mla.State
     index_k: Float[Tensor, "B S I"]
@@ -95,8 +108,9 @@ class State:
 class DsaOut(NamedTuple):
     """Output, and the indexer's loss, float32.
 
-    ``kl`` is the sum over the rank's own valid queries of all rows: the caller sums it over the ranks and divides.
-    ``logits`` are those of :func:`k31fn.layers.mla.attend`, over the keys that are attended to.
+    ``kl`` is the sum over the rank's own valid queries of all rows: the caller sums it over the
+    ranks and divides. ``logits`` are those of :func:`k31fn.layers.mla.attend`, over the keys that
+    are attended to.
     """
 
     y: Float[Tensor, "B T D"]
@@ -119,10 +133,11 @@ def apply(
 ) -> DsaOut:
     """Attends sparsely inside each document. ``segments`` None: one document per row.
 
-    On a mesh ``x`` and ``y`` are the rank's own tokens, ``segments`` those of its slice of the context.
+    On a mesh ``x`` and ``y`` are the rank's own tokens, ``segments`` those of its slice of the
+    context.
 
-    The sets are a :func:`k31fn.autodiff.decision` named ``topk``. Where no query sees more than ``topk`` keys, ``y`` is
-    Gated MLA's.
+    The sets are a :func:`k31fn.autodiff.decision` named ``topk``. Where no query sees more than
+    ``topk`` keys, ``y`` is Gated MLA's.
     """
     cq, kv = mla.latents(params.attn, x, cfg.attn, sh=sh)
     index = indexer.apply(params.indexer, x, cq, cfg.indexer, sh=sh)
@@ -146,7 +161,9 @@ def apply(
     return DsaOut(y=mla.gated_output(params.attn, x, o, w_uv, sh=sh), kl=kl, logits=logits)
 
 
-def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
+def init_state(
+    cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None
+) -> State:
     """The state before the first token: nothing cached."""
     attn = mla.init_state(cfg.attn, batch, dtype=dtype, device=device)
     return State(attn, torch.zeros(batch, 0, cfg.indexer.head_dim, dtype=dtype, device=device))
@@ -155,7 +172,9 @@ def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.dev
 def extend(
     params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State
 ) -> tuple[Float[Tensor, "B T D"], State]:
-    """:func:`apply`'s ``y`` on the next T tokens of one document per row; chooses among all cached keys."""
+    """:func:`apply`'s ``y`` on the next T tokens of one document per row; chooses among all cached
+    keys.
+    """
     cq, kv = mla.latents(params.attn, x, cfg.attn)
     index = indexer.apply(params.indexer, x, cq, cfg.indexer)
     kv = torch.cat([state.attn.kv, kv.to(state.attn.kv.dtype)], dim=1)
@@ -178,10 +197,15 @@ def _choose(
 
 
 def _loss(
-    index: indexer.IndexerOut, probs: Float[Tensor, "B T M"], chosen: Int[Tensor, "B T M"], cfg: Config
+    index: indexer.IndexerOut,
+    probs: Float[Tensor, "B T M"],
+    chosen: Int[Tensor, "B T M"],
+    cfg: Config,
 ) -> Float[Tensor, ""]:
     """The indexer's loss, taught by the probabilities summed over all heads."""
-    return indexer_kl(index.q, index.k, index.w, probs / cfg.attn.num_heads, chosen, cfg.indexer.scale)
+    return indexer_kl(
+        index.q, index.k, index.w, probs / cfg.attn.num_heads, chosen, cfg.indexer.scale
+    )
 
 
 def _attend_to_all(
@@ -192,15 +216,24 @@ def _attend_to_all(
     cfg: Config,
     sh: Sharding,
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, ""]]:
-    """Attention to all visible keys, and the loss, in tiles of queries: the sets and probabilities of all are T x T.
+    """Attention to all visible keys, and the loss, in tiles of queries: the sets and probabilities
+    of all are T x T.
 
-    A tile takes equally many of each rank's own queries, so that one psum_scatter leaves each rank the teacher of its
-    own: dim 1 is the place among a rank's tokens, dim 2 the rank.
+    A tile takes equally many of each rank's own queries, so that one psum_scatter leaves each rank
+    the teacher of its own: dim 1 is the place among a rank's tokens, dim 2 the rank.
     """
     ranks = axis_size(sh.sequence)
 
     def tile(
-        q: Tensor, start: Tensor, stop: Tensor, iq: Tensor, w: Tensor, k: Tensor, kr: Tensor, v: Tensor, ik: Tensor
+        q: Tensor,
+        start: Tensor,
+        stop: Tensor,
+        iq: Tensor,
+        w: Tensor,
+        k: Tensor,
+        kr: Tensor,
+        v: Tensor,
+        ik: Tensor,
     ) -> tuple[Tensor, Tensor]:
         seen = visible_keys(start[..., None], stop[..., None], ik.shape[1])
         chosen = torch.where(seen, torch.arange(ik.shape[1], device=ik.device), -1)

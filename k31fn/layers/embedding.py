@@ -31,9 +31,15 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"embedding.Config.{name}={getattr(self, name)}: must be at least 1; set {name} >= 1")
+                raise ValueError(
+                    f"embedding.Config.{name}={getattr(self, name)}: must be at least 1; set "
+                    f"{name} >= 1"
+                )
         if not self.init_std >= 0:
-            raise ValueError(f"embedding.Config.init_std={self.init_std}: a standard deviation; set init_std >= 0")
+            raise ValueError(
+                f"embedding.Config.init_std={self.init_std}: a standard deviation; set init_std "
+                ">= 0"
+            )
 
 
 @tree.dataclass
@@ -44,26 +50,34 @@ class Params(Generic[Leaf]):
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:
-    """The table. Not tagged ``matrix``: its rows are looked up, not multiplied, so Muon does not apply."""
-    return Params(weight=ParamSpec((cfg.vocab_size, cfg.hidden_size), ("vocab", "hidden"), Normal(cfg.init_std)))
+    """The table. Not tagged ``matrix``: its rows are looked up, not multiplied, so Muon does not
+    apply.
+    """
+    return Params(
+        weight=ParamSpec(
+            (cfg.vocab_size, cfg.hidden_size), ("vocab", "hidden"), Normal(cfg.init_std)
+        )
+    )
 
 
 def apply(
     params: Params[Tensor], tokens: Int[Tensor, "B S"], cfg: Config, *, sh: Sharding = UNSHARDED
 ) -> Float[Tensor, "B T D"]:
-    """Rows of the table in its dtype. Reverse-mode to any order; forward mode raises, as for every layer.
+    """Rows of the table in its dtype. Reverse-mode to any order; forward mode raises, as for every
+    layer.
 
-    On a mesh ``tokens`` are all those of the slice of the context, the result has this rank's: each rank looks up the
-    tokens whose rows it holds.
+    On a mesh ``tokens`` are all those of the slice of the context, the result has this rank's: each
+    rank looks up the tokens whose rows it holds.
 
     Raises:
-        IndexError: on a CPU, a token outside of a table that is not split. Elsewhere it is undefined:
-            :func:`check_tokens` checks a batch where it is made.
+        IndexError: on a CPU, a token outside of a table that is not split. Elsewhere it is
+            undefined: :func:`check_tokens` checks a batch where it is made.
     """
     del cfg  # the table says it all
     if _functorch.forward_mode_active():
         raise RuntimeError(
-            "embedding under forward-mode differentiation: k31fn layers are reverse-mode only; use torch.func.jacrev "
+            "embedding under forward-mode differentiation: k31fn layers are reverse-mode only; "
+            "use torch.func.jacrev "
             "or k31fn.autodiff.hessian (reverse over reverse)"
         )
     if not active(sh.vocab):
@@ -72,18 +86,24 @@ def apply(
     row = tokens - axis_index(sh.vocab) * num_rows
     own = (row >= 0) & (row < num_rows)
     found = torch.where(own[..., None], _lookup(params.weight, torch.where(own, row, 0)), 0)
-    return psum_scatter(found, sh.sequence, 1)  # one term of each sum is not zero: exact in any dtype
+    return psum_scatter(
+        found, sh.sequence, 1
+    )  # one term of each sum is not zero: exact in any dtype
 
 
 def _lookup_fwd(weight: Tensor, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, int, torch.dtype]]:
-    return F.embedding(tokens, weight), (tokens, weight.shape[0], weight.dtype)  # the table itself is not kept
+    return F.embedding(tokens, weight), (
+        tokens,
+        weight.shape[0],
+        weight.dtype,
+    )  # the table itself is not kept
 
 
 def _lookup_bwd(residuals: tuple[Tensor, int, torch.dtype], ct: Tensor) -> tuple[Tensor, None]:
     """Sums each token's cotangents in float32, in a fixed order on every device.
 
-    torch's own rule sums in the table's dtype on a CPU, and a bfloat16 sum of ones stops at 256: the gradient of every
-    frequent token would be lost.
+    torch's own rule sums in the table's dtype on a CPU, and a bfloat16 sum of ones stops at 256:
+    the gradient of every frequent token would be lost.
     """
     tokens, num_rows, dtype = residuals
     total = torch.ops.aten.embedding_dense_backward(upcast(ct), tokens, num_rows, -1, False)
@@ -93,7 +113,9 @@ def _lookup_bwd(residuals: tuple[Tensor, int, torch.dtype], ct: Tensor) -> tuple
 _lookup = custom_vjp(_lookup_fwd, name="embedding").defvjp(_lookup_fwd, _lookup_bwd)
 
 
-def check_tokens(tokens: Int[Tensor, "B T"], vocab_size: int, name: str, *, ignored: int | None = None) -> None:
+def check_tokens(
+    tokens: Int[Tensor, "B T"], vocab_size: int, name: str, *, ignored: int | None = None
+) -> None:
     """Checks on the host, where a batch is made, that every token is in ``[0, vocab_size)``.
 
     Args:
@@ -113,6 +135,7 @@ def check_tokens(tokens: Int[Tensor, "B T"], vocab_size: int, name: str, *, igno
     row, position = bad.nonzero()[0].tolist()
     allowed = f"[0, {vocab_size})" + (f" or {ignored}" if ignored is not None else "")
     raise ValueError(
-        f"{name}[{row}, {position}]={int(tokens[row, position])}: must be in {allowed}, as is not so for "
+        f"{name}[{row}, {position}]={int(tokens[row, position])}: must be in {allowed}, as is not "
+        "so for "
         f"{int(bad.sum())} of {tokens.numel()}; does the tokenizer match vocab_size={vocab_size}?"
     )

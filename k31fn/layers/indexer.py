@@ -1,15 +1,16 @@
 """The lightning indexer of Gated DSA: scores that say which keys a query should attend to.
 
-Equations (DeepSeek-V3.2, arXiv 2512.02556; no rotation, and no Hadamard transform, which changes no score)::
+Equations (DeepSeek-V3.2, arXiv 2512.02556; no rotation, and no Hadamard transform, which changes no
+score)::
 
-    q = sg(cq) W_q   [T J I]        k = LayerNorm(sg(x) W_k)   [T I]        w = sg(x) W_w * J^-0.5   [T J], float32
+    q = sg(cq) W_q  [T J I]  k = LayerNorm(sg(x) W_k)  [T I]  w = sg(x) W_w * J^-0.5  [T J], float32
     I[t, s] = sum_j w[t, j] relu(I^-0.5 <q[t, j], k[s]>)
 
-``sg`` stops the gradient: the indexer learns from its own loss only and sends nothing back to the trunk. The two
-scales change no choice of keys but do change softmax(I), hence the loss.
+``sg`` stops the gradient: the indexer learns from its own loss only and sends nothing back to the
+trunk. The two scales change no choice of keys but do change softmax(I), hence the loss.
 
-On a mesh each rank projects its own tokens, with the whole weights: it scores its own queries against the keys of all,
-so this work is split by tokens over tensor-parallel ranks too.
+On a mesh each rank projects its own tokens, with the whole weights: it scores its own queries
+against the keys of all, so this work is split by tokens over tensor-parallel ranks too.
 """
 
 from __future__ import annotations
@@ -57,11 +58,16 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("hidden_size", "q_lora_rank", "num_heads", "head_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"indexer.Config.{name}={getattr(self, name)} must be positive; set it to 1 or more")
+                raise ValueError(
+                    f"indexer.Config.{name}={getattr(self, name)} must be positive; set it to 1 "
+                    "or more"
+                )
         for name in ("norm_eps", "score_scale", "weight_scale", "init_std"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"indexer.Config.{name}={value} must be positive; leave it out for the default")
+                raise ValueError(
+                    f"indexer.Config.{name}={value} must be positive; leave it out for the default"
+                )
 
     @property
     def scale(self) -> float:
@@ -92,7 +98,9 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     """Declares the parameters."""
 
     def matrix(rows: int, columns: int, axis: str) -> ParamSpec:
-        return ParamSpec((rows, columns), (axis, ""), Normal(cfg.init_std), tags=frozenset({"matrix"}))
+        return ParamSpec(
+            (rows, columns), (axis, ""), Normal(cfg.init_std), tags=frozenset({"matrix"})
+        )
 
     def vector(value: float) -> ParamSpec:
         return ParamSpec((cfg.head_dim,), ("",), Constant(value), tags=frozenset({"no_decay"}))

@@ -1,21 +1,22 @@
 """Kimi Delta Attention: linear attention with a gated delta rule, the decay gate included.
 
-Equations (Kimi Linear, arXiv 2510.26692; the bounded decay and the full-rank output gate are those of Kimi K3, arXiv
-2607.24653); K = V dims per head::
+Equations (Kimi Linear, arXiv 2510.26692; the bounded decay and the full-rank output gate are those
+of Kimi K3, arXiv 2607.24653); K = V dims per head::
 
     q, k, v = SiLU(conv(x W_q)), SiLU(conv(x W_k)), SiLU(conv(x W_v))                  [T H K]
     q, k    = K^-0.5 q rsqrt(sum q^2 + eps), k rsqrt(sum k^2 + eps)
-    g       = bound * sigmoid(exp(A_log) (x W_fa W_fb + dt_bias))                      log-decay, in (bound, 0)
+    g       = bound * sigmoid(exp(A_log) (x W_fa W_fb + dt_bias))           log-decay, in (bound, 0)
     beta    = sigmoid(x W_b)                                                           [T H]
     S_t     = (I - beta k k^T) Diag(e^g) S_{t-1} + beta k v^T        o_t = S_t^T q_t
     y       = (sigmoid(x W_g) * RMSNorm(o)) W_o
 
-``conv`` is :mod:`k31fn.layers.short_conv`. Its histories and S are reset at document boundaries. A padding token's
-``y`` is 0. float32 islands: ``A_log``, ``dt_bias``, the convolutions and ``o_norm``; the L2 norms, both gates, S and
-the output norm are computed in float32.
+``conv`` is :mod:`k31fn.layers.short_conv`. Its histories and S are reset at document boundaries. A
+padding token's ``y`` is 0. float32 islands: ``A_log``, ``dt_bias``, the convolutions and
+``o_norm``; the L2 norms, both gates, S and the output norm are computed in float32.
 
-On a mesh: heads are split over ``sh.heads``, each rank having all tokens of its slice of the context. Between slices
-travel the last inputs of the convolutions, and per head the pair (state from zero, transition) of each slice.
+On a mesh: heads are split over ``sh.heads``, each rank having all tokens of its slice of the
+context. Between slices travel the last inputs of the convolutions, and per head the pair (state
+from zero, transition) of each slice.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Config:
         head_dim: dims per head of queries, keys and values.
         decay_rank: width between the two decay projections; None: ``head_dim``.
         conv_width: taps of the short convolutions.
-        gate_lower_bound: the strongest log-decay per token. At least -5: a tile of 16 tokens then spans e^80, which
-            float32 and bfloat16 hold.
+        gate_lower_bound: the strongest log-decay per token. At least -5: a tile of 16 tokens then
+            spans e^80, which float32 and bfloat16 hold.
         norm_eps: of the output norm.
         l2_eps: of the L2 norms, added to the sum of squares.
         init_std: of the projections.
@@ -81,14 +82,22 @@ class Config:
         for name in ("hidden_size", "num_heads", "head_dim", "rank"):
             if getattr(self, name) < 1:
                 field = "decay_rank" if name == "rank" else name
-                raise ValueError(f"kda.Config.{field}={getattr(self, name)} must be positive; set it to 1 or more")
+                raise ValueError(
+                    f"kda.Config.{field}={getattr(self, name)} must be positive; set it to 1 or "
+                    "more"
+                )
         for name in ("norm_eps", "l2_eps", "init_std"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"kda.Config.{name}={getattr(self, name)} must be positive, such as 1e-6 or 0.02")
+                raise ValueError(
+                    f"kda.Config.{name}={getattr(self, name)} must be positive, such as 1e-6 or "
+                    "0.02"
+                )
         if not MIN_LOG_DECAY <= self.gate_lower_bound < 0:
             raise ValueError(
-                f"kda.Config.gate_lower_bound={self.gate_lower_bound} must be in [{MIN_LOG_DECAY}, 0): a tile of "
-                f"{TILE} tokens factors decays up to exp({TILE} * bound), and e^80 is what float32 holds; use -5.0"
+                f"kda.Config.gate_lower_bound={self.gate_lower_bound} must be in "
+                f"[{MIN_LOG_DECAY}, 0): a tile of "
+                f"{TILE} tokens factors decays up to exp({TILE} * bound), and e^80 is what "
+                "float32 holds; use -5.0"
             )
         _ = self.conv  # checks conv_width
 
@@ -107,8 +116,8 @@ class Config:
 class Params(Generic[Leaf]):
     """Weights of KDA.
 
-    ``w_q w_k w_v w_g [D HK]  conv_q conv_k conv_v .weight [HK W]  w_fa [D R]  w_fb [R HK]  dt_bias [HK]  A_log [H]
-    w_b [D H]  o_norm [K]  w_o [HK D]``. Columns are ordered by head.
+    ``w_q w_k w_v w_g [D HK]  conv_q conv_k conv_v .weight [HK W]  w_fa [D R]  w_fb [R HK]  dt_bias
+    [HK]  A_log [H] w_b [D H]  o_norm [K]  w_o [HK D]``. Columns are ordered by head.
     """
 
     w_q: Leaf
@@ -177,22 +186,31 @@ def apply(
 ) -> Float[Tensor, "B T D"]:
     """Mixes the tokens of each document. ``segments`` None: one document per row.
 
-    On a mesh ``x`` is split over ``sh.tokens``, ``segments`` over ``sh.context``, and heads over ``sh.heads``.
-    Gradients: to ``params`` and ``x``, to any order.
+    On a mesh ``x`` is split over ``sh.tokens``, ``segments`` over ``sh.context``, and heads over
+    ``sh.heads``. Gradients: to ``params`` and ``x``, to any order.
 
     Raises:
-        ValueError: parameters of another number of heads, or slices of the context shorter than ``conv_width - 1``.
+        ValueError: parameters of another number of heads, or slices of the context shorter than
+            ``conv_width - 1``.
     """
     # from the rank's own tokens: 1/n of the work, and R values to gather beside D
     decay = linear(x, tree.map(lambda w: pvary(w, sh.sequence), params.w_fa))
     x, decay = all_gather(x, sh.sequence, 1), all_gather(decay, sh.sequence, 1)
-    packing = whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device) if segments is None else segments
+    packing = (
+        whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device)
+        if segments is None
+        else segments
+    )
     y, _ = _mix(params, x, decay, cfg, packing, (), sh)
     return psum_scatter(y, sh.sequence, 1)
 
 
-def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
-    """The state before a document's first token. ``dtype`` is that of ``x``; S is at least float32."""
+def init_state(
+    cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None
+) -> State:
+    """The state before a document's first token. ``dtype`` is that of ``x``; S is at least
+    float32.
+    """
     history = conv.init_state(cfg.conv, batch, dtype=dtype, device=device).history
     shape = (batch, cfg.num_heads, cfg.head_dim, cfg.head_dim)
     return State(history, history, history, torch.zeros(shape, dtype=island(dtype), device=device))
@@ -201,7 +219,9 @@ def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.dev
 def extend(
     params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State
 ) -> tuple[Float[Tensor, "B T D"], State]:
-    """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the same outputs."""
+    """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the
+    same outputs.
+    """
     packing = whole(x.shape[0], x.shape[1], device=x.device)
     return _mix(params, x, linear(x, params.w_fa), cfg, packing, state, UNSHARDED)
 
@@ -215,7 +235,9 @@ def _mix(
     state: State | tuple[()],
     sh: Sharding,
 ) -> tuple[Float[Tensor, "B T D"], State]:
-    """This rank's heads on its slice of the tokens: its part of the sum over heads, and what follows the last token."""
+    """This rank's heads on its slice of the tokens: its part of the sum over heads, and what
+    follows the last token.
+    """
     heads = cfg.num_heads // axis_size(sh.heads)
     projected = tuple(linear(x, w) for w in (params.w_q, params.w_k, params.w_v))
     if isinstance(state, State):
@@ -224,7 +246,9 @@ def _mix(
         before = conv.histories(projected, cfg.conv, segments, sh)
     taps = (params.conv_q, params.conv_k, params.conv_v)
     q, k, v = (
-        split_heads(short_conv(y, w.weight, segments.ids, h), heads, cfg.head_dim, "kda w_q, w_k, w_v")
+        split_heads(
+            short_conv(y, w.weight, segments.ids, h), heads, cfg.head_dim, "kda w_q, w_k, w_v"
+        )
         for y, w, h in zip(projected, taps, before, strict=True)
     )
     g = _log_decay(linear(decay, params.w_fb), params, cfg, heads)
@@ -253,13 +277,19 @@ def _state_before(
     return relay(fragment.state, fragment.transition, segments.position, sh.context)
 
 
-def _log_decay(z: Float[Tensor, "B T HK"], params: Params[Tensor], cfg: Config, heads: int) -> Float[Tensor, "B T H K"]:
-    """``g = bound * sigmoid(exp(A_log) (z + dt_bias))`` in float32: a rounded A_log would change the decay's rate."""
+def _log_decay(
+    z: Float[Tensor, "B T HK"], params: Params[Tensor], cfg: Config, heads: int
+) -> Float[Tensor, "B T H K"]:
+    """``g = bound * sigmoid(exp(A_log) (z + dt_bias))`` in float32: a rounded A_log would change
+    the decay's rate.
+    """
     z = split_heads(upcast(z) + upcast(params.dt_bias), heads, cfg.head_dim, "kda w_fb")
     return cfg.gate_lower_bound * torch.sigmoid(upcast(params.A_log).exp()[:, None] * z)
 
 
-def _l2_norm(x: Float[Tensor, "B T H K"], eps: float, scale: float = 1.0) -> Float[Tensor, "B T H K"]:
+def _l2_norm(
+    x: Float[Tensor, "B T H K"], eps: float, scale: float = 1.0
+) -> Float[Tensor, "B T H K"]:
     """``scale * x * rsqrt(sum x^2 + eps)`` in float32, rounded once."""
     wide = upcast(x)
     return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)

@@ -4,14 +4,15 @@
     e_j = situ(u W_gate_j, u W_up_j) W_down_j
     y = RMSNorm(sum_j p_j e_j) W_latent_up + shared(x)
 
-The experts read and write the latent; one projection down, one norm and one projection up serve all experts of a layer.
-The router and the shared experts (one fused gated MLP) read the full width. An expert's output, in the dtype of the
-model, is weighted and summed in float32.
+The experts read and write the latent; one projection down, one norm and one projection up serve all
+experts of a layer. The router and the shared experts (one fused gated MLP) read the full width. An
+expert's output, in the dtype of the model, is weighted and summed in float32.
 
-On a mesh a rank routes its own tokens, and sends a copy of a token to each chosen expert's rank and gets it back
-(``sh.experts``). Where ranks hold columns of the same experts (``sh.expert_mlp``), each works on the tokens of all of
-them, and the parts of ``sum_j p_j e_j`` are summed before the norm. The shared experts run while copies travel: their
-first products on the way there, the last on the way back; in the backward likewise.
+On a mesh a rank routes its own tokens, and sends a copy of a token to each chosen expert's rank and
+gets it back (``sh.experts``). Where ranks hold columns of the same experts (``sh.expert_mlp``),
+each works on the tokens of all of them, and the parts of ``sum_j p_j e_j`` are summed before the
+norm. The shared experts run while copies travel: their first products on the way there, the last on
+the way back; in the backward likewise.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from k31fn.layers import mlp, norm, router
 from k31fn.layers.linear import grouped_linear, linear
 from k31fn.layers.qat import quantised_grouped_linear
 from k31fn.parallel.collectives import all_gather, psum_scatter, pvary
-from k31fn.parallel.expert import Exchange, finish_combine, plan_exchange, start_combine, start_dispatch
+from k31fn.parallel.expert import (
+    Exchange,
+    finish_combine,
+    plan_exchange,
+    start_combine,
+    start_dispatch,
+)
 from k31fn.parallel.overlap import Pending, wait
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
@@ -42,7 +49,8 @@ __all__ = ["Config", "Output", "Params", "apply", "specs"]
 class Config:
     """Routed experts inside the latent, shared experts at full width.
 
-    Routed: ``latent_size -> expert_size -> latent_size``. Shared: ``hidden_size -> shared_size -> hidden_size``.
+    Routed: ``latent_size -> expert_size -> latent_size``. Shared: ``hidden_size -> shared_size ->
+    hidden_size``.
 
     Attributes:
         shared_size: width of all shared experts together; 0: none.
@@ -52,7 +60,8 @@ class Config:
         beta: bound of SiTU's gate.
         linear_beta: bound of its linear branch.
         init_std: standard deviation of the initial weights.
-        qat: trains the routed experts for MXFP4 weights and MXFP8 activations (:mod:`k31fn.layers.qat`).
+        qat: trains the routed experts for MXFP4 weights and MXFP8 activations
+            (:mod:`k31fn.layers.qat`).
     """
 
     hidden_size: int
@@ -71,10 +80,14 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.shared_size < 0:
-            raise ValueError(f"latent_moe.Config.shared_size={self.shared_size}: 0 for no shared expert, or a width")
+            raise ValueError(
+                f"latent_moe.Config.shared_size={self.shared_size}: 0 for no shared expert, or a "
+                "width"
+            )
         if self.qat and (self.latent_size % 32 or self.expert_size % 32):
             raise ValueError(
-                f"latent_moe.Config.qat with latent_size={self.latent_size}, expert_size={self.expert_size}: MXFP4 and "
+                f"latent_moe.Config.qat with latent_size={self.latent_size}, "
+                f"expert_size={self.expert_size}: MXFP4 and "
                 "MXFP8 have groups of 32; make both multiples of 32"
             )
         _ = self.router, self.norm, self.expert, self.shared  # each checks its fields
@@ -82,7 +95,9 @@ class Config:
     @property
     def router(self) -> router.Config:
         """Of the router, on the full width."""
-        return router.Config(self.hidden_size, self.num_experts, self.top_k, self.scale, self.balanced, self.init_std)
+        return router.Config(
+            self.hidden_size, self.num_experts, self.top_k, self.scale, self.balanced, self.init_std
+        )
 
     @property
     def norm(self) -> norm.Config:
@@ -92,14 +107,18 @@ class Config:
     @property
     def expert(self) -> mlp.Config:
         """Of one routed expert."""
-        return mlp.Config(self.latent_size, self.expert_size, self.beta, self.linear_beta, self.init_std)
+        return mlp.Config(
+            self.latent_size, self.expert_size, self.beta, self.linear_beta, self.init_std
+        )
 
     @property
     def shared(self) -> mlp.Config | tuple[()]:
         """Of the shared experts, ``()`` if there are none."""
         if not self.shared_size:
             return ()
-        return mlp.Config(self.hidden_size, self.shared_size, self.beta, self.linear_beta, self.init_std)
+        return mlp.Config(
+            self.hidden_size, self.shared_size, self.beta, self.linear_beta, self.init_std
+        )
 
 
 @tree.dataclass
@@ -135,14 +154,23 @@ def specs(cfg: Config) -> Params[ParamSpec]:
 
     def of_experts(one: ParamSpec) -> ParamSpec:
         axes = tuple("latent" if a == "hidden" else "expert_mlp" for a in one.axes)
-        return ParamSpec((cfg.num_experts, *one.shape), ("experts", *axes), init, tags=frozenset({"expert", "matrix"}))
+        return ParamSpec(
+            (cfg.num_experts, *one.shape),
+            ("experts", *axes),
+            init,
+            tags=frozenset({"expert", "matrix"}),
+        )
 
     return Params(
         router=router.specs(cfg.router),
-        latent_down=ParamSpec((cfg.hidden_size, cfg.latent_size), ("hidden", "latent"), init, tags=matrix),
+        latent_down=ParamSpec(
+            (cfg.hidden_size, cfg.latent_size), ("hidden", "latent"), init, tags=matrix
+        ),
         experts=tree.map(of_experts, mlp.specs(cfg.expert)),
         norm=norm.specs(cfg.norm, axis="latent"),
-        latent_up=ParamSpec((cfg.latent_size, cfg.hidden_size), ("latent", "hidden"), init, tags=matrix),
+        latent_up=ParamSpec(
+            (cfg.latent_size, cfg.hidden_size), ("latent", "hidden"), init, tags=matrix
+        ),
         shared=mlp.specs(cfg.shared) if isinstance(cfg.shared, mlp.Config) else (),
     )
 
@@ -156,16 +184,22 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Output:
-    """One layer. ``bias`` is the router's balance state, ``segments`` tells padding (None: there is none)."""
+    """One layer. ``bias`` is the router's balance state, ``segments`` tells padding (None: there is
+    none).
+    """
     routing = router.apply(params.router, x, cfg.router, bias=bias, segments=segments, sh=sh)
     vary = functools.partial(tree.map, lambda w: pvary(w, sh.sequence))
     copies = _to_experts(linear(x, vary(params.latent_down)), routing, cfg, sh)
     h: Any = ()
     if isinstance(cfg.shared, mlp.Config):
         assert isinstance(params.shared, mlp.Params), "parameters of another config"
-        h = mlp.inner(params.shared, x, cfg.shared, sh=sh)  # while the copies are on their way to the experts
+        h = mlp.inner(
+            params.shared, x, cfg.shared, sh=sh
+        )  # while the copies are on their way to the experts
     copies = _through_experts(params.experts, copies, cfg, sh)
-    shared = mlp.outer(params.shared, h, sh=sh) if isinstance(params.shared, mlp.Params) else 0  # and on the way back
+    shared = (
+        mlp.outer(params.shared, h, sh=sh) if isinstance(params.shared, mlp.Params) else 0
+    )  # and on the way back
     mixed = norm.apply(params.norm, _mix(copies, sh), cfg.norm, sh=sh)
     return Output(shared + linear(mixed, vary(params.latent_up)), routing)
 
@@ -175,7 +209,8 @@ class _Copies(NamedTuple):
 
     Attributes:
         rows: what is waited for.
-        weights: of each token's choices, of all tokens that this rank's share of the experts' width works on.
+        weights: of each token's choices, of all tokens that this rank's share of the experts' width
+            works on.
         plan: where each copy lies when sorted by expert.
         exchange: where experts are split over ranks, which rank each row goes to; otherwise ().
     """
@@ -186,7 +221,9 @@ class _Copies(NamedTuple):
     exchange: Exchange | tuple[()]
 
 
-def _to_experts(u: Float[Tensor, "B T L"], routing: router.Routing, cfg: Config, sh: Sharding) -> _Copies:
+def _to_experts(
+    u: Float[Tensor, "B T L"], routing: router.Routing, cfg: Config, sh: Sharding
+) -> _Copies:
     """Ranks that hold other columns of the same experts work on the tokens of all of them."""
     made, exchange = decision("experts", _plan, routing.topk_idx, cfg.num_experts, sh)
     u, weights = (all_gather(t, sh.expert_mlp, 1) for t in (u, routing.weights))
@@ -194,13 +231,19 @@ def _to_experts(u: Float[Tensor, "B T L"], routing: router.Routing, cfg: Config,
     return _Copies(start_dispatch(rows, exchange, sh.experts), weights, made, exchange)
 
 
-def _plan(topk_idx: Int[Tensor, "B T G"], num_experts: int, sh: Sharding) -> tuple[Plan, Exchange | tuple[()]]:
+def _plan(
+    topk_idx: Int[Tensor, "B T G"], num_experts: int, sh: Sharding
+) -> tuple[Plan, Exchange | tuple[()]]:
     made = plan(all_gather(topk_idx, sh.expert_mlp, 1).flatten(0, 1), num_experts)
     return made, plan_exchange(made.sizes, sh.experts, made.order.shape[0])
 
 
-def _through_experts(params: mlp.Params[Any], copies: _Copies, cfg: Config, sh: Sharding) -> _Copies:
-    """``e_j(u)`` of the rows that arrive, on the way back; a part of it where the experts' width is split."""
+def _through_experts(
+    params: mlp.Params[Any], copies: _Copies, cfg: Config, sh: Sharding
+) -> _Copies:
+    """``e_j(u)`` of the rows that arrive, on the way back; a part of it where the experts' width is
+    split.
+    """
     rows, sizes, exchange = wait(copies.rows), copies.plan.sizes, copies.exchange
     if isinstance(exchange, Exchange):
         rows, sizes = permute(rows, exchange.order, exchange.inverse), exchange.sizes
@@ -213,7 +256,9 @@ def _through_experts(params: mlp.Params[Any], copies: _Copies, cfg: Config, sh: 
 
 
 def _mix(copies: _Copies, sh: Sharding) -> Float[Tensor, "B T L"]:
-    """``sum_j p_j e_j(u)`` of this rank's tokens; summed over the experts' width here, as the norm is not linear."""
+    """``sum_j p_j e_j(u)`` of this rank's tokens; summed over the experts' width here, as the norm
+    is not linear.
+    """
     rows = finish_combine(copies.rows, copies.exchange, sh.experts)
     mixed = combine(rows, copies.weights.flatten(0, 1), copies.plan.order, copies.plan.inverse)
     return psum_scatter(mixed.unflatten(0, copies.weights.shape[:2]), sh.expert_mlp, 1)

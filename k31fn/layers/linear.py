@@ -1,13 +1,15 @@
 """Products with weights: the one seam through which every layer multiplies.
 
-``linear`` and ``grouped_linear`` dispatch on the weight leaf (Tensor, :class:`~k31fn.params.Quantized`,
-:class:`~k31fn.params.LowRank`), so quantised weights and low-rank adapters touch no layer. Both are differentiable in
-reverse mode to any order; forward mode raises. Under :func:`k31fn.autodiff.split_vjp` weight gradients come later.
+``linear`` and ``grouped_linear`` dispatch on the weight leaf (Tensor,
+:class:`~k31fn.params.Quantized`, :class:`~k31fn.params.LowRank`), so quantised weights and low-rank
+adapters touch no layer. Both are differentiable in reverse mode to any order; forward mode raises.
+Under :func:`k31fn.autodiff.split_vjp` weight gradients come later.
 
-Inside :func:`use_products` those of plain matrices in bfloat16 are computed in FP8, forward and backward.
+Inside :func:`use_products` those of plain matrices in bfloat16 are computed in FP8, forward and
+backward.
 
-A frozen weight in FP8 or MXFP4 is decoded for each product and given up after it: what is kept for the backward are its
-bytes, whatever remat does.
+A frozen weight in FP8 or MXFP4 is decoded for each product and given up after it: what is kept for
+the backward are its bytes, whatever remat does.
 """
 
 from __future__ import annotations
@@ -41,15 +43,19 @@ __all__ = [
 ]
 
 _SCALINGS: dict[str, Scaling] = {"fp8_rows": "rows", "fp8_blocks": "blocks"}
-_PRODUCTS: contextvars.ContextVar[Products] = contextvars.ContextVar("k31fn_products", default="exact")
+_PRODUCTS: contextvars.ContextVar[Products] = contextvars.ContextVar(
+    "k31fn_products", default="exact"
+)
 
 
 @contextlib.contextmanager
 def use_products(kind: Products) -> Iterator[None]:
-    """Inside, how :func:`linear` multiplies by a plain matrix in bfloat16; a replay of remat does as its forward did.
+    """Inside, how :func:`linear` multiplies by a plain matrix in bfloat16; a replay of remat does
+    as its forward did.
 
-    ``fp8_rows`` and ``fp8_blocks``: by :func:`~k31fn.kernels.scaled_matmul.scaled_matmul`, where tokens, rows and
-    columns are multiples of 16, or of 128. Other products, those of weights in other leaves and of routed experts, and
+    ``fp8_rows`` and ``fp8_blocks``: by :func:`~k31fn.kernels.scaled_matmul.scaled_matmul`, where
+    tokens, rows and columns are multiples of 16, or of 128. Other products, those of weights in
+    other leaves and of routed experts, and
     of an input that is not bfloat16, are exact: computed in the dtype of the input.
     """
     token = _PRODUCTS.set(kind)
@@ -62,8 +68,9 @@ def use_products(kind: Products) -> Iterator[None]:
 def linear(x: Float[Tensor, "*rows I"], w: Any) -> Float[Tensor, "*rows2 O"]:
     """``x @ w`` for a weight leaf stored ``[..., in, out]``, in the dtype of ``x``.
 
-    Tensor: ``x @ w``. Quantized: ``x @ dequantize(w)``. LowRank: ``x @ base + scale (x @ a) @ b``; the dense update is
-    never formed. Leading dims of ``w`` batch against those of ``x``, as in ``torch.matmul``.
+    Tensor: ``x @ w``. Quantized: ``x @ dequantize(w)``. LowRank: ``x @ base + scale (x @ a) @ b``;
+    the dense update is never formed. Leading dims of ``w`` batch against those of ``x``, as in
+    ``torch.matmul``.
 
     Raises:
         ValueError: the last dim of ``x`` is not the weight's input dim.
@@ -71,13 +78,18 @@ def linear(x: Float[Tensor, "*rows I"], w: Any) -> Float[Tensor, "*rows2 O"]:
     """
     if _functorch.forward_mode_active():
         raise RuntimeError(
-            "linear under forward-mode differentiation: k31fn layers are reverse-mode only; use torch.func.jacrev or "
+            "linear under forward-mode differentiation: k31fn layers are reverse-mode only; use "
+            "torch.func.jacrev or "
             "k31fn.autodiff.hessian (reverse over reverse)"
         )
     if isinstance(w, LowRank):
         return linear(x, w.base) + _scaled(linear(linear(x, w.a), w.b), w)
     if isinstance(w, Quantized):
-        return linear(x, dequantize(w, x.dtype)) if w.format == "scaled" else _frozen_product(False, x, w, ())
+        return (
+            linear(x, dequantize(w, x.dtype))
+            if w.format == "scaled"
+            else _frozen_product(False, x, w, ())
+        )
     _check_features("linear", x, w)
     return weight_product(_product_of(x, w), x, w.to(x.dtype))
 
@@ -97,9 +109,13 @@ def _product_of(x: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def transposed_linear(y: Float[Tensor, "*rows O"], w: Any) -> Float[Tensor, "*rows2 I"]:
-    """``y @ w^T`` for the same leaves as :func:`linear`; the dense update of a LowRank is never formed either."""
+    """``y @ w^T`` for the same leaves as :func:`linear`; the dense update of a LowRank is never
+    formed either.
+    """
     if isinstance(w, LowRank):
-        return transposed_linear(y, w.base) + _scaled(transposed_linear(transposed_linear(y, w.b), w.a), w)
+        return transposed_linear(y, w.base) + _scaled(
+            transposed_linear(transposed_linear(y, w.b), w.a), w
+        )
     if isinstance(w, Quantized):
         if w.format != "scaled":
             return _frozen_product(True, y, w, ())
@@ -107,7 +123,9 @@ def transposed_linear(y: Float[Tensor, "*rows O"], w: Any) -> Float[Tensor, "*ro
     return linear(y, w.mT)
 
 
-def grouped_linear(x: Float[Tensor, "R I"], w: Any, sizes: Int[Tensor, "E"]) -> Float[Tensor, "R O"]:
+def grouped_linear(
+    x: Float[Tensor, "R I"], w: Any, sizes: Int[Tensor, "E"]
+) -> Float[Tensor, "R O"]:
     """``x @ w[e]`` for rows sorted by expert: the first ``sizes[0]`` rows use expert 0, and so on.
 
     Args:
@@ -119,33 +137,42 @@ def grouped_linear(x: Float[Tensor, "R I"], w: Any, sizes: Int[Tensor, "E"]) -> 
         ValueError: ``w`` has another number of experts or of input features.
     """
     if isinstance(w, LowRank):
-        return grouped_linear(x, w.base, sizes) + _scaled(grouped_linear(grouped_linear(x, w.a, sizes), w.b, sizes), w)
+        return grouped_linear(x, w.base, sizes) + _scaled(
+            grouped_linear(grouped_linear(x, w.a, sizes), w.b, sizes), w
+        )
     if isinstance(w, Quantized):
         if w.format != "scaled":
             return _frozen_product(False, x, w, sizes)
         return grouped_linear(x, dequantize(w, x.dtype), sizes)
     if w.ndim != 3 or w.shape[0] != sizes.shape[0]:
         raise ValueError(
-            f"grouped_linear: a weight [experts, in, out] for {sizes.shape[0]} experts is needed, got {list(w.shape)}"
+            f"grouped_linear: a weight [experts, in, out] for {sizes.shape[0]} experts is needed, "
+            f"got {list(w.shape)}"
         )
     _check_features("grouped_linear", x, w)
     return weight_product(lambda x, w: grouped_matmul(x, w, sizes), x, w.to(x.dtype))
 
 
 def dequantize(w: Quantized[Tensor], dtype: torch.dtype) -> Float[Tensor, "*experts I O"]:
-    """The weight in ``dtype``: ``codes * scales``, each scale repeated over its group of rows, its block or its group.
+    """The weight in ``dtype``: ``codes * scales``, each scale repeated over its group of rows, its
+    block or its group.
 
     Raises:
-        ValueError: the scales do not divide the codes into equal groups, or differ from them in another dim.
+        ValueError: the scales do not divide the codes into equal groups, or differ from them in
+            another dim.
     """
     if w.format == "mxfp4":  # packed along the rows of the weight as it is stored here
         return mxfp4.decode(w.codes.mT, w.scales.mT, dtype).mT
     if w.format == "fp8":
         return fp8.decode(w.codes, w.scales, dtype)
     groups, rows = w.scales.shape[-2], w.codes.shape[-2]
-    if rows % groups or w.scales.shape[:-2] + w.scales.shape[-1:] != w.codes.shape[:-2] + w.codes.shape[-1:]:
+    if (
+        rows % groups
+        or w.scales.shape[:-2] + w.scales.shape[-1:] != w.codes.shape[:-2] + w.codes.shape[-1:]
+    ):
         raise ValueError(
-            f"Quantized: scales {list(w.scales.shape)} do not fit codes {list(w.codes.shape)}: needed is one scale per "
+            f"Quantized: scales {list(w.scales.shape)} do not fit codes {list(w.codes.shape)}: "
+            "needed is one scale per "
             "group of rows, [..., in / group, out]"
         )
     return w.codes.to(dtype) * w.scales.to(dtype).repeat_interleave(rows // groups, dim=-2)
@@ -154,14 +181,20 @@ def dequantize(w: Quantized[Tensor], dtype: torch.dtype) -> Float[Tensor, "*expe
 def scale_columns(w: Quantized[Tensor]) -> Quantized[Tensor]:
     """The same weight with scales for each of its columns, so that columns can be taken apart."""
     repeats = w.codes.shape[-1] // w.scales.shape[-1]
-    return w if repeats == 1 else dataclasses.replace(w, scales=w.scales.repeat_interleave(repeats, dim=-1))
+    return (
+        w
+        if repeats == 1
+        else dataclasses.replace(w, scales=w.scales.repeat_interleave(repeats, dim=-1))
+    )
 
 
 def _scaled(update: Tensor, w: LowRank[Any]) -> Tensor:
     return update if w.scale == 1 else update * w.scale
 
 
-def _frozen_fwd(transposed: bool, x: Tensor, w: Quantized[Tensor], sizes: Any) -> tuple[Tensor, Any]:
+def _frozen_fwd(
+    transposed: bool, x: Tensor, w: Quantized[Tensor], sizes: Any
+) -> tuple[Tensor, Any]:
     dense = dequantize(w, x.dtype)
     dense = dense.mT if transposed else dense
     _check_features("linear", x, dense)
@@ -185,17 +218,18 @@ def split_heads(
     """The columns of a projection by head; a rank may hold an equal share of the ``num_heads``.
 
     Raises:
-        ValueError: the columns are not whole heads, or their number does not divide ``num_heads``: the weights are
-            those of another config.
+        ValueError: the columns are not whole heads, or their number does not divide ``num_heads``:
+            the weights are those of another config.
     """
     return x.unflatten(-1, (_local_heads(x, num_heads, head_dim, name), head_dim))
 
 
 def per_head(w: Any, num_heads: int, dims: Sequence[int], name: str) -> tuple[Any, ...]:
-    """A projection's weight by head: for each part of a head's columns a leaf whose heads are a leading dim.
+    """A projection's weight by head: for each part of a head's columns a leaf whose heads are a
+    leading dim.
 
-    ``w [in, H sum(dims)]`` gives one leaf ``[H, in, dim]`` for each of ``dims``, of the same kind; :func:`linear` and
-    :func:`transposed_linear` take it with rows ``[H, rows, ...]``.
+    ``w [in, H sum(dims)]`` gives one leaf ``[H, in, dim]`` for each of ``dims``, of the same kind;
+    :func:`linear` and :func:`transposed_linear` take it with rows ``[H, rows, ...]``.
 
     Raises:
         ValueError: as in :func:`split_heads`.
@@ -206,7 +240,9 @@ def per_head(w: Any, num_heads: int, dims: Sequence[int], name: str) -> tuple[An
     if isinstance(w, Quantized):
         w = scale_columns(w)
         parts = (per_head(leaf, num_heads, dims, name) for leaf in (w.codes, w.scales))
-        return tuple(dataclasses.replace(w, codes=c, scales=scale) for c, scale in zip(*parts, strict=True))
+        return tuple(
+            dataclasses.replace(w, codes=c, scales=scale) for c, scale in zip(*parts, strict=True)
+        )
     by_head = w.unflatten(-1, (_local_heads(w, num_heads, sum(dims), name), sum(dims)))
     return by_head.transpose(-3, -2).split(list(dims), dim=-1)
 
@@ -215,17 +251,22 @@ def _local_heads(x: Tensor, num_heads: int, head_dim: int, name: str) -> int:
     local, rest = divmod(x.shape[-1], head_dim)
     if rest or not local or num_heads % local:
         raise ValueError(
-            f"{name}: {x.shape[-1]} columns do not divide into num_heads={num_heads} heads of {head_dim}; the "
-            f"parameters are of another config: {num_heads} heads have {num_heads * head_dim} columns"
+            f"{name}: {x.shape[-1]} columns do not divide into num_heads={num_heads} heads of "
+            f"{head_dim}; the "
+            f"parameters are of another config: {num_heads} heads have {num_heads * head_dim} "
+            "columns"
         )
     return local
 
 
 def _check_features(name: str, x: Tensor, w: Any) -> None:
     if not isinstance(w, Tensor):
-        raise ValueError(f"{name}: the weight is {w!r}; a leaf is a Tensor, Quantized or LowRank, never None")
+        raise ValueError(
+            f"{name}: the weight is {w!r}; a leaf is a Tensor, Quantized or LowRank, never None"
+        )
     if w.ndim < 2 or x.shape[-1] != w.shape[-2]:
         raise ValueError(
-            f"{name}: x {list(x.shape)} has {x.shape[-1]} features, the weight [..., in, out]={list(w.shape)} does not "
+            f"{name}: x {list(x.shape)} has {x.shape[-1]} features, the weight [..., in, "
+            f"out]={list(w.shape)} does not "
             "take them; weights are stored [in, out], the transpose of torch.nn.Linear's"
         )

@@ -1,8 +1,8 @@
 """The language-model loss: cross-entropy through the head, with the full logits never alive.
 
-Losses come as plain sums over tokens. The denominator (the valid tokens of the whole step, over all micro-batches and
-ranks) is counted from the batch beforehand and applied by the caller, so a loss and its gradient depend neither on how
-the step is cut nor on how documents are packed.
+Losses come as plain sums over tokens. The denominator (the valid tokens of the whole step, over all
+micro-batches and ranks) is counted from the batch beforehand and applied by the caller, so a loss
+and its gradient depend neither on how the step is cut nor on how documents are packed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ IGNORED = -100
 """The label of a token that is not trained: padding, a document's last token, an image."""
 
 LOGITS_BYTES = 256 * 2**20
-"""What the float32 logits of one piece of the vocabulary may take; about four such tensors live at the peak."""
+"""What the float32 logits of one piece of the vocabulary may take; about four such tensors live at
+the peak.
+"""
 
 
 class LossSum(NamedTuple):
-    """Sum of the token losses (float32, float64 in a float64 run) and number of tokens with a label."""
+    """Sum of the token losses (float32, float64 in a float64 run) and number of tokens with a
+    label.
+    """
 
     total: Tensor
     num_tokens: Tensor
@@ -49,25 +53,27 @@ def linear_cross_entropy(
 ) -> LossSum:
     """``sum_t [label_t valid] (logsumexp(hidden_t w) - hidden_t w[:, label_t])``.
 
-    The vocabulary is cut into as few pieces of equal width as keep one piece's logits within ``logits_bytes``. With one
-    piece its log-softmax is kept for the backward. With more, the backward computes each piece's logits again; the
-    weight gradient of a piece is one product over all tokens, and that of ``hidden`` is summed in float32.
+    The vocabulary is cut into as few pieces of equal width as keep one piece's logits within
+    ``logits_bytes``. With one piece its log-softmax is kept for the backward. With more, the
+    backward computes each piece's logits again; the weight gradient of a piece is one product over
+    all tokens, and that of ``hidden`` is summed in float32.
 
-    On a mesh a rank has some columns of the vocabulary, and all tokens of its slice of the context: two numbers per
-    token are joined over the ranks.
+    On a mesh a rank has some columns of the vocabulary, and all tokens of its slice of the context:
+    two numbers per token are joined over the ranks.
 
     Args:
-        hidden: the normed last hidden state, of this rank's tokens; its dtype is that of the products, the softmax is
-            float32.
+        hidden: the normed last hidden state, of this rank's tokens; its dtype is that of the
+            products, the softmax is float32.
         w_head: weight leaf ``[D, Z]``, this rank's columns.
-        labels: of all tokens of the slice; in ``[0, Z)``, or :data:`IGNORED`. Any other value cannot be seen inside a
-            transform and is undefined: :func:`k31fn.layers.embedding.check_tokens` checks a batch where it is made.
+        labels: of all tokens of the slice; in ``[0, Z)``, or :data:`IGNORED`. Any other value
+            cannot be seen inside a transform and is undefined:
+            :func:`k31fn.layers.embedding.check_tokens` checks a batch where it is made.
         logits_bytes: bound of one piece.
         sh: sharding.
 
     Returns:
-        Sum and count over the slice, equal on the ranks of ``sh.vocab``; without any valid label the sum and every
-        gradient are exactly 0.
+        Sum and count over the slice, equal on the ranks of ``sh.vocab``; without any valid label
+        the sum and every gradient are exactly 0.
     """
     dtype, num_columns = hidden.dtype, _num_columns(w_head)
     hidden = all_gather(hidden, sh.sequence, 1, grad_dtype=island(dtype))
@@ -115,7 +121,9 @@ def _num_columns(w: Any) -> int:
 
 
 def _columns(w: Any, widths: Sequence[int]) -> list[Any]:
-    """The weight leaf cut along its output dim; ``split`` because its transpose is one ``cat``, without padding."""
+    """The weight leaf cut along its output dim; ``split`` because its transpose is one ``cat``,
+    without padding.
+    """
     if isinstance(w, LowRank):
         pairs = zip(_columns(w.base, widths), w.b.split(widths, -1), strict=True)
         return [dataclasses.replace(w, base=base, b=b) for base, b in pairs]

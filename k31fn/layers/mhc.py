@@ -1,17 +1,21 @@
-"""Manifold-constrained hyper-connections (mHC) as a residual scheme: N parallel streams, mixed around every sublayer.
+"""Manifold-constrained hyper-connections (mHC) as a residual scheme: N parallel streams, mixed
+around every sublayer.
 
-mHC, arXiv 2512.24880; not part of Kimi K3 or K3.1. A sublayer ``f`` reads and updates the streams ``x_1 .. x_N`` so,
-with ``h_pre``, ``h_post`` and ``h_res`` from the streams of the same token (:mod:`k31fn.kernels.mhc_pre`)::
+mHC, arXiv 2512.24880; not part of Kimi K3 or K3.1. A sublayer ``f`` reads and updates the streams
+``x_1 .. x_N`` so, with ``h_pre``, ``h_post`` and ``h_res`` from the streams of the same token
+(:mod:`k31fn.kernels.mhc_pre`)::
 
     y    = f(sum_i h_pre[i] x_i)
     x'_j = h_post[j] y + sum_i h_res[i, j] x_i             :mod:`k31fn.kernels.mhc_post`
 
-``h_res`` is nearly doubly stochastic, so the mixing neither grows nor shrinks the streams over many layers. All streams
-start as the embedding; the final norm reads ``sum_i h_pre[i] x_i`` with coefficients of its own. Streams are stored in
-the model dtype, coefficients and their parameters are float32.
+``h_res`` is nearly doubly stochastic, so the mixing neither grows nor shrinks the streams over many
+layers. All streams start as the embedding; the final norm reads ``sum_i h_pre[i] x_i`` with
+coefficients of its own. Streams are stored in the model dtype, coefficients and their parameters
+are float32.
 
-With the initial values below ``h_res`` is nearly uniform and ``h_post`` nearly 1: at first all streams are the plain
-residual stream. See :mod:`k31fn.layers.attn_res`, which says what a residual scheme is.
+With the initial values below ``h_res`` is nearly uniform and ``h_post`` nearly 1: at first all
+streams are the plain residual stream. See :mod:`k31fn.layers.attn_res`, which says what a residual
+scheme is.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ class Config:
         iterations: of Sinkhorn.
         eps: of the norm of the flat streams.
         init_std: standard deviation of the first ``phi``.
-        init_scale: first value of the scales, which say how much the coefficients depend on the token.
+        init_scale: first value of the scales, which say how much the coefficients depend on the
+            token.
     """
 
     num_streams: int = 4
@@ -55,15 +60,23 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("num_streams", "iterations"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"mhc.Config.{name}={value} must be a positive integer; set it to 1 or more")
+                raise ValueError(
+                    f"mhc.Config.{name}={value} must be a positive integer; set it to 1 or more"
+                )
         if not self.eps > 0:
-            raise ValueError(f"mhc.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, such as 1e-6")
+            raise ValueError(
+                f"mhc.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, such as "
+                "1e-6"
+            )
         if not 0 < self.init_std < math.inf:
             raise ValueError(
-                f"mhc.Config.init_std={self.init_std}: a standard deviation; set init_std > 0, such as 0.02"
+                f"mhc.Config.init_std={self.init_std}: a standard deviation; set init_std > 0, "
+                "such as 0.02"
             )
         if not math.isfinite(self.init_scale):
-            raise ValueError(f"mhc.Config.init_scale={self.init_scale} must be finite; set it to some 0.01")
+            raise ValueError(
+                f"mhc.Config.init_scale={self.init_scale} must be finite; set it to some 0.01"
+            )
 
 
 @tree.dataclass
@@ -77,7 +90,9 @@ class Params(Generic[Leaf]):
 
 @tree.dataclass
 class Carry:
-    """What goes from sublayer to sublayer, and from stage to stage of a pipeline: ``streams [B T N D]``."""
+    """What goes from sublayer to sublayer, and from stage to stage of a pipeline: ``streams [B T N
+    D]``.
+    """
 
     streams: Tensor
 
@@ -95,13 +110,17 @@ def specs_out(cfg: Config, hidden_size: int) -> Params[ParamSpec]:
 def _specs(cfg: Config, hidden_size: int, parts: int, columns: int) -> Params[ParamSpec]:
     """``phi`` is no ``matrix`` for the optimiser, so AdamW steps it, with decay.
 
-    Its columns are maps of their own, of three kinds with a scale each; orthogonal columns of equal size, as Muon would
-    step them, mean nothing to them. Decayed to zero it leaves coefficients that do not depend on the token.
+    Its columns are maps of their own, of three kinds with a scale each; orthogonal columns of equal
+    size, as Muon would step them, mean nothing to them. Decayed to zero it leaves coefficients that
+    do not depend on the token.
     """
     no_decay = frozenset({"no_decay"})
     return Params(
         phi=ParamSpec(
-            (cfg.num_streams * hidden_size, columns), ("hidden", ""), TruncatedNormal(cfg.init_std), torch.float32
+            (cfg.num_streams * hidden_size, columns),
+            ("hidden", ""),
+            TruncatedNormal(cfg.init_std),
+            torch.float32,
         ),
         scale=ParamSpec((parts,), ("",), Constant(cfg.init_scale), torch.float32, no_decay),
         base=ParamSpec((columns,), ("",), Constant(0.0), torch.float32, no_decay),

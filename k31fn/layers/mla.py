@@ -7,18 +7,20 @@ Equations (arXiv 2607.24653; the latent projections are those of DeepSeek-V2, ar
     (kn, v) = split(c W_kvb, N, V) per head    k = [kn ; kr for every head]      [T H N+P]
     o = softmax((N + P)^-0.5 q k^T) v          y = (sigmoid(x W_g) * o) W_o
 
-Causal, inside documents. There is no rotation: the P "rope" dims of ``q`` and ``kr`` are plain dims. The softmax, its
-output and the gate are float32 islands, rounded once before ``W_o``. A padding token's attention output is 0, so its
-``y`` is 0.
+Causal, inside documents. There is no rotation: the P "rope" dims of ``q`` and ``kr`` are plain
+dims. The softmax, its output and the gate are float32 islands, rounded once before ``W_o``. A
+padding token's attention output is 0, so its ``y`` is 0.
 
-``W_kvb = [W_uk ; W_uv]`` multiplies either the keys, as above, or the queries: ``<q, kn> = <q W_uk^T, c>`` and ``o =
-(softmax(...) c) W_uv``, the absorbed form, whose keys and values are the latent itself, one head for all. They differ
-by rounding only. The form with fewer multiplications is taken (:func:`absorbs`): the absorbed one where few queries
-meet many keys, in decoding and on many ranks of context parallelism.
+``W_kvb = [W_uk ; W_uv]`` multiplies either the keys, as above, or the queries: ``<q, kn> = <q
+W_uk^T, c>`` and ``o = (softmax(...) c) W_uv``, the absorbed form, whose keys and values are the
+latent itself, one head for all. They differ by rounding only. The form with fewer multiplications
+is taken (:func:`absorbs`): the absorbed one where few queries meet many keys, in decoding and on
+many ranks of context parallelism.
 
-On a mesh a rank has its own tokens: it computes their latents, and gathers ``cq`` and ``x`` (for the gate) over
-``sh.sequence``, and ``[c ; kr]``, R + P values per token, over ``sh.tokens``. Heads, and the queries of its slice of
-the context, are its own; outputs are summed over the heads and scattered back to the tokens.
+On a mesh a rank has its own tokens: it computes their latents, and gathers ``cq`` and ``x`` (for
+the gate) over ``sh.sequence``, and ``[c ; kr]``, R + P values per token, over ``sh.tokens``. Heads,
+and the queries of its slice of the context, are its own; outputs are summed over the heads and
+scattered back to the tokens.
 """
 
 from __future__ import annotations
@@ -71,9 +73,11 @@ class Config:
         q_lora_rank: width of the query latent.
         kv_lora_rank: width of the key-value latent, which decoding caches.
         qk_nope_head_dim: query and key dims per head that come from the latents.
-        qk_rope_head_dim: key dims shared by the heads; never rotated, the checkpoints call them rope.
+        qk_rope_head_dim: key dims shared by the heads; never rotated, the checkpoints call them
+            rope.
         v_head_dim: value dims per head.
-        latent_norm_eps: eps of the two latent norms; 1e-6 in one family of public code, 1e-5 in another.
+        latent_norm_eps: eps of the two latent norms; 1e-6 in one family of public code, 1e-5 in
+            another.
         init_std: of the weights.
         report_logits: whether :func:`attend` also gives each head's largest logit.
     """
@@ -101,10 +105,15 @@ class Config:
         )
         for name in sizes:
             if getattr(self, name) < 1:
-                raise ValueError(f"mla.Config.{name}={getattr(self, name)} must be positive; set it to 1 or more")
+                raise ValueError(
+                    f"mla.Config.{name}={getattr(self, name)} must be positive; set it to 1 or more"
+                )
         for name in ("latent_norm_eps", "init_std"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"mla.Config.{name}={getattr(self, name)} must be positive, such as 1e-6 or 0.02")
+                raise ValueError(
+                    f"mla.Config.{name}={getattr(self, name)} must be positive, such as 1e-6 or "
+                    "0.02"
+                )
 
     @property
     def scale(self) -> float:
@@ -116,9 +125,9 @@ class Config:
 class Params(Generic[Leaf]):
     """Weights of Gated MLA.
 
-    ``w_qa [D Rq]  q_norm [Rq]  w_qb [Rq H(N+P)]  w_kva [D R+P]  kv_norm [R]  w_kvb [R H(N+V)]  w_g [D HV]``
-    ``w_o [HV D]``. Columns of ``w_qb`` are ordered by head, then N dims, then P dims; those of ``w_kvb`` by head, then
-    N, then V.
+    ``w_qa [D Rq]  q_norm [Rq]  w_qb [Rq H(N+P)]  w_kva [D R+P]  kv_norm [R]  w_kvb [R H(N+V)]  w_g
+    [D HV]`` ``w_o [HV D]``. Columns of ``w_qb`` are ordered by head, then N dims, then P dims;
+    those of ``w_kvb`` by head, then N, then V.
     """
 
     w_qa: Leaf
@@ -133,7 +142,9 @@ class Params(Generic[Leaf]):
 
 @tree.dataclass
 class State:
-    """What decoding keeps of the tokens so far: ``[c ; kr]``, the normalised latent and the shared dims of the keys."""
+    """What decoding keeps of the tokens so far: ``[c ; kr]``, the normalised latent and the shared
+    dims of the keys.
+    """
 
     kv: Float[Tensor, "B S RP"]
 
@@ -172,7 +183,8 @@ def apply(
 ) -> Float[Tensor, "B T D"]:
     """Attends inside each document. ``segments`` None: one document per row.
 
-    On a mesh ``x`` and the result are the rank's own tokens, ``segments`` those of its slice of the context.
+    On a mesh ``x`` and the result are the rank's own tokens, ``segments`` those of its slice of the
+    context.
 
     Gradients: to ``params`` and ``x``, to any order.
     """
@@ -187,7 +199,8 @@ def attend(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> tuple[Float[Tensor, "B T D"], Any]:
-    """:func:`apply`, and the largest logit of each local head over the rank's queries ``[H]``, without gradient.
+    """:func:`apply`, and the largest logit of each local head over the rank's queries ``[H]``,
+    without gradient.
 
     The second is ``()`` unless the config has ``report_logits``.
     """
@@ -199,15 +212,21 @@ def attend(
     return gated_output(params, x, o, w_uv, sh=sh), logits
 
 
-def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
+def init_state(
+    cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None
+) -> State:
     """The state before the first token: nothing cached."""
-    return State(torch.zeros(batch, 0, cfg.kv_lora_rank + cfg.qk_rope_head_dim, dtype=dtype, device=device))
+    return State(
+        torch.zeros(batch, 0, cfg.kv_lora_rank + cfg.qk_rope_head_dim, dtype=dtype, device=device)
+    )
 
 
 def extend(
     params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, state: State
 ) -> tuple[Float[Tensor, "B T D"], State]:
-    """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the same outputs."""
+    """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the
+    same outputs.
+    """
     cq, kv = latents(params, x, cfg)
     kv = torch.cat([state.kv, kv.to(state.kv.dtype)], dim=1)
     heads, w_uv = project(params, cq, kv, cfg)
@@ -216,7 +235,8 @@ def extend(
 
 
 class Heads(NamedTuple):
-    """Queries, keys without the shared dims, shared dims of the keys, and values, of the local heads.
+    """Queries, keys without the shared dims, shared dims of the keys, and values, of the local
+    heads.
 
     Hk = H; in the absorbed form Hk = 1 and ``k``, ``v`` are the latent.
     """
@@ -239,10 +259,11 @@ def latents(
 
 
 def absorbs(cfg: Config, num_queries: int, num_keys: int) -> bool:
-    """Whether the absorbed form takes fewer multiplications than products of the keys with ``W_kvb``.
+    """Whether the absorbed form takes fewer multiplications than products of the keys with
+    ``W_kvb``.
 
-    Per head, R (N + V) for each key or each query, and N + V or 2 R for each pair. At the sizes of K3.1 the absorbed
-    form pays below 171 queries, if there are many keys.
+    Per head, R (N + V) for each key or each query, and N + V or 2 R for each pair. At the sizes of
+    K3.1 the absorbed form pays below 171 queries, if there are many keys.
     """
     R, each = cfg.kv_lora_rank, cfg.qk_nope_head_dim + cfg.v_head_dim
     pairs = num_queries * num_keys
@@ -255,8 +276,8 @@ def project(
     """The local heads of the queries and keys with these latents.
 
     Returns:
-        What the attention takes, and the per-head weights that :func:`gated_output` multiplies its output with: ``()``
-        if the keys were multiplied.
+        What the attention takes, and the per-head weights that :func:`gated_output` multiplies its
+        output with: ``()`` if the keys were multiplied.
     """
     N, V = cfg.qk_nope_head_dim, cfg.v_head_dim
     q = split_heads(linear(cq, params.w_qb), cfg.num_heads, N + cfg.qk_rope_head_dim, "mla w_qb")
@@ -266,7 +287,9 @@ def project(
         qn, qr = q.split([N, cfg.qk_rope_head_dim], dim=-1)
         q = torch.cat([_on_each_head(transposed_linear, qn, w_uk), qr], dim=-1)
         return Heads(q, c[:, :, None], kr, c[:, :, None]), w_uv
-    k, v = split_heads(linear(c, params.w_kvb), cfg.num_heads, N + V, "mla w_kvb").split([N, V], dim=-1)
+    k, v = split_heads(linear(c, params.w_kvb), cfg.num_heads, N + V, "mla w_kvb").split(
+        [N, V], dim=-1
+    )
     return Heads(q, k, kr, v), ()
 
 
@@ -278,7 +301,9 @@ def gated_output(
     *,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T D"]:
-    """``(sigmoid(x W_g) * o) W_o`` for the rank's own tokens ``x``; gated in the dtype of ``o`` and rounded once."""
+    """``(sigmoid(x W_g) * o) W_o`` for the rank's own tokens ``x``; gated in the dtype of ``o`` and
+    rounded once.
+    """
     if not isinstance(w_uv, tuple):
         o = _on_each_head(linear, o, w_uv)
     x = all_gather(x, sh.sequence, 1)
@@ -287,19 +312,26 @@ def gated_output(
 
 
 def visible_range(
-    queries: Float[Tensor, "B T ..."], segments: Segments | None, *, cached: int = 0, context: Axes = ()
+    queries: Float[Tensor, "B T ..."],
+    segments: Segments | None,
+    *,
+    cached: int = 0,
+    context: Axes = (),
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """``(start, stop)``: token t sees the keys ``start <= s < stop``, of its document up to itself; padding sees none.
+    """``(start, stop)``: token t sees the keys ``start <= s < stop``, of its document up to itself;
+    padding sees none.
 
     Args:
         queries: the tokens, for their shape and device.
         segments: their packing; None: one document per row.
         cached: keys before the first token, all of its document (then ``segments`` is None).
-        context: axes over which the row is cut into slices, of which the tokens are this rank's. The keys are those of
-            the whole row, and so are ``start`` and ``stop``.
+        context: axes over which the row is cut into slices, of which the tokens are this rank's.
+            The keys are those of the whole row, and so are ``start`` and ``stop``.
     """
     B, T = queries.shape[:2]
-    index = (axis_index(context) * T + torch.arange(cached, cached + T, device=queries.device)).expand(B, T)
+    index = (
+        axis_index(context) * T + torch.arange(cached, cached + T, device=queries.device)
+    ).expand(B, T)
     if segments is None:
         return torch.zeros_like(index), index + 1
     valid = segments.ids > 0
@@ -307,6 +339,10 @@ def visible_range(
     return start, torch.where(valid, index + 1, 0)
 
 
-def _on_each_head(f: Callable[..., Tensor], x: Float[Tensor, "B T H n"], w: Any) -> Float[Tensor, "B T H m"]:
-    """``f`` of each head's rows and its own weight: one product per head, of the rows of the whole batch."""
+def _on_each_head(
+    f: Callable[..., Tensor], x: Float[Tensor, "B T H n"], w: Any
+) -> Float[Tensor, "B T H m"]:
+    """``f`` of each head's rows and its own weight: one product per head, of the rows of the whole
+    batch.
+    """
     return f(x.movedim(2, 0).flatten(1, 2), w).unflatten(1, x.shape[:2]).movedim(0, 2)

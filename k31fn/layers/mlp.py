@@ -1,6 +1,7 @@
 """Gated MLP with SiTU: ``y = situ(x W_gate, x W_up) W_down`` (Kimi K3 report, arXiv 2607.24653).
 
-The dense feed-forward of the first layers and, at its own width, the shared experts of the MoE layers.
+The dense feed-forward of the first layers and, at its own width, the shared experts of the MoE
+layers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class Config:
                 raise ValueError(f"mlp.Config.{name}={getattr(self, name)}: a width is at least 1")
         for name in ("beta", "linear_beta"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"mlp.Config.{name}={getattr(self, name)}: a bound is positive; K3 has 4.0 and 25.0")
+                raise ValueError(
+                    f"mlp.Config.{name}={getattr(self, name)}: a bound is positive; K3 has 4.0 "
+                    "and 25.0"
+                )
         if self.init_std < 0:
             raise ValueError(f"mlp.Config.init_std={self.init_std}: must not be negative")
 
@@ -75,7 +79,10 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T D"]:
-    """Tokens are independent: ``segments`` changes nothing. On a mesh ``x`` and ``y`` are this rank's tokens."""
+    """Tokens are independent: ``segments`` changes nothing.
+
+    On a mesh ``x`` and ``y`` are this rank's tokens.
+    """
     del segments
     return outer(params, inner(params, x, cfg, sh=sh), sh=sh)
 
@@ -83,12 +90,16 @@ def apply(
 def inner(
     params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, *, sh: Sharding = UNSHARDED
 ) -> Float[Tensor, "B S F"]:
-    """``situ(x W_gate, x W_up)``: the columns that this rank has, of all tokens of the slice of the context."""
+    """``situ(x W_gate, x W_up)``: the columns that this rank has, of all tokens of the slice of the
+    context.
+    """
     x = all_gather(x, sh.sequence, 1)
     return situ_glu(linear(x, params.w_gate), linear(x, params.w_up), cfg.beta, cfg.linear_beta)
 
 
-def outer(params: Params[Tensor], h: Float[Tensor, "B S F"], *, sh: Sharding = UNSHARDED) -> Float[Tensor, "B T D"]:
+def outer(
+    params: Params[Tensor], h: Float[Tensor, "B S F"], *, sh: Sharding = UNSHARDED
+) -> Float[Tensor, "B T D"]:
     """``h W_down`` of this rank's tokens, summed over the ranks' columns.
 
     Between :func:`inner` and this, a caller may do something else.

@@ -5,9 +5,9 @@ For the trunk's state ``h_t`` and the next token's embedding ``e_{t+1}``::
     u_t = W_eh [RMSNorm_e(e_{t+1}) ; RMSNorm_h(h_t)]
     y_t = RMSNorm_out(Layer(u)_t),   scored by the shared head against token t + 2
 
-as in DeepSeek-V3 (arXiv 2412.19437, section 2.2) and the public loaders of K3. The layer has a plain residual: it
-stands behind the trunk's final mix, outside of the AttnRes blocks. ``e_{t+1}`` is zero for the last token of a
-document, which has no label.
+as in DeepSeek-V3 (arXiv 2412.19437, section 2.2) and the public loaders of K3. The layer has a
+plain residual: it stands behind the trunk's final mix, outside of the AttnRes blocks. ``e_{t+1}``
+is zero for the last token of a document, which has no label.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ class Config:
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer.residual, plain_residual.Config):
-            raise ValueError(f"mtp.Config.layer.residual={self.layer.residual} must be plain_residual.Config()")
+            raise ValueError(
+                f"mtp.Config.layer.residual={self.layer.residual} must be plain_residual.Config()"
+            )
 
 
 @tree.dataclass
 class Params(Generic[Leaf]):
-    """Norms of both inputs, the projection ``w_join [2 D, D]``, the layer and the norm before the head."""
+    """Norms of both inputs, the projection ``w_join [2 D, D]``, the layer and the norm before the
+    head.
+    """
 
     embedding_norm: norm.Params[Leaf]
     hidden_norm: norm.Params[Leaf]
@@ -56,7 +60,9 @@ class Params(Generic[Leaf]):
 
 
 class Output(NamedTuple):
-    """Hidden states for the shared head, and the layer's reports (``()`` where it has no such part)."""
+    """Hidden states for the shared head, and the layer's reports (``()`` where it has no such
+    part).
+    """
 
     hidden: Float[Tensor, "B T D"]
     aux: block.Aux
@@ -66,7 +72,9 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     """Declares the parameters."""
     size = cfg.layer.hidden_size
     normed = norm.specs(_norm(cfg))
-    join = ParamSpec((2 * size, size), ("", "hidden"), Normal(cfg.init_std), tags=frozenset({"matrix"}))
+    join = ParamSpec(
+        (2 * size, size), ("", "hidden"), Normal(cfg.init_std), tags=frozenset({"matrix"})
+    )
     return Params(normed, normed, join, block.specs(cfg.layer), normed)
 
 
@@ -97,28 +105,35 @@ def apply(
     ids = torch.ones_like(tokens) if segments is None else segments.ids
     next_token, next_id = _next(torch.stack([tokens, ids]), sh.context)
     has_next = pslice((ids == next_id) & (ids > 0), sh.sequence, 1)
-    following = torch.where(has_next[..., None], embedding.apply(embed, next_token, vocab, sh=sh), 0)
+    following = torch.where(
+        has_next[..., None], embedding.apply(embed, next_token, vocab, sh=sh), 0
+    )
     e = norm.apply(params.embedding_norm, following, _norm(cfg), sh=sh)
     both = torch.cat([e, norm.apply(params.hidden_norm, h, _norm(cfg), sh=sh)], dim=-1)
     u = linear(both, tree.map(lambda w: pvary(w, sh.sequence), params.w_join))
     plain = plain_residual.Config()
-    y, aux = block.apply(params.layer, plain_residual.start(u, plain), cfg.layer, segments=segments, bias=bias, sh=sh)
+    y, aux = block.apply(
+        params.layer, plain_residual.start(u, plain), cfg.layer, segments=segments, bias=bias, sh=sh
+    )
     y = plain_residual.finish((), y, plain)
     return Output(norm.apply(params.final_norm, y, _norm(cfg), sh=sh), aux)
 
 
 def labels(next_labels: Int[Tensor, "B T"], *, context: Axes = ()) -> Int[Tensor, "B T"]:
-    """Labels of token t + 2 from those of token t + 1, whose -100 already marks the ends of documents.
+    """Labels of token t + 2 from those of token t + 1, whose -100 already marks the ends of
+    documents.
 
-    Where token t + 1 has no label (it ends its document), neither has t: both shifts are the same one. ``context``:
-    the ranks, where each has a slice of the tokens.
+    Where token t + 1 has no label (it ends its document), neither has t: both shifts are the same
+    one. ``context``: the ranks, where each has a slice of the tokens.
     """
     shifted = _next(next_labels - IGNORED, context) + IGNORED
     return torch.where(next_labels < 0, torch.full_like(shifted, IGNORED), shifted)
 
 
 def _next(values: Int[Tensor, "*rows T"], context: Axes) -> Int[Tensor, "*rows T"]:
-    """The value of the token after each, on the next rank if that is where it is; 0 after the last of the row."""
+    """The value of the token after each, on the next rank if that is where it is; 0 after the last
+    of the row.
+    """
     first = ppermute(values[..., :1], context, [(i + 1, i) for i in range(axis_size(context) - 1)])
     return torch.cat([values[..., 1:], first], dim=-1)
 

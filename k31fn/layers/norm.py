@@ -25,9 +25,14 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.dim < 1:
-            raise ValueError(f"norm.Config.dim={self.dim}: a norm needs at least one feature; set dim >= 1")
+            raise ValueError(
+                f"norm.Config.dim={self.dim}: a norm needs at least one feature; set dim >= 1"
+            )
         if not self.eps > 0:
-            raise ValueError(f"norm.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, such as 1e-5")
+            raise ValueError(
+                f"norm.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, such as "
+                "1e-5"
+            )
 
 
 @tree.dataclass
@@ -39,7 +44,9 @@ class Params(Generic[Leaf]):
 
 def specs(cfg: Config, *, axis: str = "hidden") -> Params[ParamSpec]:
     """The weight, ones at first. ``axis`` is the logical axis that the norm runs over."""
-    return Params(weight=ParamSpec((cfg.dim,), (axis,), Constant(1.0), tags=frozenset({"no_decay"})))
+    return Params(
+        weight=ParamSpec((cfg.dim,), (axis,), Constant(1.0), tags=frozenset({"no_decay"}))
+    )
 
 
 def apply(
@@ -50,6 +57,9 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "*rows D"]:
-    """Normalises each token by itself: ``segments`` change nothing. On a mesh ``x`` are this rank's tokens."""
+    """Normalises each token by itself: ``segments`` change nothing.
+
+    On a mesh ``x`` are this rank's tokens.
+    """
     del segments
     return rms_norm(x, pvary(params.weight, sh.sequence), cfg.eps)

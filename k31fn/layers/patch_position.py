@@ -1,9 +1,11 @@
-"""Positions of patches: the learned table, stretched over each image, the fixed time table, and the 2D rotation.
+"""Positions of patches: the learned table, stretched over each image, the fixed time table, and the
+2D rotation.
 
-The table ``[64 64 D]`` is resized to an image's height and width as ``torch.nn.functional.interpolate(mode="bilinear",
-align_corners=False)`` does, here per patch: with table height S and image height h, row r reads the table at
-``y = max((r + 1/2) S / h - 1/2, 0)``, between rows ``floor(y)`` and ``floor(y) + 1``. All of this is integer arithmetic
-up to one division, so an image of the table's size reads the table exactly.
+The table ``[64 64 D]`` is resized to an image's height and width as
+``torch.nn.functional.interpolate(mode="bilinear", align_corners=False)`` does, here per patch: with
+table height S and image height h, row r reads the table at ``y = max((r + 1/2) S / h - 1/2, 0)``,
+between rows ``floor(y)`` and ``floor(y) + 1``. All of this is integer arithmetic up to one
+division, so an image of the table's size reads the table exactly.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ def table_rows(table: Float[Tensor, "S1 S2 D"], patches: Patches) -> Float[Tenso
     return out
 
 
-def time_rows(patches: Patches, num_frames: int, dim: int, dtype: torch.dtype) -> Float[Tensor, "B N D"]:
-    """``[sin(t w) | cos(t w)]`` with ``w_i = 10000^(-2i / dim)`` for frame t = 0, 1, ... of a clip; 0 in an image."""
+def time_rows(
+    patches: Patches, num_frames: int, dim: int, dtype: torch.dtype
+) -> Float[Tensor, "B N D"]:
+    """``[sin(t w) | cos(t w)]`` with ``w_i = 10000^(-2i / dim)`` for frame t = 0, 1, ... of a clip;
+    0 in an image.
+    """
     device = patches.frame.device
     t = torch.arange(num_frames, dtype=dtype, device=device)
     exponent = torch.arange(dim // 2, dtype=dtype, device=device) / (dim / 2)
@@ -40,21 +46,28 @@ def time_rows(patches: Patches, num_frames: int, dim: int, dtype: torch.dtype) -
     return torch.cat([torch.zeros_like(table[:1]), table])[patches.frame]
 
 
-def angles(patches: Patches, head_dim: int, theta: float, dtype: torch.dtype) -> Float[Tensor, "B N K2"]:
+def angles(
+    patches: Patches, head_dim: int, theta: float, dtype: torch.dtype
+) -> Float[Tensor, "B N K2"]:
     """By how much each pair of adjacent query and key dims turns.
 
-    Pair 2i turns by ``column * f_i`` and pair 2i + 1 by ``row * f_i``, ``f_i = theta^(-4i / head_dim)``.
+    Pair 2i turns by ``column * f_i`` and pair 2i + 1 by ``row * f_i``, ``f_i = theta^(-4i /
+    head_dim)``.
     """
     i = torch.arange(head_dim // 4, dtype=dtype, device=patches.row.device)
     f = theta ** (-4 * i / head_dim)
-    return torch.stack([patches.column[..., None] * f, patches.row[..., None] * f], dim=-1).flatten(-2)
+    return torch.stack([patches.column[..., None] * f, patches.row[..., None] * f], dim=-1).flatten(
+        -2
+    )
 
 
 def _between(
     index: Int[Tensor, "B N"], size: Int[Tensor, "B N"], table_size: int, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The two table rows that a patch lies between, each with its weight."""
-    place = ((2 * index + 1) * table_size - size).clamp(min=0)  # in units of 1 / (2 size) of a table row
+    place = ((2 * index + 1) * table_size - size).clamp(
+        min=0
+    )  # in units of 1 / (2 size) of a table row
     below = place.div(2 * size, rounding_mode="floor")
     weight = (place - 2 * size * below).to(dtype) / (2 * size).to(dtype)
     return (below, 1 - weight), ((below + 1).clamp(max=table_size - 1), weight)

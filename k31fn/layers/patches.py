@@ -1,12 +1,14 @@
-"""Where each patch of the packed images lies: integers made once on the host, as segments are for text.
+"""Where each patch of the packed images lies: integers made once on the host, as segments are for
+text.
 
-A row of a batch holds the patches of its images one image after the other, then padding. Inside an image the order is
-frames, then cells of 2 x 2 patches in raster order, then the four patches of a cell: what the tower merges stands
-together, so a rank can merge the patches it holds. :func:`cell_order` brings patches in raster order into it.
+A row of a batch holds the patches of its images one image after the other, then padding. Inside an
+image the order is frames, then cells of 2 x 2 patches in raster order, then the four patches of a
+cell: what the tower merges stands together, so a rank can merge the patches it holds.
+:func:`cell_order` brings patches in raster order into it.
 
-A grid is ``(frames, height, width)`` in patches; an image has one frame. Features leave the tower in slots, one per
-cell of an image (the frames of a clip share its slots), numbered through the row: slot i is the i-th image placeholder
-of the row's text.
+A grid is ``(frames, height, width)`` in patches; an image has one frame. Features leave the tower
+in slots, one per cell of an image (the frames of a clip share its slots), numbered through the row:
+slot i is the i-th image placeholder of the row's text.
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ import torch
 from k31fn import tree
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["MERGE", "Grid", "Images", "Patches", "cell_order", "from_grids", "num_patches", "num_slots"]
+__all__ = [
+    "MERGE",
+    "Grid",
+    "Images",
+    "Patches",
+    "cell_order",
+    "from_grids",
+    "num_patches",
+    "num_slots",
+]
 
 MERGE = 2  # side of the cells that the tower merges, in patches
 
@@ -30,7 +41,8 @@ Grid = tuple[int, int, int]
 
 @tree.dataclass
 class Patches:
-    """The layout of a batch of packed patches. Build it with :func:`from_grids`: the constructor checks nothing.
+    """The layout of a batch of packed patches. Build it with :func:`from_grids`: the constructor
+    checks nothing.
 
     All numbers are those of the whole row, so a slice of it (context parallelism) keeps them.
 
@@ -42,8 +54,8 @@ class Patches:
         height: of its image; 1 for padding.
         width: of its image; 1 for padding.
         frame: 0 in a still image; 1, 2, ... in a clip.
-        cells: ``[B N/4 F]``, the cells of up to F frames that make each slot, -1 where there are fewer; or ``()`` if no
-            row has a clip: then slot i is cell i.
+        cells: ``[B N/4 F]``, the cells of up to F frames that make each slot, -1 where there are
+            fewer; or ``()`` if no row has a clip: then slot i is cell i.
     """
 
     start: Int[Tensor, "B N"]
@@ -63,8 +75,8 @@ class Images:
     Attributes:
         pixels: of the patches, in [-1, 1]; 0 in padding.
         patches: where they lie.
-        slots: whose feature each token takes (:func:`k31fn.layers.projector.slots`); -1 for a token that is no
-            placeholder.
+        slots: whose feature each token takes (:func:`k31fn.layers.projector.slots`); -1 for a token
+            that is no placeholder.
     """
 
     pixels: Float[Tensor, "B N X"]
@@ -83,7 +95,9 @@ def num_slots(grid: Grid) -> int:
 
 
 def cell_order(grid: Grid) -> np.ndarray:
-    """``raster[cell_order(grid)]`` are the patches of raster order (frame, row, column) in the order of this module."""
+    """``raster[cell_order(grid)]`` are the patches of raster order (frame, row, column) in the
+    order of this module.
+    """
     t, h, w = grid
     index = np.arange(t * h * w).reshape(t, h // MERGE, MERGE, w // MERGE, MERGE)
     return index.transpose(0, 1, 3, 2, 4).ravel()
@@ -98,20 +112,25 @@ def from_grids(
 ) -> Patches:
     """Rows of ``length`` patches from the grids of their images; the rest of a row is padding.
 
-    A row without images is all padding: it costs the same work and the same collectives as any other.
+    A row without images is all padding: it costs the same work and the same collectives as any
+    other.
 
     Args:
         rows: the grids of each row's images, in the order of their placeholders in the text.
         length: patches of a row, a multiple of 4 (times the ranks that split it).
-        max_frames: 1: images only, and ``cells`` is ``()``. More: room for clips of up to so many frames.
+        max_frames: 1: images only, and ``cells`` is ``()``. More: room for clips of up to so many
+            frames.
         device: of the result.
 
     Raises:
-        ValueError: no row, a length that is no multiple of 4, a grid that is odd, empty or has too many frames, or
-            images longer than the row; names row and image.
+        ValueError: no row, a length that is no multiple of 4, a grid that is odd, empty or has too
+            many frames, or images longer than the row; names row and image.
     """
     if not rows or length < MERGE**2 or length % MERGE**2:
-        raise ValueError(f"{len(rows)} rows of length={length} patches: needs a row, and a positive multiple of 4")
+        raise ValueError(
+            f"{len(rows)} rows of length={length} patches: needs a row, and a positive multiple "
+            "of 4"
+        )
     fields = np.zeros((len(rows), length, 7), np.int64)
     fields[..., 4:6] = 1
     cells = np.full((len(rows), length // MERGE**2, max_frames), -1, np.int64)
@@ -122,7 +141,8 @@ def from_grids(
             size, slots = num_patches(grid), num_slots(grid)
             if at + size > length:
                 raise ValueError(
-                    f"rows[{number}]: image {index} ends at patch {at + size}, after length={length}; leave images out "
+                    f"rows[{number}]: image {index} ends at patch {at + size}, after "
+                    f"length={length}; leave images out "
                     "or make the row longer"
                 )
             fields[number, at : at + size] = _of_image(grid, at)
@@ -139,7 +159,16 @@ def _of_image(grid: Grid, at: int) -> np.ndarray:
     frame, row, column = (a.ravel()[cell_order(grid)] for a in np.indices((t, h, w)))
     whole = np.ones_like(row)
     return np.stack(
-        [at * whole, (at + t * h * w) * whole, row, column, h * whole, w * whole, frame + 1 if t > 1 else 0 * whole], -1
+        [
+            at * whole,
+            (at + t * h * w) * whole,
+            row,
+            column,
+            h * whole,
+            w * whole,
+            frame + 1 if t > 1 else 0 * whole,
+        ],
+        -1,
     )
 
 
@@ -147,8 +176,11 @@ def _check(grid: Grid, max_frames: int, name: str) -> None:
     t, h, w = grid
     if min(t, h, w) < 1 or h % MERGE or w % MERGE:
         raise ValueError(
-            f"{name}={grid}: frames, height and width in patches; height and width must be even and positive, so pad "
+            f"{name}={grid}: frames, height and width in patches; height and width must be even "
+            "and positive, so pad "
             "images to a multiple of 28 pixels"
         )
     if t > max_frames:
-        raise ValueError(f"{name}={grid} has {t} frames, more than max_frames={max_frames}; take fewer frames")
+        raise ValueError(
+            f"{name}={grid} has {t} frames, more than max_frames={max_frames}; take fewer frames"
+        )

@@ -1,6 +1,8 @@
-"""The plain residual stream as a residual scheme: ``h <- h + f(h)`` (He et al. 2015, arXiv 1512.03385).
+"""The plain residual stream as a residual scheme: ``h <- h + f(h)`` (He et al. 2015, arXiv
+1512.03385).
 
-See :mod:`k31fn.layers.attn_res`, which says what a residual scheme is. Here ``()`` does for parameters.
+See :mod:`k31fn.layers.attn_res`, which says what a residual scheme is. Here ``()`` does for
+parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Params(Generic[Leaf]):
 
 @tree.dataclass
 class Carry:
-    """What goes from sublayer to sublayer: ``prefix [B T D]``, the sum of the embedding and all outputs so far."""
+    """What goes from sublayer to sublayer: ``prefix [B T D]``, the sum of the embedding and all
+    outputs so far.
+    """
 
     prefix: Tensor
 

@@ -1,4 +1,5 @@
-"""From the vision tower to the text model: ``y = RMSNorm(gelu(x W_in) W_out)``, and where the result goes.
+"""From the vision tower to the text model: ``y = RMSNorm(gelu(x W_in) W_out)``, and where the
+result goes.
 
 Two products without bias, GELU by the error function, and the norm after them (arXiv 2607.24653).
 """
@@ -40,9 +41,13 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("input_size", "hidden_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"projector.Config.{name}={getattr(self, name)}: a width is at least 1")
+                raise ValueError(
+                    f"projector.Config.{name}={getattr(self, name)}: a width is at least 1"
+                )
         if not self.norm_eps > 0:
-            raise ValueError(f"projector.Config.norm_eps={self.norm_eps} must be positive, such as 1e-5")
+            raise ValueError(
+                f"projector.Config.norm_eps={self.norm_eps} must be positive, such as 1e-5"
+            )
 
 
 @tree.dataclass
@@ -61,7 +66,9 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     return Params(
         w_in=ParamSpec((size, size), ("", "mlp"), init, tags=matrix),
         w_out=ParamSpec((size, cfg.hidden_size), ("mlp", "hidden"), init, tags=matrix),
-        norm=ParamSpec((cfg.hidden_size,), ("hidden",), Constant(1.0), tags=frozenset({"no_decay"})),
+        norm=ParamSpec(
+            (cfg.hidden_size,), ("hidden",), Constant(1.0), tags=frozenset({"no_decay"})
+        ),
     )
 
 
@@ -75,7 +82,8 @@ def apply(
 
 
 def slots(tokens: Int[Tensor, "B T"], media_token: int) -> Int[Tensor, "B T"]:
-    """The slot whose feature each token takes: the i-th ``media_token`` of a row takes slot i; -1 for any other token.
+    """The slot whose feature each token takes: the i-th ``media_token`` of a row takes slot i; -1
+    for any other token.
 
     Of whole rows, before any cut along T.
     """
@@ -92,8 +100,8 @@ def place(
 ) -> Float[Tensor, "B t D"]:
     """``x`` with the embeddings at placeholders replaced by the features of their slots.
 
-    On a mesh ``x`` and ``features`` are split over ``sh.tokens``, ``slots`` over ``sh.context``. Features that no token
-    takes get no gradient, nor does the embedding at a placeholder.
+    On a mesh ``x`` and ``features`` are split over ``sh.tokens``, ``slots`` over ``sh.context``.
+    Features that no token takes get no gradient, nor does the embedding at a placeholder.
     """
     own = pslice(slots, sh.sequence, 1)[..., None]
     whole = all_gather(all_gather(features, sh.sequence, 1), sh.context, 1)

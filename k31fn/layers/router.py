@@ -1,8 +1,9 @@
 """Router: which experts a token goes to, with which weights (Kimi K3 report, arXiv 2607.24653).
 
-``s = sigmoid(x W_r)`` in float32; the ``G`` experts with the greatest ``s + b``, the lowest number first among
-equals; ``p_j = scale s_j / (sum_chosen s + 1e-20)``. The bias ``b`` chooses and never weighs, so no gradient reaches
-it. It is state (:mod:`k31fn.balance`): given to the layer, and renewed from the histogram that the layer returns.
+``s = sigmoid(x W_r)`` in float32; the ``G`` experts with the greatest ``s + b``, the lowest number
+first among equals; ``p_j = scale s_j / (sum_chosen s + 1e-20)``. The bias ``b`` chooses and never
+weighs, so no gradient reaches it. It is state (:mod:`k31fn.balance`): given to the layer, and
+renewed from the histogram that the layer returns.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Config:
 
     Attributes:
         scale: factor of the renormalised weights.
-        balanced: whether to count required biases; without, the histogram is zero and the bias stays what it is.
+        balanced: whether to count required biases; without, the histogram is zero and the bias
+            stays what it is.
     """
 
     hidden_size: int
@@ -54,8 +56,10 @@ class Config:
             raise ValueError(f"router.Config.hidden_size={self.hidden_size}: a width is at least 1")
         if not 0 < self.top_k < self.num_experts:
             raise ValueError(
-                f"router.Config.top_k={self.top_k} must be in 1..num_experts-1 (num_experts={self.num_experts}): "
-                "balancing compares a token's choices with the next best expert; lower top_k or add experts"
+                f"router.Config.top_k={self.top_k} must be in 1..num_experts-1 "
+                f"(num_experts={self.num_experts}): "
+                "balancing compares a token's choices with the next best expert; lower top_k or "
+                "add experts"
             )
         if self.init_std < 0:
             raise ValueError(f"router.Config.init_std={self.init_std}: must not be negative")
@@ -72,10 +76,12 @@ class Routing(NamedTuple):
     """What the router decided.
 
     Attributes:
-        topk_idx: chosen experts, best first. Padding has weight zero and is dealt out evenly, to load no expert.
+        topk_idx: chosen experts, best first. Padding has weight zero and is dealt out evenly, to
+            load no expert.
         weights: float32 (float64 in a float64 run).
         load: tokens that chose each expert; padding not counted.
-        histogram: counts of required biases, see :mod:`k31fn.kernels.histogram`; padding not counted.
+        histogram: counts of required biases, see :mod:`k31fn.kernels.histogram`; padding not
+            counted.
     """
 
     topk_idx: Int[Tensor, "B T G"]
@@ -87,7 +93,9 @@ class Routing(NamedTuple):
 def specs(cfg: Config) -> Params[ParamSpec]:
     """The weight, the same on every rank: each must route alike."""
     shape = (cfg.hidden_size, cfg.num_experts)
-    return Params(ParamSpec(shape, ("hidden", ""), Normal(cfg.init_std), tags=frozenset({"matrix"})))
+    return Params(
+        ParamSpec(shape, ("hidden", ""), Normal(cfg.init_std), tags=frozenset({"matrix"}))
+    )
 
 
 def apply(
@@ -99,10 +107,11 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Routing:
-    """Routes each token by itself; on a mesh, this rank's tokens, which its ``load`` and ``histogram`` count.
+    """Routes each token by itself; on a mesh, this rank's tokens, which its ``load`` and
+    ``histogram`` count.
 
-    The choice, and the next best expert, are one :func:`~k31fn.autodiff.decision`: made once, kept by every remat. The
-    counts are a :func:`~k31fn.autodiff.report`: made once, and not kept.
+    The choice, and the next best expert, are one :func:`~k31fn.autodiff.decision`: made once, kept
+    by every remat. The counts are a :func:`~k31fn.autodiff.report`: made once, and not kept.
 
     Args:
         bias: of each expert, added for the choice only.
@@ -113,7 +122,8 @@ def apply(
     """
     if bias.shape[-1] != cfg.num_experts:
         raise ValueError(
-            f"router: bias {list(bias.shape)} for num_experts={cfg.num_experts}; it is the balance state of another "
+            f"router: bias {list(bias.shape)} for num_experts={cfg.num_experts}; it is the "
+            "balance state of another "
             "config: take that of model.init_balance(cfg) or of the checkpoint of this model"
         )
     weight = tree.map(lambda w: pvary(w, sh.sequence), params.weight)
@@ -123,23 +133,32 @@ def apply(
         valid = pslice(segments.ids, sh.sequence, 1) > 0
     topk_idx, next_best = decision("router", _choose, scores, bias, valid, cfg)
     shapes = (cfg.num_experts,), (cfg.num_experts, NUM_BINS)
-    load, histogram = report(functools.partial(_count, cfg), shapes, scores, bias, valid, topk_idx, next_best)
+    load, histogram = report(
+        functools.partial(_count, cfg), shapes, scores, bias, valid, topk_idx, next_best
+    )
     chosen = scores.gather(-1, topk_idx)
     weights = chosen / (chosen.sum(-1, keepdim=True) + _TINY) * cfg.scale
     return Routing(topk_idx, torch.where(valid[..., None], weights, 0), load, histogram)
 
 
 def _choose(
-    scores: Float[Tensor, "B T E"], bias: Float[Tensor, "E"], valid: Bool[Tensor, "B T"], cfg: Config
+    scores: Float[Tensor, "B T E"],
+    bias: Float[Tensor, "E"],
+    valid: Bool[Tensor, "B T"],
+    cfg: Config,
 ) -> tuple[Int[Tensor, "B T G"], Int[Tensor, "B T 1"]]:
     ranked = topk(_biased(scores, bias), cfg.top_k + 1)
-    copy = torch.arange(valid.numel() * cfg.top_k, device=scores.device).view(*valid.shape, cfg.top_k)
+    copy = torch.arange(valid.numel() * cfg.top_k, device=scores.device).view(
+        *valid.shape, cfg.top_k
+    )
     topk_idx = torch.where(valid[..., None], ranked[..., :-1], copy % cfg.num_experts)
     return topk_idx, ranked[..., -1:].clone()
 
 
 def _biased(scores: Float[Tensor, "B T E"], bias: Float[Tensor, "E"]) -> Float[Tensor, "B T E"]:
-    """A non-finite step must end in a non-finite loss, which the trainer skips, not in an index out of range."""
+    """A non-finite step must end in a non-finite loss, which the trainer skips, not in an index out
+    of range.
+    """
     return torch.nan_to_num(scores + bias)
 
 
@@ -158,4 +177,6 @@ def _count(
     if not cfg.balanced:
         return load, torch.zeros_like(load)[:, None].expand(-1, NUM_BINS)
     cutoff = _biased(scores, bias).gather(-1, next_best).flatten()
-    return load, required_bias_histogram(scores.flatten(0, 1), cutoff, valid.flatten(), bias, NUM_BINS)
+    return load, required_bias_histogram(
+        scores.flatten(0, 1), cutoff, valid.flatten(), bias, NUM_BINS
+    )

@@ -1,6 +1,8 @@
-"""Short convolution: a causal depthwise convolution and SiLU (arXiv 2510.26692), reset at document boundaries.
+"""Short convolution: a causal depthwise convolution and SiLU (arXiv 2510.26692), reset at document
+boundaries.
 
-``y[t, c] = SiLU(sum_{j < W} weight[c, W-1-j] x[t-j, c])``, over the t - j that are in the document of t.
+``y[t, c] = SiLU(sum_{j < W} weight[c, W-1-j] x[t-j, c])``, over the t - j that are in the document
+of t.
 """
 
 from __future__ import annotations
@@ -52,10 +54,13 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.channels < 1:
-            raise ValueError(f"short_conv.Config.channels={self.channels} must be positive; set it to 1 or more")
+            raise ValueError(
+                f"short_conv.Config.channels={self.channels} must be positive; set it to 1 or more"
+            )
         if self.width < 2:
             raise ValueError(
-                f"short_conv.Config.width={self.width} must be at least 2: one tap sees no other token; 4 is usual"
+                f"short_conv.Config.width={self.width} must be at least 2: one tap sees no other "
+                "token; 4 is usual"
             )
 
 
@@ -76,7 +81,9 @@ class State:
 def specs(cfg: Config, *, axis: str = "heads") -> Params[ParamSpec]:
     """The taps. ``axis`` is the logical axis of the channels."""
     tags = frozenset({"no_decay"})
-    return Params(ParamSpec((cfg.channels, cfg.width), (axis, "conv"), cfg.init, torch.float32, tags))
+    return Params(
+        ParamSpec((cfg.channels, cfg.width), (axis, "conv"), cfg.init, torch.float32, tags)
+    )
 
 
 def apply(
@@ -89,27 +96,38 @@ def apply(
 ) -> Float[Tensor, "B T channels"]:
     """Convolves inside each document; padding gives 0.
 
-    Channels are independent: on a mesh a rank has any of them, on all tokens of its slice over ``sh.context``.
+    Channels are independent: on a mesh a rank has any of them, on all tokens of its slice over
+    ``sh.context``.
 
     Raises:
         ValueError: a slice has fewer than ``width - 1`` tokens.
     """
-    packing = whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device) if segments is None else segments
+    packing = (
+        whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device)
+        if segments is None
+        else segments
+    )
     return short_conv(x, params.weight, packing.ids, *histories((x,), cfg, packing, sh))
 
 
 def histories(
     inputs: tuple[Float[Tensor, "B T channels"], ...], cfg: Config, segments: Segments, sh: Sharding
 ) -> tuple[Float[Tensor, "B history channels"] | tuple[()], ...]:
-    """The histories of several inputs before this rank's slice over ``sh.context``, in one message; ``()``: zeros."""
+    """The histories of several inputs before this rank's slice over ``sh.context``, in one message;
+    ``()``: zeros.
+    """
     if axis_size(sh.context) == 1:
         return ((),) * len(inputs)
     kept = cfg.width - 1
     tails = torch.cat([x[:, -kept:] for x in inputs], dim=-1)
-    return left_halo(tails, kept, segments.position, sh.context).split([x.shape[-1] for x in inputs], dim=-1)
+    return left_halo(tails, kept, segments.position, sh.context).split(
+        [x.shape[-1] for x in inputs], dim=-1
+    )
 
 
-def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
+def init_state(
+    cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None
+) -> State:
     """The state before a document's first token."""
     return State(torch.zeros(batch, cfg.width - 1, cfg.channels, dtype=dtype, device=device))
 
@@ -117,13 +135,17 @@ def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.dev
 def extend(
     params: Params[Tensor], x: Float[Tensor, "B T channels"], cfg: Config, state: State
 ) -> tuple[Float[Tensor, "B T channels"], State]:
-    """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the same outputs."""
+    """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the
+    same outputs.
+    """
     ids = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
     return short_conv(x, params.weight, ids, state.history), State(advance(state.history, x, cfg))
 
 
 def advance(
-    history: Float[Tensor, "B history channels"] | tuple[()], x: Float[Tensor, "B T channels"], cfg: Config
+    history: Float[Tensor, "B history channels"] | tuple[()],
+    x: Float[Tensor, "B T channels"],
+    cfg: Config,
 ) -> Float[Tensor, "B history channels"]:
     """The last W-1 inputs after ``x``, in the dtype of ``history``; ``()`` stands for zeros."""
     kept = cfg.width - 1

@@ -1,13 +1,14 @@
-"""The vision tower (MoonViT-V2): packed patches of images of any size to one feature per cell of 2 x 2 patches.
+"""The vision tower (MoonViT-V2): packed patches of images of any size to one feature per cell of 2
+x 2 patches.
 
 Equations (arXiv 2607.24653)::
 
-    x = pixels W + bilinear(table, row, column) [+ time(frame)]     block by block     y = RMSNorm(x)
+    x = pixels W + bilinear(table, row, column) [+ time(frame)]    block by block     y = RMSNorm(x)
     out[cell] = [ mean_t y[t, 0, 0] | mean_t y[t, 0, 1] | mean_t y[t, 1, 0] | mean_t y[t, 1, 1] ]
 
-The learned table is stretched over each image; the fixed time table is added to clips (more than one frame) only.
-:func:`embed`, :func:`k31fn.layers.vision_block.apply` and :func:`merge` are the steps of :func:`apply`, for callers
-that gather or recompute layer by layer.
+The learned table is stretched over each image; the fixed time table is added to clips (more than
+one frame) only. :func:`embed`, :func:`k31fn.layers.vision_block.apply` and :func:`merge` are the
+steps of :func:`apply`, for callers that gather or recompute layer by layer.
 """
 
 from __future__ import annotations
@@ -57,10 +58,14 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"vision.Config.{name}={getattr(self, name)} must be at least 1")
         if len(self.table_size) != 2 or min(self.table_size) < 1:
-            raise ValueError(f"vision.Config.table_size={self.table_size} must be height and width, such as (64, 64)")
+            raise ValueError(
+                f"vision.Config.table_size={self.table_size} must be height and width, such as "
+                "(64, 64)"
+            )
         if self.block.hidden_size % 2:
             raise ValueError(
-                f"vision.Config.block.hidden_size={self.block.hidden_size} must be even: the time table is half sines"
+                f"vision.Config.block.hidden_size={self.block.hidden_size} must be even: the time "
+                "table is half sines"
             )
 
     @property
@@ -89,7 +94,9 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     D, no_decay = cfg.block.hidden_size, frozenset({"no_decay"})
     shape = cfg.pixels_per_patch, D
     return Params(
-        patch=ParamSpec(shape, ("", "hidden"), Normal(cfg.block.init_std), tags=frozenset({"matrix"})),
+        patch=ParamSpec(
+            shape, ("", "hidden"), Normal(cfg.block.init_std), tags=frozenset({"matrix"})
+        ),
         table=ParamSpec((*cfg.table_size, D), ("", "", "hidden"), Normal(1.0), tags=no_decay),
         blocks=tuple(vision_block.specs(cfg.block) for _ in range(cfg.num_layers)),
         norm=ParamSpec((D,), ("hidden",), Constant(1.0), tags=no_decay),
@@ -104,10 +111,12 @@ def apply(
     patches: Patches,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B M Y"]:
-    """Features of the images, one per slot (:mod:`k31fn.layers.patches`); those of padding mean nothing.
+    """Features of the images, one per slot (:mod:`k31fn.layers.patches`); those of padding mean
+    nothing.
 
-    On a mesh ``pixels`` and ``patches`` are split over ``sh.context`` and equal over ``sh.sequence``, as tokens and
-    segments are; the result is split over ``sh.tokens``. Each rank's share must be a multiple of 4 patches.
+    On a mesh ``pixels`` and ``patches`` are split over ``sh.context`` and equal over
+    ``sh.sequence``, as tokens and segments are; the result is split over ``sh.tokens``. Each rank's
+    share must be a multiple of 4 patches.
 
     Gradients: to ``params`` and ``pixels``, to any order.
     """
@@ -153,14 +162,16 @@ def merge(
     patches: Patches,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B M Y"]:
-    """The final norm, the mean over frames and the 2 x 2 merge; of ``params`` the blocks may be absent.
+    """The final norm, the mean over frames and the 2 x 2 merge; of ``params`` the blocks may be
+    absent.
 
     Raises:
         ValueError: a rank's patches are not whole cells.
     """
     if x.shape[1] % MERGE**2:
         raise ValueError(
-            f"vision.merge: a rank holds {x.shape[1]} patches of a row, which are no whole cells of {MERGE**2}; make "
+            f"vision.merge: a rank holds {x.shape[1]} patches of a row, which are no whole cells "
+            f"of {MERGE**2}; make "
             f"the row a multiple of {MERGE**2} times the ranks that split it"
         )
     y = rms_norm(x, pvary(params.norm, sh.sequence), cfg.block.norm_eps)
@@ -171,7 +182,9 @@ def merge(
     y = upcast(all_gather(all_gather(y, sh.sequence, 1), sh.context, 1))
     there = cells >= 0
     frames = [
-        torch.where(there[..., f, None], torch.take_along_dim(y, cells[..., f, None].clamp(min=0), 1), 0.0)
+        torch.where(
+            there[..., f, None], torch.take_along_dim(y, cells[..., f, None].clamp(min=0), 1), 0.0
+        )
         for f in range(cells.shape[-1])
     ]
     total = torch.stack(frames).sum(0) / there.sum(-1, keepdim=True).clamp(min=1)

@@ -1,13 +1,16 @@
-"""One layer of the vision tower: attention inside each image, then an MLP, both on a residual stream.
+"""One layer of the vision tower: attention inside each image, then an MLP, both on a residual
+stream.
 
 Equations (MoonViT-V2, arXiv 2607.24653)::
 
-    h = RMSNorm(x)    q, k, v = h W_q, h W_k, h W_v    o = softmax(K^-0.5 rot(q) rot(k)^T) v    x = x + o W_o
+    h = RMSNorm(x)    q, k, v = h W_q, h W_k, h W_v
+    o = softmax(K^-0.5 rot(q) rot(k)^T) v    x = x + o W_o
     x = x + gelu_tanh(RMSNorm(x) W_in) W_out
 
-Bidirectional over all patches (and frames) of one image and no other. ``rot`` turns pairs of adjacent dims by the row
-and the column of the patch (:mod:`k31fn.layers.patch_position`). The heads together are wider than the residual
-stream. Softmax and rotation are float32 islands. A padding patch attends to nothing.
+Bidirectional over all patches (and frames) of one image and no other. ``rot`` turns pairs of
+adjacent dims by the row and the column of the patch (:mod:`k31fn.layers.patch_position`). The heads
+together are wider than the residual stream. Softmax and rotation are float32 islands. A padding
+patch attends to nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class Config:
         head_dim: dims of a head, a multiple of 4.
         intermediate_size: inner width of the MLP.
         rope_theta: base of the rotation's frequencies.
-        norm_eps: of the norms; the released code passes none, which in torch is float32's epsilon for every dtype.
+        norm_eps: of the norms; the released code passes none, which in torch is float32's epsilon
+            for every dtype.
         init_std: of the attention's weights; the MLP's are drawn with ``sqrt(2 / inputs)``.
     """
 
@@ -62,20 +66,27 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "head_dim", "intermediate_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"vision_block.Config.{name}={getattr(self, name)} must be at least 1")
+                raise ValueError(
+                    f"vision_block.Config.{name}={getattr(self, name)} must be at least 1"
+                )
         if self.head_dim % 4:
             raise ValueError(
-                f"vision_block.Config.head_dim={self.head_dim} must be a multiple of 4: pairs of dims turn by row and "
+                f"vision_block.Config.head_dim={self.head_dim} must be a multiple of 4: pairs of "
+                "dims turn by row and "
                 f"by column in turn; nearest: {-(-self.head_dim // 4) * 4}"
             )
         for name in ("rope_theta", "norm_eps", "init_std"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"vision_block.Config.{name}={getattr(self, name)} must be positive")
+                raise ValueError(
+                    f"vision_block.Config.{name}={getattr(self, name)} must be positive"
+                )
 
 
 @tree.dataclass
 class Params(Generic[Leaf]):
-    """``attn_norm [D]  w_q w_k w_v [D HK]  w_o [HK D]  mlp_norm [D]  w_in [D F]  w_out [F D]``; columns by head."""
+    """``attn_norm [D]  w_q w_k w_v [D HK]  w_o [HK D]  mlp_norm [D]  w_in [D F]  w_out [F D]``;
+    columns by head.
+    """
 
     attn_norm: Leaf
     w_q: Leaf
@@ -88,10 +99,14 @@ class Params(Generic[Leaf]):
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:
-    """Declares the parameters. Heads and the MLP's inner width are split under tensor parallelism."""
+    """Declares the parameters. Heads and the MLP's inner width are split under tensor
+    parallelism.
+    """
     D, HK, F = cfg.hidden_size, cfg.num_heads * cfg.head_dim, cfg.intermediate_size
     matrix, init = frozenset({"matrix"}), Normal(cfg.init_std)
-    by_head = ParamSpec((D, HK), ("hidden", "heads"), init, tags=matrix | {"per_head"}, head_dim=cfg.head_dim)
+    by_head = ParamSpec(
+        (D, HK), ("hidden", "heads"), init, tags=matrix | {"per_head"}, head_dim=cfg.head_dim
+    )
     norm = ParamSpec((D,), ("hidden",), Constant(1.0), tags=frozenset({"no_decay"}))
     return Params(
         attn_norm=norm,
@@ -115,7 +130,9 @@ class Geometry(NamedTuple):
 
 
 def geometry(patches: Patches, cfg: Config, dtype: torch.dtype) -> Geometry:
-    """The geometry of a pack, computed once for all layers; ``dtype`` is that of the activations."""
+    """The geometry of a pack, computed once for all layers; ``dtype`` is that of the
+    activations.
+    """
     turn = angles(patches, cfg.head_dim, cfg.rope_theta, island(dtype))[:, :, None]
     return Geometry(turn.cos(), turn.sin(), patches.start, patches.stop)
 
@@ -130,9 +147,10 @@ def apply(
 ) -> Float[Tensor, "B T D"]:
     """The layer on packed patches.
 
-    On a mesh ``x`` is split by patch over ``sh.tokens`` and ``geometry`` over ``sh.context`` only. Patches of one image
-    may lie on several ranks: keys and values are gathered over ``sh.context``. Both sublayers after their norm are
-    keepable by the names of :data:`k31fn.layers.block.BRANCHES`.
+    On a mesh ``x`` is split by patch over ``sh.tokens`` and ``geometry`` over ``sh.context`` only.
+    Patches of one image may lie on several ranks: keys and values are gathered over ``sh.context``.
+    Both sublayers after their norm are keepable by the names of
+    :data:`k31fn.layers.block.BRANCHES`.
     """
     weights = dataclasses.replace(params, attn_norm=(), mlp_norm=())
     h = rms_norm(x, pvary(params.attn_norm, sh.sequence), cfg.norm_eps)
@@ -142,7 +160,9 @@ def apply(
 
 
 def without_branches(params: Params[Any]) -> Params[Any]:
-    """A tree like the parameters with those that the sublayers read after their norm replaced by ``()``."""
+    """A tree like the parameters with those that the sublayers read after their norm replaced by
+    ``()``.
+    """
     kept = {"attn_norm": params.attn_norm, "mlp_norm": params.mlp_norm}
     return Params(**dict.fromkeys((f.name for f in dataclasses.fields(Params)), ()) | kept)
 
@@ -152,7 +172,9 @@ def _mlp(sh: Sharding, params: Params[Any], h: Tensor) -> Tensor:
     return psum_scatter(linear(h, params.w_out), sh.sequence, 1)
 
 
-def _attention(cfg: Config, sh: Sharding, params: Params[Any], h: Tensor, geometry: Geometry) -> Tensor:
+def _attention(
+    cfg: Config, sh: Sharding, params: Params[Any], h: Tensor, geometry: Geometry
+) -> Tensor:
     h = all_gather(h, sh.sequence, 1)
     q, k, v = (
         split_heads(linear(h, w), cfg.num_heads, cfg.head_dim, f"vision_block {name}")

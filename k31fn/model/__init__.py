@@ -1,6 +1,7 @@
 """The text model: embedding, decoder layers, final mix and norm, head.
 
-K3 (Gated MLA) and K3.1 (Gated DSA) are configs of the same code; so are models with plain residuals.
+K3 (Gated MLA) and K3.1 (Gated DSA) are configs of the same code; so are models with plain
+residuals.
 """
 
 from k31fn.model.config import Config, kl_layers, layer_configs, moe_layers, mtp_config

@@ -22,7 +22,15 @@ from k31fn.layers import (
     vision,
 )
 
-__all__ = ["Config", "embedding_config", "final_norm_config", "kl_layers", "layer_configs", "moe_layers", "mtp_config"]
+__all__ = [
+    "Config",
+    "embedding_config",
+    "final_norm_config",
+    "kl_layers",
+    "layer_configs",
+    "moe_layers",
+    "mtp_config",
+]
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,8 @@ class Config:
         vocab_size: size of the embedding and of the (untied) head.
         hidden_size: width of the residual state.
         num_layers: decoder layers.
-        full_attention_layers: 0-based numbers of the layers with ``full_attention``; the others are KDA.
+        full_attention_layers: 0-based numbers of the layers with ``full_attention``; the others are
+            KDA.
         kda: the linear-attention layers.
         full_attention: Gated MLA (K3) or Gated DSA (K3.1).
         dense: feed-forward of the first ``num_dense_layers`` layers.
@@ -72,23 +81,36 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model.Config.{name}={getattr(self, name)} must be positive; set it to 1 or more")
+                raise ValueError(
+                    f"model.Config.{name}={getattr(self, name)} must be positive; set it to 1 or "
+                    "more"
+                )
         for name in ("kda", "full_attention", "dense", "moe"):
             size = getattr(self, name).hidden_size
             if size != self.hidden_size:
-                raise ValueError(f"model.Config.{name}.hidden_size={size} must equal hidden_size={self.hidden_size}")
+                raise ValueError(
+                    f"model.Config.{name}.hidden_size={size} must equal "
+                    f"hidden_size={self.hidden_size}"
+                )
         listed = self.full_attention_layers
         if list(listed) != sorted(set(listed)) or any(not 0 <= i < self.num_layers for i in listed):
             raise ValueError(
-                f"model.Config.full_attention_layers={listed} must ascend within 0..{self.num_layers - 1} "
+                f"model.Config.full_attention_layers={listed} must ascend within "
+                f"0..{self.num_layers - 1} "
                 f"(0-based; num_layers={self.num_layers})"
             )
         if not 0 <= self.num_dense_layers <= self.num_layers:
-            raise ValueError(f"model.Config.num_dense_layers={self.num_dense_layers} must be 0..{self.num_layers}")
+            raise ValueError(
+                f"model.Config.num_dense_layers={self.num_dense_layers} must be "
+                f"0..{self.num_layers}"
+            )
         if self.num_mtp_layers not in (0, 1):
             raise ValueError(f"model.Config.num_mtp_layers={self.num_mtp_layers} must be 0 or 1")
         if self.indexer_reduction not in ("sum", "mean"):
-            raise ValueError(f"model.Config.indexer_reduction={self.indexer_reduction!r} unknown; use 'sum' or 'mean'")
+            raise ValueError(
+                f"model.Config.indexer_reduction={self.indexer_reduction!r} unknown; use 'sum' or "
+                "'mean'"
+            )
         self._check_vision()
 
     def _check_vision(self) -> None:
@@ -96,14 +118,18 @@ class Config:
         if isinstance(tower, tuple) and isinstance(onto, tuple):
             return
         if isinstance(tower, tuple) or isinstance(onto, tuple):
-            there, absent = ("projector", "vision") if isinstance(tower, tuple) else ("vision", "projector")
+            there, absent = (
+                ("projector", "vision") if isinstance(tower, tuple) else ("vision", "projector")
+            )
             raise ValueError(
-                f"model.Config.{there} without {absent}: a model that sees images has both; set both or none"
+                f"model.Config.{there} without {absent}: a model that sees images has both; set "
+                "both or none"
             )
         for name, size in (("input_size", tower.output_size), ("hidden_size", self.hidden_size)):
             if getattr(onto, name) != size:
                 raise ValueError(
-                    f"model.Config.projector.{name}={getattr(onto, name)} must be {size}: it leads from "
+                    f"model.Config.projector.{name}={getattr(onto, name)} must be {size}: it "
+                    "leads from "
                     f"vision.output_size={tower.output_size} to hidden_size={self.hidden_size}"
                 )
 
@@ -124,13 +150,20 @@ def layer_configs(cfg: Config) -> tuple[block.Config, ...]:
 
 
 def moe_layers(cfg: Config) -> tuple[int, ...]:
-    """Global numbers of the MoE layers: the rows of the balance bias. An MTP layer counts as ``num_layers``."""
+    """Global numbers of the MoE layers: the rows of the balance bias.
+
+    An MTP layer counts as ``num_layers``.
+    """
     return tuple(range(cfg.num_dense_layers, cfg.num_layers + cfg.num_mtp_layers))
 
 
 def kl_layers(cfg: Config) -> int:
     """How many layers of the whole model report an indexer KL; an MTP layer is one of them."""
-    return len(cfg.full_attention_layers) + cfg.num_mtp_layers if isinstance(cfg.full_attention, dsa.Config) else 0
+    return (
+        len(cfg.full_attention_layers) + cfg.num_mtp_layers
+        if isinstance(cfg.full_attention, dsa.Config)
+        else 0
+    )
 
 
 def embedding_config(cfg: Config) -> embedding.Config:
@@ -145,4 +178,6 @@ def final_norm_config(cfg: Config) -> norm.Config:
 
 def mtp_config(cfg: Config) -> mtp.Config:
     """Of the multi-token-prediction layer: full attention and MoE, on a plain residual."""
-    return mtp.Config(block.Config(cfg.full_attention, cfg.moe, plain_residual.Config(), norm_eps=cfg.norm_eps))
+    return mtp.Config(
+        block.Config(cfg.full_attention, cfg.moe, plain_residual.Config(), norm_eps=cfg.norm_eps)
+    )

@@ -27,9 +27,13 @@ class State:
     layers: tuple[Any, ...]
 
 
-def init_state(cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> State:
+def init_state(
+    cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None
+) -> State:
     """The state before the first token of ``batch`` documents."""
-    return State(tuple(block.init_state(c, batch, dtype=dtype, device=device) for c in layer_configs(cfg)))
+    return State(
+        tuple(block.init_state(c, batch, dtype=dtype, device=device) for c in layer_configs(cfg))
+    )
 
 
 def extend(
@@ -41,15 +45,19 @@ def extend(
     balance: quantile.State,
     images: Images | tuple[()] = (),
 ) -> tuple[Float[Tensor, "B T Z"], State]:
-    """Logits of the next ``T`` tokens of one document per row, and the new state: prefill and decoding alike.
+    """Logits of the next ``T`` tokens of one document per row, and the new state: prefill and
+    decoding alike.
 
-    Cutting a document anywhere gives the values of the whole. One device: there is no sharding. ``images`` hold those
-    whose placeholders are among the tokens, ``images.slots`` is of these tokens; tokens that follow need them no more.
+    Cutting a document anywhere gives the values of the whole. One device: there is no sharding.
+    ``images`` hold those whose placeholders are among the tokens, ``images.slots`` is of these
+    tokens; tokens that follow need them no more.
     """
     check_layers(params, cfg)
     carry, states = start(params, tokens, cfg, images=images), []
     parts = zip(params.layers, layer_configs(cfg), state.layers, strict=True)
     for i, (layer, layer_cfg, layer_state) in enumerate(parts):
-        carry, new = block.extend(layer, carry, layer_cfg, layer_state, bias=bias_of(balance, i, layer_cfg))
+        carry, new = block.extend(
+            layer, carry, layer_cfg, layer_state, bias=bias_of(balance, i, layer_cfg)
+        )
         states.append(new)
     return logits(params, finish(params, carry, cfg).hidden), State(tuple(states))

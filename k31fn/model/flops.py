@@ -1,15 +1,19 @@
-"""Floating-point operations that the model needs for a token, from its specs: what MFU is measured by.
+"""Floating-point operations that the model needs for a token, from its specs: what MFU is measured
+by.
 
 A product of ``[m, k]`` and ``[k, n]`` has 2 m k n. Counted are, forward:
 
-* the matrices that a token meets, 2 each parameter: all but the embedding (a row is looked up), the routed experts that
-  it is not sent to, and the vision tower with its projector, which see images;
-* full attention, of a query: ``2 H (K + V)`` for each key that it attends to, K with and V without the 64 extra dims;
+* the matrices that a token meets, 2 each parameter: all but the embedding (a row is looked up), the
+  routed experts that it is not sent to, and the vision tower with its projector, which see images;
+* full attention, of a query: ``2 H (K + V)`` for each key that it attends to, K with and V without
+  the 64 extra dims;
 * Gated DSA's indexer: ``2 H_I K_I`` for each key that is visible;
-* KDA: 6 K V per head: what the recurrence needs to take a token out of the state, to add it and to read.
+* KDA: 6 K V per head: what the recurrence needs to take a token out of the state, to add it and to
+  read.
 
-Rows are taken for one document each, whose queries see half of it on average. A backward has twice the forward: one
-product for the input and one for the weight. What is recomputed does not count, nor do norms, softmax and optimiser.
+Rows are taken for one document each, whose queries see half of it on average. A backward has twice
+the forward: one product for the input and one for the weight. What is recomputed does not count,
+nor do norms, softmax and optimiser.
 """
 
 from __future__ import annotations
@@ -28,14 +32,17 @@ __all__ = ["flops_per_token"]
 _NOT_OF_TOKENS = ("embedding", "vision tower", "projector")
 
 
-def flops_per_token(cfg: Config, length: int, trained: Literal["nothing", "indexer", "adapters", "all"]) -> float:
+def flops_per_token(
+    cfg: Config, length: int, trained: Literal["nothing", "indexer", "adapters", "all"]
+) -> float:
     """Of a training step on rows of ``length`` tokens, averaged over a row.
 
     Args:
         cfg: the model.
         length: tokens of a row.
-        trained: ``nothing``: the forward alone; ``indexer``: its backward alone follows; ``adapters``: a backward
-            without the weights' products (adapters themselves are not counted); ``all``.
+        trained: ``nothing``: the forward alone; ``indexer``: its backward alone follows;
+            ``adapters``: a backward without the weights' products (adapters themselves are not
+            counted); ``all``.
     """
     matrices, attention, index = _matrices(cfg), _attention(cfg, length), _index(cfg, length)
     forward = sum(matrices.values()) + attention + index

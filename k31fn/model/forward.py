@@ -1,4 +1,5 @@
-"""From tokens and images to hidden states: embedding, decoder layers, final mix and norm; and the head.
+"""From tokens and images to hidden states: embedding, decoder layers, final mix and norm; and the
+head.
 
 A pipeline stage runs :func:`start` if it is the first, its part of the layers
 (:func:`k31fn.model.layers.run_layers`), and :func:`finish` if it is the last.
@@ -51,8 +52,8 @@ class Output(NamedTuple):
         kl: indexer KL per full-attention layer, summed over valid queries ``[layers]``.
         load: real tokens per expert ``[M E]``, M as in :func:`moe_layers` without the MTP layer.
         histogram: the router's required biases ``[M E bins]``.
-        logits: the largest attention logit of each local head of each full-attention layer over the rank's own queries
-            ``[layers H]``; ``()`` unless the config reports it.
+        logits: the largest attention logit of each local head of each full-attention layer over the
+            rank's own queries ``[layers H]``; ``()`` unless the config reports it.
     """
 
     hidden: Float[Tensor, "B T D"]
@@ -77,8 +78,9 @@ def apply(
 ) -> Output:
     """The hidden states of ``tokens``.
 
-    On a mesh ``tokens`` and ``segments`` are those of the rank's slice of the context, equal over ``sh.sequence``, and
-    hidden states are split by token over both. Nothing is summed over the context or over rows.
+    On a mesh ``tokens`` and ``segments`` are those of the rank's slice of the context, equal over
+    ``sh.sequence``, and hidden states are split by token over both. Nothing is summed over the
+    context or over rows.
 
     Args:
         params: as :func:`specs` declares.
@@ -86,16 +88,17 @@ def apply(
         cfg: the model's config.
         balance: the routers' biases, from :func:`init_balance` or the step before.
         segments: packed documents; None: one document per row.
-        images: of the rows, whose features take the places of their placeholders; ``()``: none on any rank.
+        images: of the rows, whose features take the places of their placeholders; ``()``: none on
+            any rank.
         remat: what the backward computes again (:data:`~k31fn.model.layers.Remat`).
-        placements: of the parameters over the data axes, a tree like ``params`` (:mod:`k31fn.parallel.fsdp`); ``()``:
-            they are whole.
+        placements: of the parameters over the data axes, a tree like ``params``
+            (:mod:`k31fn.parallel.fsdp`); ``()``: they are whole.
         sh: sharding.
 
     Raises:
-        ValueError: parameters of another number of layers, a None leaf, segments of another shape than the tokens, a
-            bias of another number of experts, an unknown ``remat``, images that are not of these tokens or that the
-            model cannot see.
+        ValueError: parameters of another number of layers, a None leaf, segments of another shape
+            than the tokens, a bias of another number of experts, an unknown ``remat``, images that
+            are not of these tokens or that the model cannot see.
     """
     check_layers(params, cfg)
     check_remat(remat)
@@ -136,7 +139,12 @@ def start(
 
 
 def finish(
-    params: Params[Tensor], carry: Any, cfg: Config, *, placements: Placements = (), sh: Sharding = UNSHARDED
+    params: Params[Tensor],
+    carry: Any,
+    cfg: Config,
+    *,
+    placements: Placements = (),
+    sh: Sharding = UNSHARDED,
 ) -> Final:
     """The final mix and norm of the residual state after the last layer."""
     mix, weight = (whole(params, part, placements) for part in ("final_mix", "final_norm"))
@@ -145,7 +153,10 @@ def finish(
 
 
 def logits(params: Params[Tensor], hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T Z"]:
-    """Scores of the vocabulary, for sampling. Training uses :func:`loss`, which never holds them all."""
+    """Scores of the vocabulary, for sampling.
+
+    Training uses :func:`loss`, which never holds them all.
+    """
     return linear(hidden, params.head)
 
 
@@ -153,4 +164,7 @@ def check_layers(params: Params[Tensor], cfg: Config) -> None:
     """Raises ValueError about parameters of another number of layers, or with a None leaf."""
     tree.leaves(params)  # refuses None
     if (given := len(params.layers)) != cfg.num_layers:
-        raise ValueError(f"model.Config.num_layers={cfg.num_layers}, but params has {given} layers; use their config")
+        raise ValueError(
+            f"model.Config.num_layers={cfg.num_layers}, but params has {given} layers; use their "
+            "config"
+        )

@@ -30,13 +30,16 @@ def see(
     placements: Placements = (),
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T D"]:
-    """The embeddings ``x`` with those at placeholders replaced by what the tower and the projector make of the images.
+    """The embeddings ``x`` with those at placeholders replaced by what the tower and the projector
+    make of the images.
 
-    On a mesh pixels, patches and slots are split over the context and equal over ``sh.sequence``, as tokens are. Rows
-    without images are padding to the tower: they cost the same work, and every rank issues the same collectives.
+    On a mesh pixels, patches and slots are split over the context and equal over ``sh.sequence``,
+    as tokens are. Rows without images are padding to the tower: they cost the same work, and every
+    rank issues the same collectives.
     """
     tower, onto = cfg.vision, cfg.projector
-    assert not isinstance(tower, tuple) and not isinstance(onto, tuple), "check_images was not called"  # noqa: PT018
+    assert not isinstance(tower, tuple), "check_images was not called"
+    assert not isinstance(onto, tuple), "check_images was not called"
     ends = _without_blocks(params.vision)
     if placements:
         ends = gather(ends, _without_blocks(placements.vision))
@@ -64,21 +67,30 @@ def _without_blocks(tower: Any) -> Any:
 def _run_block(
     cfg: vision_block.Config, sh: Sharding, params: Any, x: Tensor, patches: Patches, _: Any
 ) -> tuple[Tensor, Any]:
-    """A layer of the tower from integers: the angles are made again in each, so that none is kept or differentiated."""
-    return vision_block.apply(params, x, cfg, geometry=vision_block.geometry(patches, cfg, x.dtype), sh=sh), ()
+    """A layer of the tower from integers: the angles are made again in each, so that none is kept
+    or differentiated.
+    """
+    return vision_block.apply(
+        params, x, cfg, geometry=vision_block.geometry(patches, cfg, x.dtype), sh=sh
+    ), ()
 
 
 def check_images(images: Images, tokens: Int[Tensor, "B T"], cfg: Config) -> None:
     """Raises ValueError about images that the model cannot see, or that are not of these tokens."""
     if isinstance(cfg.vision, tuple):
-        raise ValueError("a batch with images for a model of text alone; set model.Config.vision and .projector")
+        raise ValueError(
+            "a batch with images for a model of text alone; set model.Config.vision and .projector"
+        )
     if images.slots.shape != tokens.shape or len(images.pixels) != len(tokens):
         raise ValueError(
-            f"images of {len(images.pixels)} rows with slots {list(images.slots.shape)} do not belong to tokens "
+            f"images of {len(images.pixels)} rows with slots {list(images.slots.shape)} do not "
+            "belong to tokens "
             f"{list(tokens.shape)}: they need as many rows, and a slot or -1 for each token"
         )
     if images.pixels.shape[-1] != cfg.vision.pixels_per_patch:
         raise ValueError(
-            f"patches of {images.pixels.shape[-1]} numbers, the tower takes {cfg.vision.pixels_per_patch}: "
-            f"num_channels={cfg.vision.num_channels} of {cfg.vision.patch_size} x {cfg.vision.patch_size} pixels"
+            f"patches of {images.pixels.shape[-1]} numbers, the tower takes "
+            f"{cfg.vision.pixels_per_patch}: "
+            f"num_channels={cfg.vision.num_channels} of {cfg.vision.patch_size} x "
+            f"{cfg.vision.patch_size} pixels"
         )

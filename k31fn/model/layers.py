@@ -41,10 +41,11 @@ Remat = Literal["none", "layer", "intra_layer", "cross_layer"]
 
 * ``none``: everything.
 * ``layer``: each layer's input.
-* ``intra_layer``: each layer's input, and of both its sublayers the output and what is inside; what joins them to the
-  residual state, and the norms, run again.
-* ``cross_layer``: the same, with the input of every :data:`RUN`-th layer only, in a pipeline of the layers of a stage.
-  Those of the others are made again from it, in a pipeline while the cotangent travels.
+* ``intra_layer``: each layer's input, and of both its sublayers the output and what is inside; what
+  joins them to the residual state, and the norms, run again.
+* ``cross_layer``: the same, with the input of every :data:`RUN`-th layer only, in a pipeline of the
+  layers of a stage. Those of the others are made again from it, in a pipeline while the cotangent
+  travels.
 """
 
 RUN = 8
@@ -52,14 +53,15 @@ RUN = 8
 
 
 class Reports(NamedTuple):
-    """What layers report besides their output, of a slice of the context; empty where no layer has the part.
+    """What layers report besides their output, of a slice of the context; empty where no layer has
+    the part.
 
     Attributes:
         kl: indexer KL per full-attention layer, summed over valid queries ``[layers]``.
         load: real tokens per expert ``[M E]``, a row per MoE layer.
         histogram: the routers' required biases ``[M E bins]``.
-        logits: the largest attention logit of each local head of each full-attention layer ``[layers H]``; ``()``
-            unless the config reports it.
+        logits: the largest attention logit of each local head of each full-attention layer
+            ``[layers H]``; ``()`` unless the config reports it.
     """
 
     kl: Tensor
@@ -82,9 +84,10 @@ def run_layers(
 ) -> tuple[Any, Reports]:
     """Runs decoder layers on the residual state.
 
-    With ``placements`` the weights of a layer are gathered while the layer before it runs. With any ``remat`` but
-    "none" none of them are kept, and they are gathered again for the backward (:func:`k31fn.parallel.scan`);
-    derivatives are of first order then, as with ``intra_layer`` and ``cross_layer`` outside of ``torch.func``.
+    With ``placements`` the weights of a layer are gathered while the layer before it runs. With any
+    ``remat`` but "none" none of them are kept, and they are gathered again for the backward
+    (:func:`k31fn.parallel.scan`); derivatives are of first order then, as with ``intra_layer`` and
+    ``cross_layer`` outside of ``torch.func``.
 
     Args:
         params: of the model, or of a stage that has these layers.
@@ -94,19 +97,25 @@ def run_layers(
         balance: the routers' biases, of these layers at least.
         segments: packed documents.
         remat: what the backward computes again.
-        placements: of the parameters, a tree like ``params``; ``()``: they are whole over the data axes.
+        placements: of the parameters, a tree like ``params``; ``()``: they are whole over the data
+            axes.
         sh: sharding.
 
     Returns:
         The next residual state, and what these layers report.
     """
     configs = [layer_configs(cfg)[i] for i in layers]
-    steps = [scopes.of_layer(block.name_of(layer), functools.partial(_run_layer, layer, sh)) for layer in configs]
+    steps = [
+        scopes.of_layer(block.name_of(layer), functools.partial(_run_layer, layer, sh))
+        for layer in configs
+    ]
     own = [params.layers[i] for i in layers]
     biases = [bias_of(balance, i, layer) for i, layer in zip(layers, configs, strict=True)]
     places = [placements.layers[i] for i in layers] if placements else []
     light = block.without_branches
-    carry, reports = run_steps(steps, own, places, carry, segments, biases, remat=remat, light=light)
+    carry, reports = run_steps(
+        steps, own, places, carry, segments, biases, remat=remat, light=light
+    )
     return carry, collect(reports, cfg, segments, tree.leaves(carry)[0].dtype, sh)
 
 
@@ -121,10 +130,11 @@ def run_steps(
     remat: Remat,
     light: Callable[[Any], Any],
 ) -> tuple[Any, Sequence[Any]]:
-    """``carry, aux[i] = steps[i](params[i], carry, shared, own[i])`` one after the other, as :func:`run_layers` does.
+    """``carry, aux[i] = steps[i](params[i], carry, shared, own[i])`` one after the other, as
+    :func:`run_layers` does.
 
-    ``placements`` of each step's parameters; none: they are whole. ``light`` of them is what a step needs whose
-    sublayers are kept. Returns the last carry and each step's ``aux``.
+    ``placements`` of each step's parameters; none: they are whole. ``light`` of them is what a step
+    needs whose sublayers are kept. Returns the last carry and each step's ``aux``.
     """
     if remat == "cross_layer" or (placements and remat != "none"):
         plan = Plan(_saved(remat), RUN, light) if remat == "cross_layer" else Plan(_saved(remat))
@@ -147,7 +157,9 @@ def _saved(remat: Remat) -> frozenset[str]:
     return frozenset(block.BRANCHES if remat in ("intra_layer", "cross_layer") else ())
 
 
-def _run_layer(cfg: block.Config, sh: Sharding, params: Any, carry: Any, segments: Segments, bias: Any) -> Any:
+def _run_layer(
+    cfg: block.Config, sh: Sharding, params: Any, carry: Any, segments: Segments, bias: Any
+) -> Any:
     """``block.apply`` with every tensor as an argument, as remat needs it."""
     return block.apply(params, carry, cfg, segments=segments, bias=bias, sh=sh)
 
@@ -158,11 +170,17 @@ def bias_of(balance: quantile.State, layer: int, cfg: block.Config) -> Any:
 
 
 def collect(
-    reports: Sequence[block.Aux], cfg: Config, segments: Segments, dtype: torch.dtype, sh: Sharding = UNSHARDED
+    reports: Sequence[block.Aux],
+    cfg: Config,
+    segments: Segments,
+    dtype: torch.dtype,
+    sh: Sharding = UNSHARDED,
 ) -> Reports:
-    """The layers' reports stacked and summed over ``sh.sequence``, so that they are of all tokens of the slice.
+    """The layers' reports stacked and summed over ``sh.sequence``, so that they are of all tokens
+    of the slice.
 
-    The empty ones, too, vary over the data axes only, as the segments do; ``dtype`` is that of hidden states.
+    The empty ones, too, vary over the data axes only, as the segments do; ``dtype`` is that of
+    hidden states.
     """
     kl = [r.kl for r in reports if isinstance(r.kl, Tensor)]
     load = [r.load for r in reports if isinstance(r.load, Tensor)]
@@ -172,7 +190,9 @@ def collect(
     return Reports(
         psum(torch.stack(kl), sh.sequence) if kl else none.new_zeros((0,), dtype=island(dtype)),
         psum(torch.stack(load), sh.sequence) if load else none,
-        psum(torch.stack(histogram), sh.sequence) if histogram else none[..., None].expand(-1, -1, NUM_BINS),
+        psum(torch.stack(histogram), sh.sequence)
+        if histogram
+        else none[..., None].expand(-1, -1, NUM_BINS),
         torch.stack(logits) if logits else (),
     )
 

@@ -34,9 +34,11 @@ class Batch:
         tokens: ids.
         labels: the next token's id, -100 where there is none.
         segments: packed documents.
-        num_labels: valid labels of the whole step: over all micro-batches and data and context ranks.
+        num_labels: valid labels of the whole step: over all micro-batches and data and context
+            ranks.
         num_queries: valid (not padding) tokens of the whole step, the KL's denominator.
-        images: of the rows (:class:`k31fn.layers.patches.Images`); ``()``: a batch of text, on all ranks.
+        images: of the rows (:class:`k31fn.layers.patches.Images`); ``()``: a batch of text, on all
+            ranks.
     """
 
     tokens: Int[Tensor, "B T"]
@@ -54,23 +56,33 @@ def make_batch(
     vocab_size: int,
     images: Images | tuple[()] = (),
 ) -> Batch:
-    """A step of one micro-batch, checked on the host: labels are the next token of the same document.
+    """A step of one micro-batch, checked on the host: labels are the next token of the same
+    document.
 
     A token that stands for a part of an image is no label.
 
     Raises:
-        ValueError: tokens that are not integers ``[B, T]``, a token outside the vocabulary, segments of another shape,
-            or segments that do not ascend or leave a document empty.
+        ValueError: tokens that are not integers ``[B, T]``, a token outside the vocabulary,
+            segments of another shape, or segments that do not ascend or leave a document empty.
     """
     if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"tokens have shape {list(tokens.shape)} and {tokens.dtype}; expected [B, T], int64 or int32")
+        raise ValueError(
+            f"tokens have shape {list(tokens.shape)} and {tokens.dtype}; expected [B, T], int64 "
+            "or int32"
+        )
     embedding.check_tokens(tokens, vocab_size, "tokens")
     if segments is not None:
         seg.check_shape(segments, tokens)
-    segments = seg.whole(*tokens.shape, device=tokens.device) if segments is None else seg.from_ids(segments.ids)
+    segments = (
+        seg.whole(*tokens.shape, device=tokens.device)
+        if segments is None
+        else seg.from_ids(segments.ids)
+    )
     labels = seg.next_token_labels(tokens, segments)
     if not isinstance(images, tuple):
-        labels = labels.masked_fill(F.pad(images.slots[:, 1:], (0, 1), value=-1) >= 0, losses.IGNORED)
+        labels = labels.masked_fill(
+            F.pad(images.slots[:, 1:], (0, 1), value=-1) >= 0, losses.IGNORED
+        )
     return Batch(tokens, labels, segments, (labels >= 0).sum(), seg.valid(segments).sum(), images)
 
 
@@ -80,9 +92,11 @@ class Losses(NamedTuple):
     Attributes:
         lm: summed token cross-entropy.
         mtp: the same of the MTP layer, 0 without one.
-        kl: indexer KL per full-attention layer, an MTP layer last, summed over valid queries ``[layers]``.
+        kl: indexer KL per full-attention layer, an MTP layer last, summed over valid queries
+            ``[layers]``.
         load, histogram: as in :class:`Output`, an MTP layer last.
-        logits: as in :class:`Output`, an MTP layer last; no sum: of micro-batches the largest counts.
+        logits: as in :class:`Output`, an MTP layer last; no sum: of micro-batches the largest
+            counts.
     """
 
     lm: Tensor
@@ -105,20 +119,25 @@ def loss(
 ) -> tuple[Tensor, Losses]:
     """The training loss of a micro-batch, already divided by the denominators of the whole step.
 
-    ``CE / num_labels + indexer_weight * reduce_layers(KL) / num_queries + mtp_weight * CE_mtp / num_labels``: the sum
-    over micro-batches and ranks is the loss of the step, however the tokens are split. Without valid labels both CE
-    are 0; the indexers still learn.
+    ``CE / num_labels + indexer_weight * reduce_layers(KL) / num_queries + mtp_weight * CE_mtp /
+    num_labels``: the sum over micro-batches and ranks is the loss of the step, however the tokens
+    are split. Without valid labels both CE are 0; the indexers still learn.
 
-    On a mesh all this is of the rank's rows and its slice of the context: equal over ``sh.sequence``, to be summed over
-    the data axes.
+    On a mesh all this is of the rank's rows and its slice of the context: equal over
+    ``sh.sequence``, to be summed over the data axes.
     """
     how: Any = {"placements": placements, "sh": sh}
     seen: Any = {"segments": batch.segments, "images": batch.images}
     out = apply(params, batch.tokens, cfg, balance=balance, remat=remat, **seen, **how)
-    lm, reports = lm_loss(params, out.hidden, batch.labels, **how), Reports(out.kl, out.load, out.histogram, out.logits)
+    lm, reports = (
+        lm_loss(params, out.hidden, batch.labels, **how),
+        Reports(out.kl, out.load, out.histogram, out.logits),
+    )
     second = torch.zeros_like(lm)
     if cfg.num_mtp_layers:
-        second, more = mtp_loss(params, out.residual, batch, cfg, balance=balance, remat=remat, **how)
+        second, more = mtp_loss(
+            params, out.residual, batch, cfg, balance=balance, remat=remat, **how
+        )
         reports = join(reports, more)
     parts = Losses(lm, second, *reports)
     return weigh(parts, batch, cfg), parts
@@ -133,7 +152,9 @@ def lm_loss(
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, ""]:
     """Summed token cross-entropy of the head on ``hidden``."""
-    return losses.linear_cross_entropy(hidden, whole(params, "head", placements), labels, sh=sh).total
+    return losses.linear_cross_entropy(
+        hidden, whole(params, "head", placements), labels, sh=sh
+    ).total
 
 
 def mtp_loss(
@@ -149,11 +170,14 @@ def mtp_loss(
 ) -> tuple[Float[Tensor, ""], Reports]:
     """Summed cross-entropy of the multi-token-prediction layer, and what that layer reports.
 
-    It needs the parameters ``mtp``, ``embedding`` and ``head``. Of the next token it reads the embedding, also where
-    that is a placeholder.
+    It needs the parameters ``mtp``, ``embedding`` and ``head``. Of the next token it reads the
+    embedding, also where that is a placeholder.
     """
     places = (placements.mtp, placements.embedding) if placements else ()
-    run, bias = functools.partial(_run_mtp, cfg, places, sh), quantile.bias_of(balance, cfg.num_layers)
+    run, bias = (
+        functools.partial(_run_mtp, cfg, places, sh),
+        quantile.bias_of(balance, cfg.num_layers),
+    )
     arguments = (params.mtp, params.embedding), residual, batch.tokens, batch.segments, bias
     out = recomputed(run, remat)(*arguments)
     labels = mtp.labels(batch.labels, context=sh.context)
@@ -171,21 +195,27 @@ def _run_mtp(
     segments: Segments,
     bias: Tensor,
 ) -> mtp.Output:
-    """``mtp.apply`` with every tensor as an argument, as remat needs it; its weights are gathered inside."""
+    """``mtp.apply`` with every tensor as an argument, as remat needs it; its weights are gathered
+    inside.
+    """
     layer, embed = gather(params, placements) if placements else params
-    return mtp.apply(layer, residual, tokens, mtp_config(cfg), embed=embed, segments=segments, bias=bias, sh=sh)
+    return mtp.apply(
+        layer, residual, tokens, mtp_config(cfg), embed=embed, segments=segments, bias=bias, sh=sh
+    )
 
 
 def weigh(parts: Losses, batch: Batch, cfg: Config) -> Float[Tensor, ""]:
     """The loss of these parts, divided by the denominators of the whole step.
 
-    It is linear in them: what the stages of a pipeline make of their own parts, with 0 for the absent ones, adds up to
-    the loss of the model.
+    It is linear in them: what the stages of a pipeline make of their own parts, with 0 for the
+    absent ones, adds up to the loss of the model.
     """
     kl = parts.kl.sum()
     if cfg.indexer_reduction == "mean":
         kl = kl / max(1, kl_layers(cfg))
-    total = losses.mean(parts.lm, batch.num_labels) + cfg.indexer_weight * losses.mean(kl, batch.num_queries)
+    total = losses.mean(parts.lm, batch.num_labels) + cfg.indexer_weight * losses.mean(
+        kl, batch.num_queries
+    )
     if cfg.num_mtp_layers:
         total = total + cfg.mtp_weight * losses.mean(parts.mtp, batch.num_labels)
     return total

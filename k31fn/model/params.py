@@ -9,7 +9,14 @@ import torch
 from k31fn import balance as quantile
 from k31fn import tree
 from k31fn.layers import block, embedding, mtp, norm, projector, vision
-from k31fn.model.config import Config, embedding_config, final_norm_config, layer_configs, moe_layers, mtp_config
+from k31fn.model.config import (
+    Config,
+    embedding_config,
+    final_norm_config,
+    layer_configs,
+    moe_layers,
+    mtp_config,
+)
 from k31fn.parallel.fsdp import Placements, gather
 from k31fn.params import ParamSpec, TruncatedNormal
 from k31fn.typing import Leaf, Tensor
@@ -21,9 +28,9 @@ __all__ = ["Params", "init_balance", "specs", "whole"]
 class Params(Generic[Leaf]):
     """Parameters of the model, or of a pipeline stage.
 
-    A stage has ``()`` for each part that is another's. ``layers`` always has an entry per decoder layer of the whole
-    model, so that the paths of the leaves do not depend on the stage. ``mtp`` is ``()`` without such a layer;
-    ``vision`` and ``projector`` are it in a model of text alone.
+    A stage has ``()`` for each part that is another's. ``layers`` always has an entry per decoder
+    layer of the whole model, so that the paths of the leaves do not depend on the stage. ``mtp`` is
+    ``()`` without such a layer; ``vision`` and ``projector`` are it in a model of text alone.
     """
 
     embedding: Any
@@ -37,7 +44,10 @@ class Params(Generic[Leaf]):
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:
-    """Declares every parameter of the model. The head is truncated N(0, 1/D), as in the released training code."""
+    """Declares every parameter of the model.
+
+    The head is truncated N(0, 1/D), as in the released training code.
+    """
     scheme = block.module_of(cfg.residual)
     return Params(
         embedding=embedding.specs(embedding_config(cfg)),
@@ -61,6 +71,8 @@ def init_balance(cfg: Config, *, device: torch.device | str | None = None) -> qu
 
 
 def whole(params: Params[Tensor], part: str, placements: Placements = ()) -> Any:
-    """A part of the parameters as a layer uses it: gathered over the data axes, where ``placements`` are given."""
+    """A part of the parameters as a layer uses it: gathered over the data axes, where
+    ``placements`` are given.
+    """
     own = getattr(params, part)
     return gather(own, getattr(placements, part)) if placements else own

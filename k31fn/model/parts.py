@@ -10,8 +10,8 @@ from k31fn.model.config import Config, layer_configs
 
 __all__ = ["PARTS", "find_part"]
 
-# By path, the first that fits; {kda}, {full} and {dense} stand for the numbers of these layers, {AttnRes} and {mHC} for
-# the paths of what joins layers, if it is that.
+# By path, the first that fits; {kda}, {full} and {dense} stand for the numbers of these layers,
+# {AttnRes} and {mHC} for the paths of what joins layers, if it is that.
 _PATTERNS = (
     ("embedding", r"embedding\..*"),
     ("KDA", r"layers\.{kda}\.attn\..*"),
@@ -44,7 +44,9 @@ def find_part(cfg: Config) -> Callable[[str], str]:
     }
     mhc_used = isinstance(cfg.residual, mhc.Config)
     mixes = {"{AttnRes}": "(?!)" if mhc_used else _MIX, "{mHC}": _MIX if mhc_used else "(?!)"}
-    rules = [(name, re.compile(mixes.get(text) or _with(text, numbers))) for name, text in _PATTERNS]
+    rules = [
+        (name, re.compile(mixes.get(text) or _with(text, numbers))) for name, text in _PATTERNS
+    ]
 
     def part(path: str) -> str:
         name = next((name for name, rule in rules if rule.fullmatch(path)), None)

@@ -1,15 +1,16 @@
 """The model cut into pipeline stages.
 
-    parts = stages(cfg, stage_ranges(cfg.num_layers, num_stages))
-    mine = [parts[i] for i in table.stages_of(rank)]
-    held = params.init(select(specs(cfg), mine), key)                               # this rank's, in one tree
-    run(table, [make_stage(cfg, p, balance=state) for p in mine], [select(held, [p]) for p in mine], batches, ...)
+    parts = stages(cfg, stage_ranges(cfg.num_layers, num_stages)) mine = [parts[i] for i in
+    table.stages_of(rank)] held = params.init(select(specs(cfg), mine), key)
+    # this rank's, in one tree run(table, [make_stage(cfg, p, balance=state) for p in mine],
+    [select(held, [p]) for p in mine], batches, ...)
 
-A rank's parameters are the model's tree with ``()`` for what others have. Paths, and so initial values, checkpoints and
-the rows of the balance state, go by the global numbers of layers, whatever the cuts.
+A rank's parameters are the model's tree with ``()`` for what others have. Paths, and so initial
+values, checkpoints and the rows of the balance state, go by the global numbers of layers, whatever
+the cuts.
 
-A residual scheme whose carry has a field ``blocks`` only ever appends to it: those are sent to a rank once. All else in
-the carry is the stream.
+A residual scheme whose carry has a field ``blocks`` only ever appends to it: those are sent to a
+rank once. All else in the carry is the stream.
 """
 
 from __future__ import annotations
@@ -53,20 +54,26 @@ def stages(cfg: Config, ranges: Sequence[range]) -> tuple[Part, ...]:
     """The parts of a model whose layers are cut so (:func:`k31fn.parallel.pipeline.stage_ranges`).
 
     Raises:
-        ValueError: ranges that are not all layers in order, or a model with a multi-token-prediction layer.
+        ValueError: ranges that are not all layers in order, or a model with a
+            multi-token-prediction layer.
     """
     if [i for r in ranges for i in r] != list(range(cfg.num_layers)):
-        raise ValueError(f"stages: ranges {list(ranges)} are not the layers 0..{cfg.num_layers - 1} in order")
+        raise ValueError(
+            f"stages: ranges {list(ranges)} are not the layers 0..{cfg.num_layers - 1} in order"
+        )
     if cfg.num_mtp_layers:
         raise ValueError(
-            f"model.Config.num_mtp_layers={cfg.num_mtp_layers} with {len(ranges)} pipeline stages: that layer reads "
+            f"model.Config.num_mtp_layers={cfg.num_mtp_layers} with {len(ranges)} pipeline "
+            "stages: that layer reads "
             "the embedding, which the last stage does not have; set num_mtp_layers=0 or mesh.pp=1"
         )
     return tuple(Part(r, i == 0, i == len(ranges) - 1) for i, r in enumerate(ranges))
 
 
 def select(params: Params[Any], parts: Sequence[Part]) -> Params[Any]:
-    """What these stages have of a tree like the model's parameters (values, specs or placements); ``()`` elsewhere."""
+    """What these stages have of a tree like the model's parameters (values, specs or placements);
+    ``()`` elsewhere.
+    """
     first, last = any(p.first for p in parts), any(p.last for p in parts)
     numbers = {i for p in parts for i in p.layers}
     return Params(
@@ -87,13 +94,19 @@ def merge(trees: Sequence[Params[Any]]) -> Params[Any]:
     def present(values: Sequence[Any]) -> Any:
         return next((v for v in values if not isinstance(v, tuple) or v), ())
 
-    whole = {f.name: present([getattr(t, f.name) for t in trees]) for f in dataclasses.fields(Params)}
-    whole["layers"] = tuple(present(layer) for layer in zip(*(t.layers for t in trees), strict=True))
+    whole = {
+        f.name: present([getattr(t, f.name) for t in trees]) for f in dataclasses.fields(Params)
+    }
+    whole["layers"] = tuple(
+        present(layer) for layer in zip(*(t.layers for t in trees), strict=True)
+    )
     return Params(**whole)
 
 
 def stage_moe_layers(cfg: Config, parts: Sequence[Part]) -> tuple[int, ...]:
-    """Global numbers of the MoE layers of these stages: the rows of their balance state, possibly none."""
+    """Global numbers of the MoE layers of these stages: the rows of their balance state, possibly
+    none.
+    """
     numbers = {i for p in parts for i in p.layers}
     return tuple(i for i in moe_layers(cfg) if i in numbers)
 
@@ -109,21 +122,31 @@ def make_stage(
 ) -> Stage:
     """The stage as a function ``(params, carry, batch)`` for :func:`k31fn.parallel.pipeline.run`.
 
-    Its loss is its share of :func:`k31fn.model.loss`: the head's cross-entropy on the last stage, the KL of its own
-    indexers everywhere, by the denominators of the whole step. Its sums are :class:`~k31fn.model.Losses` with a row per
-    layer of its own; the logits, if the config reports them, are what it gives the largest of.
+    Its loss is its share of :func:`k31fn.model.loss`: the head's cross-entropy on the last stage,
+    the KL of its own indexers everywhere, by the denominators of the whole step. Its sums are
+    :class:`~k31fn.model.Losses` with a row per layer of its own; the logits, if the config reports
+    them, are what it gives the largest of.
 
     Args:
         cfg: of the whole model.
         part: the stage's.
         balance: the routers' biases, of its layers at least.
         remat: what the backward computes again.
-        placements: of the stage's parameters, selected as they are; ``()``: they are whole over the data axes.
+        placements: of the stage's parameters, selected as they are; ``()``: they are whole over the
+            data axes.
         sh: sharding.
     """
 
     def begin(params: Params[Tensor], batch: Batch) -> Any:
-        return start(params, batch.tokens, cfg, images=batch.images, remat=remat, placements=placements, sh=sh)
+        return start(
+            params,
+            batch.tokens,
+            cfg,
+            images=batch.images,
+            remat=remat,
+            placements=placements,
+            sh=sh,
+        )
 
     def stage(params: Params[Tensor], carry: Carry, batch: Batch) -> StageOutput:
         state = begin(params, batch) if part.first else _enter(carry)
@@ -144,13 +167,20 @@ def make_stage(
             lm = lm_loss(params, hidden, batch.labels, placements=placements, sh=sh)
         sums = Losses(lm, torch.zeros_like(lm), *reports)
         total, largest = weigh(sums, batch, cfg), sums.logits
-        return StageOutput(Carry() if part.last else _leave(state), total, sums._replace(logits=()), largest)
+        return StageOutput(
+            Carry() if part.last else _leave(state), total, sums._replace(logits=()), largest
+        )
 
     return stage
 
 
 def stage_carries(
-    cfg: Config, parts: Sequence[Part], batch: Batch, dtype: torch.dtype, *, sh: Sharding = UNSHARDED
+    cfg: Config,
+    parts: Sequence[Part],
+    batch: Batch,
+    dtype: torch.dtype,
+    *,
+    sh: Sharding = UNSHARDED,
 ) -> tuple[Carry, ...]:
     """What each stage takes of micro-batches like ``batch``, as meta tensors.
 
@@ -162,7 +192,9 @@ def stage_carries(
         sh: sharding.
     """
     rows, tokens = batch.tokens.shape
-    x = torch.empty(rows, tokens // axis_size(sh.sequence), cfg.hidden_size, dtype=dtype, device="meta")
+    x = torch.empty(
+        rows, tokens // axis_size(sh.sequence), cfg.hidden_size, dtype=dtype, device="meta"
+    )
     state, configs = block.module_of(cfg.residual).start(x, cfg.residual), layer_configs(cfg)
     first, has_blocks = _leave(state), "blocks" in _fields(state)
 

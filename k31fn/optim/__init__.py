@@ -2,15 +2,17 @@
 
 ::
 
-    transform = combine(specs, muon(specs), adamw(specs, where=lambda path, spec: "matrix" not in spec.tags))
+    rest = adamw(specs, where=lambda path, spec: "matrix" not in spec.tags)
+    transform = combine(specs, muon(specs), rest)
     state = transform.init(params)
 
     grads, norm = clip_by_global_norm(grads, 1.0, specs=specs)
     lr = warmup_cosine(step, peak=5e-3, num_steps=1000, warmup_steps=10)
     params, state = transform.update(grads, state, params, lr=lr, skip=non_finite(norm))
 
-On a mesh each rank steps its own parts, with a state of their size: ``muon(specs, placements=places)`` and
-``clip_by_global_norm(grads, 1.0, placements=places)``, whose places are those of :mod:`k31fn.parallel.fsdp`.
+On a mesh each rank steps its own parts, with a state of their size: ``muon(specs,
+placements=places)`` and ``clip_by_global_norm(grads, 1.0, placements=places)``, whose places are
+those of :mod:`k31fn.parallel.fsdp`.
 """
 
 from k31fn.optim.adamw import AdamWState, adamw

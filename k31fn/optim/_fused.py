@@ -1,4 +1,7 @@
-"""torch's fused AdamW kernel, a private API: tested with torch 2.11 and 2.13. Nothing else in k31fn names it."""
+"""torch's fused AdamW kernel, a private API: tested with torch 2.11 and 2.13.
+
+Nothing else in k31fn names it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,13 @@ __all__ = ["adamw_", "supports"]
 
 
 def supports(x: Tensor) -> bool:
-    """Whether the kernel runs on this tensor's device, and can step it: the CPU kernel ignores strides."""
+    """Whether the kernel runs on this tensor's device, and can step it: the CPU kernel ignores
+    strides.
+    """
     key = torch._C._dispatch_key_for_device(x.device.type)
-    return x.is_contiguous() and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key)
+    return x.is_contiguous() and torch._C._dispatch_has_kernel_for_dispatch_key(
+        "aten::_fused_adamw_", key
+    )
 
 
 def adamw_(

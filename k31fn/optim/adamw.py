@@ -23,7 +23,8 @@ class AdamWState:
 
     Attributes:
         step: float32, steps taken; a skipped one is not.
-        mu: running mean of the gradients, like the parameters; kept as :class:`~k31fn.optim.storage.Storage` says.
+        mu: running mean of the gradients, like the parameters; kept as
+            :class:`~k31fn.optim.storage.Storage` says.
         nu: running mean of their squares.
         master: float32 copies of the parameters that are narrower.
     """
@@ -44,16 +45,18 @@ def adamw(
     storage: Storage = Storage(),  # noqa: B008 (frozen)
     where: Where | None = None,
 ) -> Transform:
-    """AdamW on the leaves for which ``where(path, spec)`` holds (None: all) and that are not ``frozen``.
+    """AdamW on the leaves for which ``where(path, spec)`` holds (None: all) and that are not
+    ``frozen``.
 
     With bias corrections ``m = mu / (1 - beta1^t)``, ``v = nu / (1 - beta2^t)``::
 
         p <- (1 - lr weight_decay) p - lr m / (sqrt(v) + eps)
 
-    without the decay on leaves tagged ``no_decay``. torch's fused kernel takes the step where there is one for the
-    device; the numbers are those of ``torch.optim.AdamW``.
+    without the decay on leaves tagged ``no_decay``. torch's fused kernel takes the step where there
+    is one for the device; the numbers are those of ``torch.optim.AdamW``.
 
-    Differentiable with ``donate=False``; where a gradient was zero in every step, sqrt(v) has the derivative 0.
+    Differentiable with ``donate=False``; where a gradient was zero in every step, sqrt(v) has the
+    derivative 0.
 
     Raises:
         ValueError: a number out of its range.
@@ -85,7 +88,9 @@ def adamw(
         masters = leaves.masters(params, state.master)
         numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         gradients = [g.to(m.dtype) for g, m in zip(leaves.of_grads(grads), masters, strict=True)]
-        moments: list[tuple[Any, ...]] = list(zip(tree.leaves(state.mu), tree.leaves(state.nu), strict=True))
+        moments: list[tuple[Any, ...]] = list(
+            zip(tree.leaves(state.mu), tree.leaves(state.nu), strict=True)
+        )
         step = state.step + 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and not donate):
             stepped: list[Tensor] = []
@@ -103,7 +108,9 @@ def adamw(
             (step,) = _keep(skip, (step,), (state.step,))
             step = state.step.copy_(step) if donate else step
         storage.settle(masters[0].device if masters else None)
-        mu, nu = (leaves.to_tree(list(x)) for x in (zip(*moments, strict=True) if moments else ((), ())))
+        mu, nu = (
+            leaves.to_tree(list(x)) for x in (zip(*moments, strict=True) if moments else ((), ()))
+        )
         return params, AdamWState(step, mu, nu, kept)
 
     return Transform(init, update, frozenset(leaves.paths))
@@ -114,7 +121,9 @@ _New = tuple[Tensor, Tensor, Tensor]  # parameter, mu, nu
 
 
 def _together(masters: Sequence[Tensor], moments: Sequence[tuple[Any, ...]]) -> list[list[int]]:
-    """Numbers of leaves that are stepped at once, in order: all, but each alone whose moments have to be fetched."""
+    """Numbers of leaves that are stepped at once, in order: all, but each alone whose moments have
+    to be fetched.
+    """
     groups: list[list[int]] = []
     together = False
     for i, (p, (mu, _)) in enumerate(zip(masters, moments, strict=True)):
@@ -142,7 +151,9 @@ def _step(
 ) -> _New:
     """New parameter, mu and nu, from plain operations."""
     t = step.to(p.dtype)
-    correction1 = -torch.expm1(t * math.log(beta1)) if beta1 else 1.0  # 1 - beta^t would lose half the digits at t = 1
+    correction1 = (
+        -torch.expm1(t * math.log(beta1)) if beta1 else 1.0
+    )  # 1 - beta^t would lose half the digits at t = 1
     correction2 = -torch.expm1(t * math.log(beta2)) if beta2 else 1.0
     mu = torch.lerp(mu, g, 1 - beta1)
     nu = beta2 * nu + (1 - beta2) * g * g
@@ -151,20 +162,30 @@ def _step(
     return (1 - lr * decay) * p - (lr / correction1) * mu / (root + eps), mu, nu
 
 
-def _step_apart(rows: Sequence[_Row], step: Tensor, numbers: dict[str, Any], skip: Tensor | None) -> list[_New]:
+def _step_apart(
+    rows: Sequence[_Row], step: Tensor, numbers: dict[str, Any], skip: Tensor | None
+) -> list[_New]:
     """The step number ``step`` of these leaves; nothing is written into."""
     return [_keep(skip, _step(*row, step, **numbers), (row[0], row[2], row[3])) for row in rows]
 
 
-def _step_in_place(rows: Sequence[_Row], step: Tensor, numbers: dict[str, Any], skip: Tensor | None) -> list[_New]:
-    """The same in place, fused where the device has the kernel, one call for all leaves of a kind."""
+def _step_in_place(
+    rows: Sequence[_Row], step: Tensor, numbers: dict[str, Any], skip: Tensor | None
+) -> list[_New]:
+    """The same in place, fused where the device has the kernel, one call for all leaves of a
+    kind.
+    """
     kinds: dict[Any, list[_Row]] = {}
     for p, g, mu, nu, decay in rows:
         if _fused.supports(p) and mu.is_contiguous() and nu.is_contiguous():
-            kinds.setdefault((p.device, p.dtype, decay), []).append((p, g.contiguous(), mu, nu, decay))
+            kinds.setdefault((p.device, p.dtype, decay), []).append(
+                (p, g.contiguous(), mu, nu, decay)
+            )
             continue
         old = (p, mu, nu)
-        for tensor, new in zip(old, _keep(skip, _step(p, g, mu, nu, decay, step, **numbers), old), strict=True):
+        for tensor, new in zip(
+            old, _keep(skip, _step(p, g, mu, nu, decay, step, **numbers), old), strict=True
+        ):
             tensor.copy_(new)
     found = None if skip is None else skip.to(torch.float32)
     for (_, _, decay), group in kinds.items():

@@ -26,15 +26,18 @@ def global_norm(
 ) -> Float[Tensor, ""]:
     """The p-norm of all elements of all leaves, on the device, accumulated in at least float32.
 
-    On a mesh every element counts once, whatever its leaf is split over and however many ranks hold it, and all ranks
-    get the same bits.
+    On a mesh every element counts once, whatever its leaf is split over and however many ranks hold
+    it, and all ranks get the same bits.
 
     Args:
         grads: gradients; leaves may be absent.
-        specs: the tree of ParamSpecs; leaves that it tags ``frozen`` do not count. ``()``: all count.
-        placements: where the parts are that this rank holds (:mod:`k31fn.parallel.fsdp`), of all parameters; gradients
-            are summed over ranks that hold the same part. ``()``: leaves are whole.
-        stages: pipeline axes, whose ranks hold other leaves; of a leaf that two of them hold, one leaves it out.
+        specs: the tree of ParamSpecs; leaves that it tags ``frozen`` do not count. ``()``: all
+            count.
+        placements: where the parts are that this rank holds (:mod:`k31fn.parallel.fsdp`), of all
+            parameters; gradients are summed over ranks that hold the same part. ``()``: leaves are
+            whole.
+        stages: pipeline axes, whose ranks hold other leaves; of a leaf that two of them hold, one
+            leaves it out.
         p: 2, or inf for the largest magnitude (inf also if an element is NaN on a mesh).
         empty: zero, of the norm's dtype and device: what a stage has of which no leaf counts.
 
@@ -69,7 +72,9 @@ def _over(axes: tuple[Axis, ...], norm: Tensor, p: float | int) -> Float[Tensor,
         return norm
     if p == 2:
         return psum(norm.square(), axes).sqrt()
-    return pmax(norm.nan_to_num(nan=float("inf"), posinf=float("inf")), axes)  # some backends' maximum drops NaN
+    return pmax(
+        norm.nan_to_num(nan=float("inf"), posinf=float("inf")), axes
+    )  # some backends' maximum drops NaN
 
 
 def clip_by_global_norm(
@@ -84,9 +89,10 @@ def clip_by_global_norm(
 ) -> tuple[Any, Float[Tensor, ""]]:
     """``(grads, norm)``: gradients times ``min(1, max_norm / (norm + 1e-6))``, and the norm before.
 
-    If a gradient is infinite or NaN so is the norm, and the returned gradients are useless: skip the step
-    (``skip=non_finite(norm)``). Keywords as in :func:`global_norm`. Not in place: two leaves of a gradient tree may be
-    one tensor (those of a and b in a + b), which would be scaled twice.
+    If a gradient is infinite or NaN so is the norm, and the returned gradients are useless: skip
+    the step (``skip=non_finite(norm)``). Keywords as in :func:`global_norm`. Not in place: two
+    leaves of a gradient tree may be one tensor (those of a and b in a + b), which would be scaled
+    twice.
 
     Raises:
         ValueError: ``max_norm`` is not positive.

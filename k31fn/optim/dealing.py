@@ -1,16 +1,19 @@
 """Work on the whole matrices of a model, dealt out to the ranks that hold them.
 
-A matrix may be cut over some ranks and be held alike by others. All of them could do its work; one does. Which one is
-decided once, on the host, from shapes alone: blocks of matrices, the most expensive first, each to the rank of its
-group with the least to do (Graham 1969: no rank has more than the mean and one block). Then, round by round::
+A matrix may be cut over some ranks and be held alike by others. All of them could do its work; one
+does. Which one is decided once, on the host, from shapes alone: blocks of matrices, the most
+expensive first, each to the rank of its group with the least to do (Graham 1969: no rank has more
+than the mean and one block). Then, round by round::
 
     parts of each rank's next blocks travel to it       ragged_all_to_all
     y = f(whole matrices)                               while the parts of the next round travel
     parts of y travel back to all ranks that hold them  ragged_all_to_all
 
-A rank has at most the elements of the model's largest matrix (or a million) in work, and as many arriving.
+A rank has at most the elements of the model's largest matrix (or a million) in work, and as many
+arriving.
 
-In the simulated mesh, where a program cannot differ by rank, every rank does the work of all matrices.
+In the simulated mesh, where a program cannot differ by rank, every rank does the work of all
+matrices.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Matrices:
         head_dim: columns of one matrix, if there is one per head; 0: all columns.
         row_axes: that cut rows, outermost first.
         column_axes: that cut through the columns of a matrix, outermost first.
-        group: ranks that can do the work, in the mesh's order: those that hold parts of the same matrices.
+        group: ranks that can do the work, in the mesh's order: those that hold parts of the same
+            matrices.
     """
 
     batch: int
@@ -62,7 +66,9 @@ class Matrices:
     group: tuple[Axis, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], head_dim: int, place: Placement | None, axes: tuple[Axis, ...]) -> Matrices:
+    def of(
+        cls, shape: Sequence[int], head_dim: int, place: Placement | None, axes: tuple[Axis, ...]
+    ) -> Matrices:
         """Of a leaf.
 
         Args:
@@ -74,7 +80,10 @@ class Matrices:
         dims = place.dims if place else ((),) * len(shape)
         *batch, rows, columns = shape
         cut = len(dims[-1]) if not head_dim else 0
-        while head_dim and columns * math.prod(a.size for a in dims[-1][len(dims[-1]) - cut :]) % head_dim:
+        while (
+            head_dim
+            and columns * math.prod(a.size for a in dims[-1][len(dims[-1]) - cut :]) % head_dim
+        ):
             cut += 1
         row_axes, column_axes = dims[-2], dims[-1][len(dims[-1]) - cut :]
         apart = [a for own in (*dims[:-2], dims[-1][: len(dims[-1]) - cut]) for a in own]
@@ -102,7 +111,9 @@ class Matrices:
         if not self.head_dim:
             return slice(block.start, block.stop), slice(0, self.rows), slice(0, self.columns)
         first = _index(self.column_axes, at) * self.columns
-        columns = (min(max(n * self.head_dim - first, 0), self.columns) for n in (block.start, block.stop))
+        columns = (
+            min(max(n * self.head_dim - first, 0), self.columns) for n in (block.start, block.stop)
+        )
         return slice(0, self.batch), slice(0, self.rows), slice(*columns)
 
     def inside(self, block: Block, at: dict[str, int]) -> tuple[slice, slice, slice]:
@@ -115,7 +126,9 @@ class Matrices:
 
 
 class Block(NamedTuple):
-    """Matrices ``start`` to ``stop`` of a leaf: of its batch, or of its heads with the whole batch."""
+    """Matrices ``start`` to ``stop`` of a leaf: of its batch, or of its heads with the whole
+    batch.
+    """
 
     leaf: int
     start: int
@@ -138,24 +151,33 @@ class Plan:
     Attributes:
         leaves: of this rank.
         rounds: of each group that it belongs to.
-        cost: floating-point operations of Newton-Schulz, up to a factor, of each rank by its indices along the axes.
+        cost: floating-point operations of Newton-Schulz, up to a factor, of each rank by its
+            indices along the axes.
     """
 
     def __init__(self, leaves: Sequence[Matrices], axes: tuple[Axis, ...]) -> None:
-        """Deals out the matrices of ``leaves``; the same on all ranks of ``axes``, real ones, in the mesh's order."""
+        """Deals out the matrices of ``leaves``; the same on all ranks of ``axes``, real ones, in
+        the mesh's order.
+        """
         self.leaves = list(leaves)
         self.rounds: list[_Rounds] = []
-        self.cost: dict[tuple[int, ...], int] = dict.fromkeys(itertools.product(*(range(a.size) for a in axes)), 0)
+        self.cost: dict[tuple[int, ...], int] = dict.fromkeys(
+            itertools.product(*(range(a.size) for a in axes)), 0
+        )
         self._axes, self._limit = axes, max(_LEAST, *(math.prod(m.shape) for m in leaves), 0)
         mine = {a.name: own_index(a) for a in axes}
         groups: dict[tuple[Axis, ...], list[int]] = defaultdict(list)
         for i, matrices in enumerate(self.leaves):
             groups[matrices.group].append(i)
-        for group in sorted(groups, key=lambda g: (math.prod(a.size for a in g), [a.name for a in g])):
+        for group in sorted(
+            groups, key=lambda g: (math.prod(a.size for a in g), [a.name for a in g])
+        ):
             self._deal(group, groups[group], mine)
 
     def _deal(self, group: tuple[Axis, ...], leaves: list[int], mine: dict[str, int]) -> None:
-        """The blocks of the leaves of one group, to the ranks of each set that differ along it only."""
+        """The blocks of the leaves of one group, to the ranks of each set that differ along it
+        only.
+        """
         blocks = [b for i in leaves for b in self._blocks(i, math.prod(a.size for a in group))]
         blocks.sort(key=lambda b: (-self._cost(b), b))
         members = _members(group)
@@ -170,7 +192,9 @@ class Plan:
                 heapq.heapreplace(todo, (cost + self._cost(block), i))
             self.cost.update((keys[i], cost) for cost, i in todo)
             if all(mine[name] == index for name, index in others.items()):
-                me = next(i for i, at in enumerate(members) if all(mine[n] == k for n, k in at.items()))
+                me = next(
+                    i for i, at in enumerate(members) if all(mine[n] == k for n, k in at.items())
+                )
                 self.rounds.append(_Rounds(group, members, me, [self._pack(own) for own in dealt]))
 
     def _blocks(self, leaf: int, ranks: int) -> list[Block]:
@@ -183,7 +207,13 @@ class Plan:
     def _cost(self, block: Block) -> int:
         m = self.leaves[block.leaf]
         short, long = sorted(m.shape)
-        return (block.stop - block.start) * (m.batch if m.head_dim else 1) * short * short * (2 * long + short)
+        return (
+            (block.stop - block.start)
+            * (m.batch if m.head_dim else 1)
+            * short
+            * short
+            * (2 * long + short)
+        )
 
     def _pack(self, blocks: list[Block]) -> list[list[Block]]:
         """One rank's blocks by round."""
@@ -200,12 +230,16 @@ class Plan:
         return rounds
 
 
-def run(f: Work, parts: Sequence[Tensor], plan: Plan) -> Iterator[tuple[int, Float[Tensor, "batch rows columns"]]]:
-    """``f`` of all matrices: for each leaf its number and this rank's part of the result, as they come.
+def run(
+    f: Work, parts: Sequence[Tensor], plan: Plan
+) -> Iterator[tuple[int, Float[Tensor, "batch rows columns"]]]:
+    """``f`` of all matrices: for each leaf its number and this rank's part of the result, as they
+    come.
 
     Args:
         f: what is done; keeps shape and dtype.
-        parts: of this rank, ``[batch rows columns]`` as :class:`Matrices` says, all of one dtype and device.
+        parts: of this rank, ``[batch rows columns]`` as :class:`Matrices` says, all of one dtype
+            and device.
         plan: whose leaves they are.
     """
     done: dict[int, dict[int, Tensor]] = defaultdict(dict)
@@ -219,14 +253,18 @@ def run(f: Work, parts: Sequence[Tensor], plan: Plan) -> Iterator[tuple[int, Flo
                 yield block.leaf, torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
 
 
-def _stay(f: Work, parts: Sequence[Tensor], plan: Plan, rounds: _Rounds) -> Iterator[tuple[Block, Tensor]]:
+def _stay(
+    f: Work, parts: Sequence[Tensor], plan: Plan, rounds: _Rounds
+) -> Iterator[tuple[Block, Tensor]]:
     """Blocks that no other rank has anything of, and what becomes of them."""
     for own in rounds.blocks[0]:
         blocks = [parts[b.leaf][plan.leaves[b.leaf].piece(b, {})] for b in own]
         yield from zip(own, _work(f, blocks, plan, own), strict=True)
 
 
-def _exchange(f: Work, parts: Sequence[Tensor], plan: Plan, rounds: _Rounds) -> Iterator[tuple[Block, Tensor]]:
+def _exchange(
+    f: Work, parts: Sequence[Tensor], plan: Plan, rounds: _Rounds
+) -> Iterator[tuple[Block, Tensor]]:
     """All blocks of a group, and this rank's pieces of what becomes of them."""
     count = max(len(own) for own in rounds.blocks)
     arriving = _send_parts(parts, plan, rounds, 0)
@@ -239,7 +277,9 @@ def _exchange(f: Work, parts: Sequence[Tensor], plan: Plan, rounds: _Rounds) -> 
         yield from _returned(wait(returned), plan, rounds, k)
 
 
-def run_alike(f: Work, x: Float[Tensor, "batch rows columns"], m: Matrices) -> Float[Tensor, "batch rows columns"]:
+def run_alike(
+    f: Work, x: Float[Tensor, "batch rows columns"], m: Matrices
+) -> Float[Tensor, "batch rows columns"]:
     """``f`` of the matrices of one leaf, on every rank: this rank's part of the result."""
     moves = [(a, 1) for a in reversed(m.row_axes)] + [(a, 2) for a in reversed(m.column_axes)]
     for axis, dim in moves:
@@ -251,7 +291,9 @@ def run_alike(f: Work, x: Float[Tensor, "batch rows columns"], m: Matrices) -> F
 
 
 def axes_of(places: Sequence[Placement]) -> tuple[Axis, ...]:
-    """The axes of the mesh, in its order, whose ranks hold other parts or the same part of one of these leaves."""
+    """The axes of the mesh, in its order, whose ranks hold other parts or the same part of one of
+    these leaves.
+    """
     found = {a for place in places for a in (*place.axes, *place.vary)}
     return tuple(sorted(found, key=lambda a: a.host.names.index(a.name) if a.host else 0))
 
@@ -266,7 +308,10 @@ def _index(axes: tuple[Axis, ...], at: dict[str, int]) -> int:
 def _members(axes: tuple[Axis, ...]) -> list[dict[str, int]]:
     """The indices of all ranks of these axes, in the order of ranks."""
     names = [a.name for a in axes]
-    return [dict(zip(names, index, strict=True)) for index in itertools.product(*(range(a.size) for a in axes))]
+    return [
+        dict(zip(names, index, strict=True))
+        for index in itertools.product(*(range(a.size) for a in axes))
+    ]
 
 
 def _at(rounds: _Rounds, rank: int, k: int) -> list[Block]:
@@ -275,7 +320,9 @@ def _at(rounds: _Rounds, rank: int, k: int) -> list[Block]:
 
 
 def _sends(m: Matrices, source: dict[str, int], worker: dict[str, int]) -> bool:
-    """Whether, of all ranks that hold this part, it is ``source`` that sends it: the one most like the worker."""
+    """Whether, of all ranks that hold this part, it is ``source`` that sends it: the one most like
+    the worker.
+    """
     cut = {a.name for a in (*m.row_axes, *m.column_axes)}
     return all(source[a.name] == worker[a.name] for a in m.group if a.name not in cut)
 
@@ -330,11 +377,15 @@ def _work(f: Work, blocks: list[Tensor], plan: Plan, own: list[Block]) -> list[T
     return results
 
 
-def _split(x: Float[Tensor, "batch rows columns"], m: Matrices) -> Float[Tensor, "matrices rows one"]:
+def _split(
+    x: Float[Tensor, "batch rows columns"], m: Matrices
+) -> Float[Tensor, "matrices rows one"]:
     return x.unflatten(-1, (-1, m.head_dim or x.shape[-1])).movedim(-2, -3).flatten(0, 1)
 
 
-def _join(y: Float[Tensor, "matrices rows one"], m: Matrices, batch: int) -> Float[Tensor, "batch rows columns"]:
+def _join(
+    y: Float[Tensor, "matrices rows one"], m: Matrices, batch: int
+) -> Float[Tensor, "batch rows columns"]:
     return y.unflatten(0, (batch, -1)).movedim(-3, -2).flatten(-2)
 
 
@@ -349,13 +400,18 @@ def _send_back(results: list[Tensor], like: Tensor, plan: Plan, rounds: _Rounds,
     return start(ragged_all_to_all, _cat(pieces, like), rounds.group, send, recv)
 
 
-def _returned(received: Tensor, plan: Plan, rounds: _Rounds, k: int) -> Iterator[tuple[Block, Tensor]]:
+def _returned(
+    received: Tensor, plan: Plan, rounds: _Rounds, k: int
+) -> Iterator[tuple[Block, Tensor]]:
     """This rank's pieces of all blocks of a round."""
     mine = rounds.members[rounds.me]
     blocks = [b for rank in range(len(rounds.members)) for b in _at(rounds, rank, k)]
     pieces = received.split([_size(plan.leaves[b.leaf], b, mine) for b in blocks])
     for block, piece in zip(blocks, pieces, strict=True):
-        yield block, piece.view([s.stop - s.start for s in plan.leaves[block.leaf].piece(block, mine)])
+        yield (
+            block,
+            piece.view([s.stop - s.start for s in plan.leaves[block.leaf].piece(block, mine)]),
+        )
 
 
 def _cat(pieces: list[Tensor], like: Tensor) -> Tensor:

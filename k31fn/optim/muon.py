@@ -51,20 +51,23 @@ def muon(
     storage: Storage = Storage(),  # noqa: B008 (frozen)
     placements: Placements = (),
 ) -> Transform:
-    """Muon on the leaves tagged ``matrix`` that are not ``frozen``; combine it with AdamW for the others.
+    """Muon on the leaves tagged ``matrix`` that are not ``frozen``; combine it with AdamW for the
+    others.
 
     With momentum b, for each matrix of a leaf::
 
         m <- b m + g
         p <- (1 - lr weight_decay) p - lr 0.2 sqrt(max(rows, columns)) orthogonalize(g + b m)
 
-    without the decay on leaves tagged ``no_decay``. A leaf ``[..., in, out]`` is a batch of matrices (experts); one
-    tagged ``per_head`` is a matrix ``[in, head_dim]`` per head, cut along ``out``.
+    without the decay on leaves tagged ``no_decay``. A leaf ``[..., in, out]`` is a batch of
+    matrices (experts); one tagged ``per_head`` is a matrix ``[in, head_dim]`` per head, cut along
+    ``out``.
 
-    With ``placements``, parameters, gradients and state are one rank's parts. The matrices of all leaves are dealt out
-    among the ranks that hold them, whole or in part: each is put together on one rank and its result cut again, in the
-    dtype of Newton-Schulz (:mod:`k31fn.optim.dealing`). So the work is split evenly, replicas get equal bits, and no
-    rank has more than one matrix in work, the largest, and another arriving.
+    With ``placements``, parameters, gradients and state are one rank's parts. The matrices of all
+    leaves are dealt out among the ranks that hold them, whole or in part: each is put together on
+    one rank and its result cut again, in the dtype of Newton-Schulz (:mod:`k31fn.optim.dealing`).
+    So the work is split evenly, replicas get equal bits, and no rank has more than one matrix in
+    work, the largest, and another arriving.
 
     Args:
         specs: the tree of ParamSpecs.
@@ -76,12 +79,13 @@ def muon(
         placements: of the parameters (:mod:`k31fn.parallel.fsdp`); ``()``: they are whole.
 
     Raises:
-        ValueError: a number out of its range, a ``matrix`` leaf with fewer than two dimensions, or a ``per_head`` leaf
-            that ``head_dim`` does not divide.
+        ValueError: a number out of its range, a ``matrix`` leaf with fewer than two dimensions, or
+            a ``per_head`` leaf that ``head_dim`` does not divide.
     """
     if not (0 <= momentum < 1 and weight_decay >= 0 and ns_steps >= 1):
         raise ValueError(
-            f"momentum={momentum} must be in [0, 1), weight_decay={weight_decay} at least 0, ns_steps={ns_steps} "
+            f"momentum={momentum} must be in [0, 1), weight_decay={weight_decay} at least 0, "
+            f"ns_steps={ns_steps} "
             "at least 1"
         )
     storage.check_decay(momentum=momentum)
@@ -89,7 +93,9 @@ def muon(
     heads = [_head_dim(path, spec) for path, spec in zip(leaves.paths, leaves.specs, strict=True)]
     places = leaves.of_params(placements) if placements else [None] * len(heads)
     decays = [0.0 if "no_decay" in spec.tags else weight_decay for spec in leaves.specs]
-    rule = _Muon(leaves, momentum, decays, storage, ns_dtype, _Orthogonal(heads, places, ns_steps, ns_dtype))
+    rule = _Muon(
+        leaves, momentum, decays, storage, ns_dtype, _Orthogonal(heads, places, ns_steps, ns_dtype)
+    )
     return Transform(rule.init, rule.update, frozenset(leaves.paths))
 
 
@@ -140,7 +146,8 @@ class _Muon:
 
 
 class _Orthogonal:
-    """Orthogonalises matrices of which ranks have parts, and scales them; who does which is settled at the first call.
+    """Orthogonalises matrices of which ranks have parts, and scales them; who does which is settled
+    at the first call.
 
     Args:
         heads: of each leaf, columns of one matrix, or 0.
@@ -149,24 +156,35 @@ class _Orthogonal:
         dtype: of :func:`orthogonalize`.
     """
 
-    def __init__(self, heads: list[int], places: list[Any], steps: int, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, heads: list[int], places: list[Any], steps: int, dtype: torch.dtype | None
+    ) -> None:
         self._heads, self._places = heads, places
         self._axes = dealing.axes_of([p for p in places if p is not None])
         self._work = functools.partial(orthogonalize, steps=steps, dtype=dtype)
         self._plan: Plan | None = None
 
     def __call__(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """``0.2 sqrt(max(rows, columns)) U V^T``: for each leaf its number and this rank's part, as they come."""
+        """``0.2 sqrt(max(rows, columns)) U V^T``: for each leaf its number and this rank's part, as
+        they come.
+        """
         axes, shapes = self._axes, [x.shape for x in parts]
-        matrices = [Matrices.of(*row, axes) for row in zip(shapes, self._heads, self._places, strict=True)]
+        matrices = [
+            Matrices.of(*row, axes) for row in zip(shapes, self._heads, self._places, strict=True)
+        ]
         flat = [x.reshape(-1, *x.shape[-2:]) for x in parts]
         if any(a.host is not None and a.host.token(a.name) is not None for a in axes):
-            found: Any = ((i, dealing.run_alike(self._work, x, matrices[i])) for i, x in enumerate(flat))
+            found: Any = (
+                (i, dealing.run_alike(self._work, x, matrices[i])) for i, x in enumerate(flat)
+            )
         else:
             self._plan = self._plan or Plan(matrices, axes)
             found = dealing.run(self._work, flat, self._plan)
         for i, y in found:
-            yield i, _RMS * math.sqrt(max(matrices[i].shape)) * precision.upcast(y).reshape(shapes[i])
+            yield (
+                i,
+                _RMS * math.sqrt(max(matrices[i].shape)) * precision.upcast(y).reshape(shapes[i]),
+            )
 
 
 def orthogonalize(
@@ -174,18 +192,21 @@ def orthogonalize(
 ) -> Float[Tensor, "... rows columns"]:
     """About ``U V^T`` of ``x = U S V^T``: nonzero singular values end between 0.68 and 1.14.
 
-    Those below some 1e-3 of the Frobenius norm stay smaller. Newton-Schulz: ``X <- a X + (b A + c A A) X`` with
-    ``A = X X^T``, from X of norm 1 with the smaller side as rows. A zero matrix stays zero.
+    Those below some 1e-3 of the Frobenius norm stay smaller. Newton-Schulz: ``X <- a X + (b A + c A
+    A) X`` with ``A = X X^T``, from X of norm 1 with the smaller side as rows. A zero matrix stays
+    zero.
 
     Args:
         x: matrices.
         steps: of the iteration.
-        dtype: in which ``x`` is taken and iterated. None: that of ``x``, but for float32 on other devices than the CPU
-            (where bfloat16 is slow) bfloat16.
+        dtype: in which ``x`` is taken and iterated. None: that of ``x``, but for float32 on other
+            devices than the CPU (where bfloat16 is slow) bfloat16.
     """
     a, b, c = _COEFFICIENTS
     y = x.to(_working_dtype(x, dtype))
-    norm = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(y.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(
+        y, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(y.dtype, torch.float32)
+    )
     y = (y / norm.clamp(min=1e-7)).to(y.dtype)
     tall = x.shape[-2] > x.shape[-1]
     y = (y.mT if tall else y).reshape(-1, *sorted(x.shape[-2:]))
@@ -209,9 +230,15 @@ def _kept(skip: Bool[Tensor, ""] | None, old: Tensor, new: Tensor) -> Tensor:
 def _head_dim(path: str, spec: ParamSpec) -> int:
     """Columns of one matrix of a leaf that has one per head, else 0."""
     if len(spec.shape) < 2:
-        raise ValueError(f"{path}: tagged matrix, but its shape is {spec.shape}; it needs at least two dimensions")
+        raise ValueError(
+            f"{path}: tagged matrix, but its shape is {spec.shape}; it needs at least two "
+            "dimensions"
+        )
     if "per_head" not in spec.tags:
         return 0
     if not spec.head_dim or spec.shape[-1] % spec.head_dim:
-        raise ValueError(f"{path}: tagged per_head, but head_dim={spec.head_dim} does not divide {spec.shape[-1]}")
+        raise ValueError(
+            f"{path}: tagged per_head, but head_dim={spec.head_dim} does not divide "
+            f"{spec.shape[-1]}"
+        )
     return spec.head_dim

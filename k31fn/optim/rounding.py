@@ -1,8 +1,9 @@
 """Parameters kept in bfloat16 alone, without float32 copies beside them.
 
-A step is taken from them in float32 and rounded back stochastically (:func:`k31fn.random.stochastic_round`): steps far
-below 1/256 of a weight, which nearest rounding would lose, add up in expectation. So a parameter takes 2 bytes where it
-takes 4, or 6 with a copy; in the step, while no activations are there, float32 values of all of them are.
+A step is taken from them in float32 and rounded back stochastically
+(:func:`k31fn.random.stochastic_round`): steps far below 1/256 of a weight, which nearest rounding
+would lose, add up in expectation. So a parameter takes 2 bytes where it takes 4, or 6 with a copy;
+in the step, while no activations are there, float32 values of all of them are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ __all__ = ["RoundedState", "rounded"]
 
 @tree.dataclass
 class RoundedState:
-    """What :func:`rounded` remembers: updates made (not skipped ones), int64, and the state of the optimiser inside."""
+    """What :func:`rounded` remembers: updates made (not skipped ones), int64, and the state of the
+    optimiser inside.
+    """
 
     updates: Int[Tensor, ""]
     inner: Any
@@ -36,11 +39,12 @@ def rounded(
     *,
     tile: Callable[[str, ParamSpec], tuple[slice, ...]] | None = None,
 ) -> Transform:
-    """``inner``, whose steps of bfloat16 parameters are rounded stochastically instead of kept in float32.
+    """``inner``, whose steps of bfloat16 parameters are rounded stochastically instead of kept in
+    float32.
 
-    The bits depend on ``seed``, the number of the update, the path and the place in the whole weight: every mesh and
-    every rank that holds a part draws the same. A skipped step changes no bit. Parameters of other dtypes are stepped
-    as ``inner`` does.
+    The bits depend on ``seed``, the number of the update, the path and the place in the whole
+    weight: every mesh and every rank that holds a part draws the same. A skipped step changes no
+    bit. Parameters of other dtypes are stepped as ``inner`` does.
 
     Args:
         inner: the optimiser; it sees parameters in float32.
@@ -51,11 +55,15 @@ def rounded(
     by_path = dict(tree.flatten_with_paths(specs))
 
     def widen(params: Any) -> Any:
-        return tree.map_with_path(lambda path, p: precision.upcast(p) if path in inner.paths else p, params)
+        return tree.map_with_path(
+            lambda path, p: precision.upcast(p) if path in inner.paths else p, params
+        )
 
     def init(params: Any) -> RoundedState:
         device = tree.leaves(params)[0].device
-        return RoundedState(torch.zeros((), dtype=torch.int64, device=device), inner.init(widen(params)))
+        return RoundedState(
+            torch.zeros((), dtype=torch.int64, device=device), inner.init(widen(params))
+        )
 
     def update(
         grads: Any,
@@ -66,7 +74,9 @@ def rounded(
         skip: Bool[Tensor, ""] | None = None,
         donate: bool = True,
     ) -> tuple[Any, RoundedState]:
-        wide, kept = inner.update(grads, state.inner, widen(params), lr=lr, skip=skip, donate=donate)
+        wide, kept = inner.update(
+            grads, state.inner, widen(params), lr=lr, skip=skip, donate=donate
+        )
         key = random.fold_in(random.key(seed, device=state.updates.device), state.updates)
         stepped = dict(tree.flatten_with_paths(wide))
 
@@ -81,7 +91,9 @@ def rounded(
             spec = by_path[path]
             place = None if tile is None else tile(path, spec)
             own = declared.leaf_key(key, path)
-            return random.stochastic_round(x, dtype, own, shape=None if tile is None else spec.shape, tile=place)
+            return random.stochastic_round(
+                x, dtype, own, shape=None if tile is None else spec.shape, tile=place
+            )
 
         taken = torch.ones_like(state.updates) if skip is None else (~skip).to(torch.int64)
         return tree.map_with_path(narrow, params), RoundedState(state.updates + taken, kept)

@@ -12,8 +12,9 @@ def warmup_cosine(
 ) -> float:
     """Linear warm-up to ``peak``, then half a cosine down to ``final_fraction * peak``.
 
-    Step s of the warm-up has ``peak (s + 1) / warmup_steps``: none has 0, and the last one of it has the peak. The last
-    step, ``num_steps - 1``, has the final value, and so have steps beyond it.
+    Step s of the warm-up has ``peak (s + 1) / warmup_steps``: none has 0, and the last one of it
+    has the peak. The last step, ``num_steps - 1``, has the final value, and so have steps beyond
+    it.
 
     Args:
         step: from 0.
@@ -42,12 +43,14 @@ def warmup_stable_decay(
     decay_steps: int,
     final_fraction: float = 0.0,
 ) -> float:
-    """Linear warm-up to ``peak``, which holds until the last ``decay_steps``, then a straight line down (WSD).
+    """Linear warm-up to ``peak``, which holds until the last ``decay_steps``, then a straight line
+    down (WSD).
 
-    Hu et al. 2024, arXiv 2404.06395; the line is that of Hagele et al. 2024, arXiv 2405.18392. A run can be made longer
-    from any step of the flat part. The warm-up is that of :func:`warmup_cosine`. Step s of the decay, from 1, has
-    ``peak (1 - (1 - final_fraction) s / decay_steps)``: the last one, ``num_steps - 1``, has the final value, and so
-    have steps beyond it.
+    Hu et al. 2024, arXiv 2404.06395; the line is that of Hagele et al. 2024, arXiv 2405.18392. A
+    run can be made longer from any step of the flat part. The warm-up is that of
+    :func:`warmup_cosine`. Step s of the decay, from 1, has ``peak (1 - (1 - final_fraction) s /
+    decay_steps)``: the last one, ``num_steps - 1``, has the final value, and so have steps beyond
+    it.
 
     Args:
         step: from 0.
@@ -63,16 +66,21 @@ def warmup_stable_decay(
     _check(step, peak, num_steps, warmup_steps, final_fraction)
     if not 0 <= decay_steps <= num_steps - warmup_steps:
         raise ValueError(
-            f"decay_steps={decay_steps} must be in [0, {num_steps - warmup_steps}]: num_steps={num_steps} without "
+            f"decay_steps={decay_steps} must be in [0, {num_steps - warmup_steps}]: "
+            f"num_steps={num_steps} without "
             f"warmup_steps={warmup_steps}"
         )
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     done = min(step, num_steps - 1) - (num_steps - 1 - decay_steps)
-    return peak * (1 - (1 - final_fraction) * done / decay_steps) if decay_steps and done > 0 else peak
+    return (
+        peak * (1 - (1 - final_fraction) * done / decay_steps) if decay_steps and done > 0 else peak
+    )
 
 
-def _check(step: int, peak: float, num_steps: int, warmup_steps: int, final_fraction: float) -> None:
+def _check(
+    step: int, peak: float, num_steps: int, warmup_steps: int, final_fraction: float
+) -> None:
     if step < 0 or num_steps < 1 or not 0 <= warmup_steps <= num_steps:
         raise ValueError(
             f"step={step} must be at least 0, num_steps={num_steps} at least 1, "

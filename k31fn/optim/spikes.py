@@ -1,4 +1,7 @@
-"""Steps that stand out: a loss or a gradient norm far above what it lately was. All of it on the device."""
+"""Steps that stand out: a loss or a gradient norm far above what it lately was.
+
+All of it on the device.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,15 @@ def init_spikes(*, device: torch.device | str, dtype: torch.dtype = torch.float3
     return SpikeState(torch.zeros(2, _WINDOW, dtype=dtype, device=device), zero, zero.clone())
 
 
-def is_spike(state: SpikeState, loss: Float[Tensor, ""], norm: Float[Tensor, ""], threshold: float) -> Bool[Tensor, ""]:
-    """Whether either is more than ``threshold`` deviations above its median over the last 64 steps taken.
+def is_spike(
+    state: SpikeState, loss: Float[Tensor, ""], norm: Float[Tensor, ""], threshold: float
+) -> Bool[Tensor, ""]:
+    """Whether either is more than ``threshold`` deviations above its median over the last 64 steps
+    taken.
 
-    A deviation is 1.4826 times the median distance from the median, which is the standard deviation of a normal
-    distribution and knows nothing of single outliers; at least a hundredth of the median. False before 32 steps.
+    A deviation is 1.4826 times the median distance from the median, which is the standard deviation
+    of a normal distribution and knows nothing of single outliers; at least a hundredth of the
+    median. False before 32 steps.
     """
     new = torch.stack([loss, norm]).to(state.values.dtype)
     known = torch.arange(_WINDOW, device=new.device) < state.count
@@ -59,7 +66,8 @@ def remember(
 ) -> SpikeState:
     """The state after a step: with its numbers, if it was taken.
 
-    After 8 spikes in a row what was before is forgotten: a level that stays is none, and a run must not stand still.
+    After 8 spikes in a row what was before is forgotten: a level that stays is none, and a run must
+    not stand still.
 
     Args:
         state: before.

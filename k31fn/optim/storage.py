@@ -17,16 +17,18 @@ _SLOWEST = 0.98  # decay of a running mean that bfloat16 can follow
 
 @dataclass(frozen=True)
 class Storage:
-    """Moments and momenta between steps; a step itself works on the parameters' device in their wide dtype.
+    """Moments and momenta between steps; a step itself works on the parameters' device in their
+    wide dtype.
 
-    In bfloat16 a running mean with decay b stands still while what it follows is within ``2^-9 / (1 - b)`` of it: 4%
-    for b = 0.95, which is less than a step's noise. Rounding is to nearest, so it costs nothing and repeats on every
-    mesh: the mean square of unit noise comes out 0.2% low for b = 0.95 and 2% for 0.98 (measured). More is refused.
+    In bfloat16 a running mean with decay b stands still while what it follows is within ``2^-9 / (1
+    - b)`` of it: 4% for b = 0.95, which is less than a step's noise. Rounding is to nearest, so it
+    costs nothing and repeats on every mesh: the mean square of unit noise comes out 0.2% low for b
+    = 0.95 and 2% for 0.98 (measured). More is refused.
 
     Attributes:
         dtype: float32 (float64 in a float64 run), or bfloat16.
-        host: in the host's memory, pinned if the parameters are on another device. Each step fetches and stores it, a
-            leaf at a time, and waits for the last copy at its end.
+        host: in the host's memory, pinned if the parameters are on another device. Each step
+            fetches and stores it, a leaf at a time, and waits for the last copy at its end.
 
     Raises:
         ValueError: another dtype.
@@ -48,7 +50,8 @@ class Storage:
         for name, value in decays.items():
             if self.dtype == torch.bfloat16 and value > _SLOWEST:
                 raise ValueError(
-                    f"{name}={value} with state in bfloat16, which rounds changes below 2^-9 away: the mean would "
+                    f"{name}={value} with state in bfloat16, which rounds changes below 2^-9 "
+                    "away: the mean would "
                     f"stand still; use at most {_SLOWEST}, or keep the state in float32"
                 )
 
@@ -59,10 +62,14 @@ class Storage:
         return self._empty(like).zero_()
 
     def fetch(self, kept: Float[Tensor, "..."], like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """What was kept, where ``like`` is and in its dtype; ``kept`` itself if it is so already."""
+        """What was kept, where ``like`` is and in its dtype; ``kept`` itself if it is so
+        already.
+        """
         return kept.to(like.device, like.dtype, non_blocking=True)
 
-    def store(self, kept: Float[Tensor, "..."], new: Float[Tensor, "..."], *, donate: bool) -> Float[Tensor, "..."]:
+    def store(
+        self, kept: Float[Tensor, "..."], new: Float[Tensor, "..."], *, donate: bool
+    ) -> Float[Tensor, "..."]:
         """Keeps ``new``: in the place of ``kept`` if that is given up."""
         dtype = self._dtype(new)
         if not donate:

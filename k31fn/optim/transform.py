@@ -1,20 +1,23 @@
 """What an optimiser is: a pair of functions, and the leaves of the parameter tree that it steps.
 
-``init(params) -> state`` and ``update(grads, state, params, lr=...) -> (params, state)``. The state is a tree of
-tensors, so it is saved, sharded and moved like parameters; each of its fields has the structure of ``params`` with
-``()`` where there is nothing to keep. Which leaves are stepped and how is read from the tree of ParamSpecs.
+``init(params) -> state`` and ``update(grads, state, params, lr=...) -> (params, state)``. The state
+is a tree of tensors, so it is saved, sharded and moved like parameters; each of its fields has the
+structure of ``params`` with ``()`` where there is nothing to keep. Which leaves are stepped and how
+is read from the tree of ParamSpecs.
 
 Two ways to update, with the same numbers:
 
-- ``donate=True`` writes into the tensors of ``params`` and ``state`` and returns them: the caller gives them up. This
-  is what training uses: no second copy of anything.
-- ``donate=False`` changes no input and builds the step from plain differentiable operations: it runs under
-  ``torch.func.vmap`` (many runs at once) and ``grad`` (through the update).
+- ``donate=True`` writes into the tensors of ``params`` and ``state`` and returns them: the caller
+  gives them up. This is what training uses: no second copy of anything.
+- ``donate=False`` changes no input and builds the step from plain differentiable operations: it
+  runs under ``torch.func.vmap`` (many runs at once) and ``grad`` (through the update).
 
-``skip``, a bool tensor, leaves parameters and state as they were, bit for bit, without the host knowing.
+``skip``, a bool tensor, leaves parameters and state as they were, bit for bit, without the host
+knowing.
 
-State is at least float32. A parameter narrower than that has a float32 master copy in the state, which is stepped and
-then rounded into the parameter: in bfloat16 alone, steps below 1/256 of a weight would be lost.
+State is at least float32. A parameter narrower than that has a float32 master copy in the state,
+which is stepped and then rounded into the parameter: in bfloat16 alone, steps below 1/256 of a
+weight would be lost.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class Update(Protocol):
         """``(params, state)`` after the step.
 
         Args:
-            grads: a gradient per stepped leaf, at the path of its parameter; other leaves are not looked at.
+            grads: a gradient per stepped leaf, at the path of its parameter; other leaves are not
+                looked at.
             state: from ``init`` or the step before; of the same structure.
             params: the whole parameter tree.
             lr: learning rate of this step.
@@ -86,10 +90,15 @@ def combine(specs: Any, *transforms: Transform) -> Transform:
     seen: set[str] = set()
     for index, transform in enumerate(transforms):
         if twice := sorted(seen & transform.paths):
-            raise ValueError(f"transforms[{index}] steps leaves that one before it steps too: {twice[:5]}")
+            raise ValueError(
+                f"transforms[{index}] steps leaves that one before it steps too: {twice[:5]}"
+            )
         seen |= transform.paths
     if missed := sorted(trained - seen):
-        raise ValueError(f"no transform steps {missed[:5]} ({len(missed)} leaves); tag them frozen if that is meant")
+        raise ValueError(
+            f"no transform steps {missed[:5]} ({len(missed)} leaves); tag them frozen if that is "
+            "meant"
+        )
 
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(t.init(params) for t in transforms)
@@ -121,19 +130,27 @@ def non_finite(values: Any) -> Bool[Tensor, ""]:
 
 
 def select(condition: Bool[Tensor, ""], on_true: Any, on_false: Any) -> Any:
-    """The leaves of one of two trees, chosen on the device: for what else a skipped step must leave unchanged."""
+    """The leaves of one of two trees, chosen on the device: for what else a skipped step must leave
+    unchanged.
+    """
     return tree.map(lambda a, b: torch.where(condition, a, b), on_true, on_false)
 
 
 class Leaves:
-    """The leaves of a parameter tree that a transform steps, and access to them in trees of like structure."""
+    """The leaves of a parameter tree that a transform steps, and access to them in trees of like
+    structure.
+    """
 
     def __init__(self, specs: Any, where: Where | None) -> None:
         """Those whose ``where(path, spec)`` holds (None: all) and that are not frozen."""
         pairs = tree.flatten_with_paths(specs)
         self._all = [path for path, _ in pairs]
         self._structure = tree.flatten(specs)[1]
-        chosen = (i for i, (p, s) in enumerate(pairs) if "frozen" not in s.tags and (where is None or where(p, s)))
+        chosen = (
+            i
+            for i, (p, s) in enumerate(pairs)
+            if "frozen" not in s.tags and (where is None or where(p, s))
+        )
         self._index = list(chosen)
         self.paths = [pairs[i][0] for i in self._index]
         self.specs: list[ParamSpec] = [pairs[i][1] for i in self._index]
@@ -146,7 +163,9 @@ class Leaves:
         """
         values, structure = tree.flatten(params)
         if structure != self._structure:
-            tree.map(lambda *_: 0, tree.unflatten(self._structure, self._all), params)  # raises and says where
+            tree.map(
+                lambda *_: 0, tree.unflatten(self._structure, self._all), params
+            )  # raises and says where
         return [values[i] for i in self._index]
 
     def of_grads(self, grads: Any) -> list[Tensor]:
@@ -164,12 +183,15 @@ class Leaves:
         missing = [path for path, g in zip(self.paths, found, strict=True) if g is None]
         if missing:
             raise ValueError(
-                f"grads have no leaf {missing[0]!r} ({len(missing)} missing); tag it frozen to leave it out"
+                f"grads have no leaf {missing[0]!r} ({len(missing)} missing); tag it frozen to "
+                "leave it out"
             )
         return [g for g in found if g is not None]
 
     def to_tree(self, values: Sequence[Any]) -> Any:
-        """A tree with the structure of the parameters that holds these at the stepped leaves, ``()`` elsewhere."""
+        """A tree with the structure of the parameters that holds these at the stepped leaves,
+        ``()`` elsewhere.
+        """
         full: list[Any] = [()] * len(self._all)
         for i, value in zip(self._index, values, strict=True):
             full[i] = value
@@ -184,14 +206,18 @@ class Leaves:
 
     def init_masters(self, params: Any) -> Any:
         """A float32 copy of each stepped leaf that is narrower, ``()`` for the others."""
-        return self.to_tree([() if _wide(p) else precision.upcast(p) for p in self.of_params(params)])
+        return self.to_tree(
+            [() if _wide(p) else precision.upcast(p) for p in self.of_params(params)]
+        )
 
     def masters(self, params: Any, kept: Any) -> list[Tensor]:
         """What is stepped: the leaf itself, or its master in ``kept``."""
         copies = iter(tree.leaves(kept))
         return [p if _wide(p) else next(copies) for p in self.of_params(params)]
 
-    def with_masters(self, params: Any, masters: Sequence[Tensor], *, donate: bool) -> tuple[Any, Any]:
+    def with_masters(
+        self, params: Any, masters: Sequence[Tensor], *, donate: bool
+    ) -> tuple[Any, Any]:
         """``(params, kept)`` after ``masters`` were stepped."""
         before = self.of_params(params)
         kept = self.to_tree([() if _wide(p) else m for p, m in zip(before, masters, strict=True)])
@@ -200,7 +226,9 @@ class Leaves:
                 if m is not p:
                     p.copy_(m)
             return params, kept
-        return self.replace(params, [m.to(p.dtype) for p, m in zip(before, masters, strict=True)]), kept
+        return self.replace(
+            params, [m.to(p.dtype) for p, m in zip(before, masters, strict=True)]
+        ), kept
 
 
 def _wide(x: Tensor) -> bool:

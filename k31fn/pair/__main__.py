@@ -1,4 +1,6 @@
-"""Trains two versions of one run on the same rows and says whether they compute the same: ``python -m k31fn.pair``."""
+"""Trains two versions of one run on the same rows and says whether they compute the same: ``python
+-m k31fn.pair``.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,22 @@ __all__ = ["main"]
 
 _USAGE = """usage: python -m k31fn.pair CONFIG --a WHAT... --b WHAT... [--FIELD VALUE ...]
 
-Trains two sides from one seed or checkpoint on the same rows, and side a a second time with its sums in another
-order. Exit status: 0 the sides agree up to rounding, 1 they differ, 2 a wrong call.
+Trains two sides from one seed or checkpoint on the same rows, and side a a second time with its
+sums in another order. Exit status: 0 the sides agree up to rounding, 1 they differ, 2 a wrong call.
 
 WHAT is kernels=... or a field of the recipe:
   kernels=reference                   every operator by its reference
-  kernels=triton                      Triton where an operator has it, else as the device does by default
+  kernels=triton                 Triton where an operator has it, else as the device does by default
   kernels=attn_res:triton,mhc_pre:reference
-  remat=layer  compute=bfloat16  model.residual.block-size=4  optimizer.peak-lr=1e-3  model.moe.qat=true
+  remat=layer  compute=bfloat16  model.residual.block-size=4
+  optimizer.peak-lr=1e-3  model.moe.qat=true
 
-  python -m k31fn.pair configs/tiny.py --a kernels=reference --b kernels=triton --steps 300 --compute bfloat16
-  python -m k31fn.pair configs/tiny.py --b remat=layer --steps 40          --a alone: as the config says
-  python -m k31fn.pair runs/tiny/<time>/config.json --start runs/tiny/<time> --b kernels=triton --steps 100
-  python -m k31fn.pair configs/tiny.py --help                              lists all fields with their values
+  python -m k31fn.pair configs/tiny.py --a kernels=reference --b kernels=triton \\
+      --steps 300 --compute bfloat16
+  python -m k31fn.pair configs/tiny.py --b remat=layer --steps 40      --a alone: as the config says
+  python -m k31fn.pair runs/tiny/<time>/config.json --start runs/tiny/<time> \\
+      --b kernels=triton --steps 100
+  python -m k31fn.pair configs/tiny.py --help                     lists all fields with their values
 
 Writes pairs/<name>/<time>/: pair.jsonl (a line per step), report.json, pair.png.
 """
@@ -56,7 +61,8 @@ class _Options:
         a: side a: kernels=WHAT and FIELD=VALUE; nothing: as the config says.
         b: side b.
         start: a run folder, whose newest checkpoint both begin with; "": the seed's initial values.
-        probe_every: steps from one comparison of gradients at equal parameters to the next; 0: about 60 in all.
+        probe_every: steps from one comparison of gradients at equal parameters to the next; 0:
+            about 60 in all.
         out: where the folder of the results goes.
         device: cpu, cuda, cuda:1, npu:0; if empty, the best of this machine.
         threads: CPU threads; 0: one per core.
@@ -85,7 +91,9 @@ class _Call:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compares; returns 0 if the sides agree, 1 if not or if it failed, 2 for a wrong call, 130 when interrupted."""
+    """Compares; returns 0 if the sides agree, 1 if not or if it failed, 2 for a wrong call, 130
+    when interrupted.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(_USAGE, end="", file=sys.stdout if args else sys.stderr)
@@ -100,10 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(args: Sequence[str]) -> int:
     try:
         if args[0].startswith("-"):
-            raise ValueError(f"the config comes first, then {args[0]}: configs/tiny.py {shlex.join(args)}")
+            raise ValueError(
+                f"the config comes first, then {args[0]}: configs/tiny.py {shlex.join(args)}"
+            )
         prog = f"python -m k31fn.pair {args[0]}"
         _check_once(args)
-        call = override(_Call(_Options(), load_recipe(Path(args[0]))), args[1:], prog=prog, description=_DESCRIPTION)
+        call = override(
+            _Call(_Options(), load_recipe(Path(args[0]))),
+            args[1:],
+            prog=prog,
+            description=_DESCRIPTION,
+        )
         options = call.options
         a, b = parse_side("a", options.a, call.recipe), parse_side("b", options.b, call.recipe)
         check_alike(a, b, call.recipe)
@@ -121,7 +136,10 @@ def _main(args: Sequence[str]) -> int:
         where = folder.new(options.out, recipe)
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         return _fail(error, 2)
-    print(f"pair {where}: {recipe.steps - done} steps of {recipe.batch_size} x {recipe.length} on {device}")
+    print(
+        f"pair {where}: {recipe.steps - done} steps of {recipe.batch_size} x {recipe.length} on "
+        f"{device}"
+    )
     for side in (a, b):
         print(f"  {side.name}: {side.text}, {side.recipe.compute}")
     try:
@@ -135,7 +153,8 @@ def _check_once(args: Sequence[str]) -> None:
     for flag in ("--a", "--b"):
         if sum(arg.partition("=")[0] == flag for arg in args) > 1:
             raise ValueError(
-                f"{flag} is given twice, and the last would replace the first; put all its words after one"
+                f"{flag} is given twice, and the last would replace the first; put all its words "
+                "after one"
             )
 
 
@@ -143,7 +162,8 @@ def _every(options: _Options, recipe: Recipe) -> int:
     every = options.probe_every or max(1, recipe.steps // _MOST_PROBES)
     if -(-recipe.steps // every) < LEAST_PROBES:
         raise ValueError(
-            f"steps={recipe.steps} with probe_every={every}: gradients are compared {-(-recipe.steps // every)} times, "
+            f"steps={recipe.steps} with probe_every={every}: gradients are compared "
+            f"{-(-recipe.steps // every)} times, "
             f"which decides nothing; at least {LEAST_PROBES}"
         )
     return every
@@ -162,7 +182,9 @@ def _steps(runs: Runs, dataset: object, stop: int, file: Path) -> list[Step]:
             a, b = step.losses["a"], step.losses["b"]
             noise = f"  noise {step.losses['noise'] - a:+.1e}" if "noise" in step.losses else ""
             grads = (
-                f"  gradients {line['grad_apart']:.1e}, {line['worst']} {line['worst_apart']:.1e}" if step.probe else ""
+                f"  gradients {line['grad_apart']:.1e}, {line['worst']} {line['worst_apart']:.1e}"
+                if step.probe
+                else ""
             )
             print(f"step {step.number}: loss {a:.4f}  b - a {b - a:+.1e}{noise}{grads}", flush=True)
     return steps

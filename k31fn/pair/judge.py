@@ -1,26 +1,31 @@
-"""Whether two implementations compute the same gradient up to rounding: what a paired run decides, and on what.
+"""Whether two implementations compute the same gradient up to rounding: what a paired run decides,
+and on what.
 
-At some steps (probes) both sides differentiate the same loss at the same parameters, those of side a; with ``g_a`` and
-``g_b`` the gradients of one parameter and ``g`` the same gradient by the references in the next wider dtype,
+At some steps (probes) both sides differentiate the same loss at the same parameters, those of side
+a; with ``g_a`` and ``g_b`` the gradients of one parameter and ``g`` the same gradient by the
+references in the next wider dtype,
 
     scale = < g, g_b - g_a > / < g, g >        error_x = || g_x - g || / || g ||
 
-Rounding errors do not know ``g``: their product with it averages out over the elements of a parameter and over the
-probes, so ``scale`` finds a gradient that is 1% too large under noise many times that. (``g_a`` in the place of ``g``
-would not do: its own noise e makes the regression of ``g_b`` on it too small by ``e^2``, 1% for a noise of 10%.) The
-probes are cut into at most 12 blocks in time, since neighbours share most of their parameters; the medians of the
-blocks, which a flipped route in one probe does not move, give a mean and its standard error.
+Rounding errors do not know ``g``: their product with it averages out over the elements of a
+parameter and over the probes, so ``scale`` finds a gradient that is 1% too large under noise many
+times that. (``g_a`` in the place of ``g`` would not do: its own noise e makes the regression of
+``g_b`` on it too small by ``e^2``, 1% for a noise of 10%.) The probes are cut into at most 12
+blocks in time, since neighbours share most of their parameters; the medians of the blocks, which a
+flipped route in one probe does not move, give a mean and its standard error.
 
-A parameter differs if its scale is off by more than 0.004 and by more than chance makes it once in 40,000 (Student's t:
-7 standard errors for 12 blocks, 15 for 6), or if side b's error is more than 0.005 and more than 4 times side a's, and
-is no rounding of larger gradients that cancelled. If its noise is larger than its gradient, or 1% is less than 1.5
-times what chance allows, it is ``unresolved``: a gradient of 1.01 times its value might not be seen in it.
+A parameter differs if its scale is off by more than 0.004 and by more than chance makes it once in
+40,000 (Student's t: 7 standard errors for 12 blocks, 15 for 6), or if side b's error is more than
+0.005 and more than 4 times side a's, and is no rounding of larger gradients that cancelled. If its
+noise is larger than its gradient, or 1% is less than 1.5 times what chance allows, it is
+``unresolved``: a gradient of 1.01 times its value might not be seen in it.
 
-A gradient or a loss that is not finite, of either side or by the references, in any probe, is a difference: nothing
-can be said of it, so the sides do not agree.
+A gradient or a loss that is not finite, of either side or by the references, in any probe, is a
+difference: nothing can be said of it, so the sides do not agree.
 
-A gradient of an operator may be a small part of those that a parameter adds up. So each operator that the sides compute
-differently is also compared alone (:mod:`k31fn.pair.operators`), by the same rule, with its arguments as parameters.
+A gradient of an operator may be a small part of those that a parameter adds up. So each operator
+that the sides compute differently is also compared alone (:mod:`k31fn.pair.operators`), by the same
+rule, with its arguments as parameters.
 """
 
 from __future__ import annotations
@@ -36,14 +41,31 @@ from torch import Tensor
 
 from k31fn import tree
 
-__all__ = ["LEAST_PROBES", "REVERSED", "Leaf", "Probes", "loss_differs", "losses_apart", "not_finite", "size"]
+__all__ = [
+    "LEAST_PROBES",
+    "REVERSED",
+    "Leaf",
+    "Probes",
+    "loss_differs",
+    "losses_apart",
+    "not_finite",
+    "size",
+]
 
 LEAST_PROBES = 6
 REVERSED = "on side a with the rows reversed"
 
 _BLOCKS = 12
 _SCALE, _ERROR = 0.004, 0.005
-_DEVIATIONS = {6: 14.9, 7: 11.6, 8: 9.8, 9: 8.6, 10: 7.9, 11: 7.3, 12: 6.9}  # Student's t by number of blocks
+_DEVIATIONS = {
+    6: 14.9,
+    7: 11.6,
+    8: 9.8,
+    9: 8.6,
+    10: 7.9,
+    11: 7.3,
+    12: 6.9,
+}  # Student's t by number of blocks
 _POWER = 1.5
 _WORSE = 4.0
 _APART, _LOSS = 5.0, 0.05  # of the noise between two runs of one side; nats
@@ -54,7 +76,8 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: of the parameter.
-        scale: by how much side b's gradient is larger, relative; like the other numbers NaN where one is not finite.
+        scale: by how much side b's gradient is larger, relative; like the other numbers NaN where
+            one is not finite.
         deviation: standard error of ``scale``.
         error_a: side a's relative error, of the median probe.
         error_b: side b's.
@@ -77,8 +100,9 @@ class Probes:
 
     Attributes:
         rounding: of the sides' dtype, relative.
-        rows: by parameter, per probe that has it: ``|g|^2``, ``<g, g_b - g_a>``, ``|g_a - g|^2``, ``|g_b - g|^2``,
-            ``|g_b - g_a|^2``, ``|g|^2`` of all parameters of that probe (that are finite), ``|g_a|^2`` and ``|g_b|^2``.
+        rows: by parameter, per probe that has it: ``|g|^2``, ``<g, g_b - g_a>``, ``|g_a - g|^2``,
+            ``|g_b - g|^2``, ``|g_b - g_a|^2``, ``|g|^2`` of all parameters of that probe (that are
+            finite), ``|g_a|^2`` and ``|g_b|^2``.
     """
 
     rounding: float
@@ -100,9 +124,17 @@ class Probes:
         return {**apart, "": _ratio(sums[:, 4].sum(), sums[:, 0].sum())}
 
     def judged(self) -> list[Leaf]:
-        """Every parameter that was probed often enough, or was not finite once; the most suspicious first."""
-        found = [self._judge(path, np.stack(r)) for path, r in self.rows.items() if len(r) >= LEAST_PROBES or _lost(r)]
-        return sorted(found, key=lambda leaf: (not leaf.differs, leaf.unresolved, -size(leaf.scale)))
+        """Every parameter that was probed often enough, or was not finite once; the most suspicious
+        first.
+        """
+        found = [
+            self._judge(path, np.stack(r))
+            for path, r in self.rows.items()
+            if len(r) >= LEAST_PROBES or _lost(r)
+        ]
+        return sorted(
+            found, key=lambda leaf: (not leaf.differs, leaf.unresolved, -size(leaf.scale))
+        )
 
     def group(self, paths: Sequence[str]) -> Leaf:
         """Some parameters, which every probe has, as one."""
@@ -118,15 +150,23 @@ class Probes:
         if not rows[:, 0].any():
             moved = math.sqrt(float(np.median(rows[:, 4])))
             differs = (
-                "side b has a gradient, side a has none" if moved > self.rounding * _median_root(rows[:, 5]) else ""
+                "side b has a gradient, side a has none"
+                if moved > self.rounding * _median_root(rows[:, 5])
+                else ""
             )
             return Leaf(path, 0.0, 0.0, 0.0, 0.0, differs, unresolved=False)
         if (rows[:, 0] > 0).sum() < LEAST_PROBES:
             return Leaf(path, 0.0, math.inf, 0.0, 0.0, "", unresolved=True)
         rows = rows[rows[:, 0] > 0]
         error_a, error_b = (_median_root(rows[:, i] / rows[:, 0]) for i in (2, 3))
-        medians = [float(np.median(part)) for part in np.array_split(rows[:, 1] / rows[:, 0], min(len(rows), _BLOCKS))]
-        scale, deviation = float(np.mean(medians)), float(np.std(medians, ddof=1)) / math.sqrt(len(medians))
+        medians = [
+            float(np.median(part))
+            for part in np.array_split(rows[:, 1] / rows[:, 0], min(len(rows), _BLOCKS))
+        ]
+        scale, deviation = (
+            float(np.mean(medians)),
+            float(np.std(medians, ddof=1)) / math.sqrt(len(medians)),
+        )
         chance = _DEVIATIONS[len(medians)] * deviation
         cancelled = self.rounding * _median_root(rows[:, 5] / rows[:, 0])
         drowned = error_a > 1.0
@@ -135,21 +175,32 @@ class Probes:
             differs = f"error {error_b:.2g}, side a's is {error_a:.2g}"
         if not drowned and abs(scale) > max(_SCALE, chance):
             differs = f"{1 + scale:.4f} times side a's (standard error {deviation:.1g})"
-        return Leaf(path, scale, deviation, error_a, error_b, differs, drowned or _POWER * chance > 0.01)
+        return Leaf(
+            path, scale, deviation, error_a, error_b, differs, drowned or _POWER * chance > 0.01
+        )
 
 
 def loss_differs(losses: Sequence[tuple[float, float, float]], rounding: float) -> str:
-    """Why the losses of a, b and the wider dtype at the same parameters differ; "" if they do not."""
+    """Why the losses of a, b and the wider dtype at the same parameters differ; "" if they do
+    not.
+    """
     if lost := not_finite(losses, "probes"):
         return f"loss at the same parameters: {lost}"
     a, b, exact = np.array(losses).T
     apart, error = np.median(np.abs(b - a)), np.median(np.abs(a - exact))
     bound = _WORSE * max(error, rounding * float(np.median(np.abs(exact))))
-    return f"losses at the same parameters are {apart:.2g} apart, at most {bound:.2g}" if apart > bound else ""
+    return (
+        f"losses at the same parameters are {apart:.2g} apart, at most {bound:.2g}"
+        if apart > bound
+        else ""
+    )
 
 
-def losses_apart(a: Sequence[float], b: Sequence[float], again: Sequence[float]) -> tuple[float, float, str]:
-    """How far two runs are apart in their last half, and how far one is from itself with its sums in another order.
+def losses_apart(
+    a: Sequence[float], b: Sequence[float], again: Sequence[float]
+) -> tuple[float, float, str]:
+    """How far two runs are apart in their last half, and how far one is from itself with its sums
+    in another order.
 
     Args:
         a: training losses of side a, by step.
@@ -157,19 +208,25 @@ def losses_apart(a: Sequence[float], b: Sequence[float], again: Sequence[float])
         again: of side a with the rows of every batch reversed; empty if there is no such run.
 
     Returns:
-        Root mean square of ``b - a``, of ``again - a`` (NaN without such a run), and why the first is too much or a
-        loss of any step is not finite, or "".
+        Root mean square of ``b - a``, of ``again - a`` (NaN without such a run), and why the first
+        is too much or a loss of any step is not finite, or "".
     """
     if lost := not_finite(list(zip(a, b, again or a, strict=True)), "steps", third=REVERSED):
         return math.nan, math.nan, f"training loss: {lost}"
     half = len(a) // 2
-    apart, noise = (_rms(np.array(x[half:]) - np.array(a[half:])) if len(x) else math.nan for x in (b, again))
+    apart, noise = (
+        _rms(np.array(x[half:]) - np.array(a[half:])) if len(x) else math.nan for x in (b, again)
+    )
     bound = max(_APART * noise, _LOSS) if len(again) else math.inf
-    differs = f"training losses are {apart:.2g} nats apart, at most {bound:.2g}" if apart > bound else ""
+    differs = (
+        f"training losses are {apart:.2g} nats apart, at most {bound:.2g}" if apart > bound else ""
+    )
     return apart, noise, differs
 
 
-def not_finite(rows: Sequence[Sequence[float]] | np.ndarray, of: str, third: str = "by the references") -> str:
+def not_finite(
+    rows: Sequence[Sequence[float]] | np.ndarray, of: str, third: str = "by the references"
+) -> str:
     """Where numbers are infinite or NaN, and in how many rows; "" if none is.
 
     Args:

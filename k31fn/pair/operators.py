@@ -1,4 +1,6 @@
-"""The operators that two sides compute differently, each compared alone on arguments that the run gave it."""
+"""The operators that two sides compute differently, each compared alone on arguments that the run
+gave it.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,26 @@ class Sample:
         return watch
 
     def taken(self, a: Counter[tuple[str, str]], b: Counter[tuple[str, str]]) -> list[_Call]:
-        """The calls of the operators that ran by other implementations in the two; ends the probe."""
-        apart = {op for op, _ in {*a, *b} if {n for o, n in a if o == op} != {n for o, n in b if o == op}}
+        """The calls of the operators that ran by other implementations in the two; ends the
+        probe.
+        """
+        apart = {
+            op for op, _ in {*a, *b} if {n for o, n in a if o == op} != {n for o, n in b if o == op}
+        }
         found = [call for name, call in self._calls.items() if name in apart]
-        self._probe, self._counts, self._seen, self._calls = self._probe + 1, self._seen, Counter(), {}
+        self._probe, self._counts, self._seen, self._calls = (
+            self._probe + 1,
+            self._seen,
+            Counter(),
+            {},
+        )
         return found
 
 
 def compare(op: Op, named: dict[str, Any], a: Side, b: Side, exact: Side, into: Probes) -> None:
-    """Adds the gradients of one call for random cotangents: a probe whose parameters are the operator's arguments."""
+    """Adds the gradients of one call for random cotangents: a probe whose parameters are the
+    operator's arguments.
+    """
     values, structure = tree.flatten(named, allow_none=True)
     index = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point()]
     if not index:
@@ -72,7 +85,9 @@ def compare(op: Op, named: dict[str, Any], a: Side, b: Side, exact: Side, into: 
                 out = tree.leaves(op(**tree.unflatten(structure, replaced)))
             return [x for x in out if x.is_floating_point()]
 
-        given = [values[i] if dtype is None else values[i].to(_promoted(values[i], dtype)) for i in index]
+        given = [
+            values[i] if dtype is None else values[i].to(_promoted(values[i], dtype)) for i in index
+        ]
         out, pull = vjp(call, *given)
         cts = cts or [_drawn(x, seed, i) for i, x in enumerate(out)]
         found = pull([c.to(x.dtype) for c, x in zip(cts, out, strict=True)])

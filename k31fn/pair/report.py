@@ -42,8 +42,12 @@ class Report:
         apart, noise, differs = losses_apart(losses["a"], losses["b"], losses.get("noise", []))
         leaves, operators = runs.probes.judged(), runs.operators.judged()
         probes = [s.probe.losses for s in steps if s.probe]
-        reasons = [r for r in (loss_differs(probes, runs.probes.rounding), differs, _norms(steps)) if r]
-        reasons += [f"gradient of {x.path}: {x.differs}" for x in (*operators, *leaves) if x.differs]
+        reasons = [
+            r for r in (loss_differs(probes, runs.probes.rounding), differs, _norms(steps)) if r
+        ]
+        reasons += [
+            f"gradient of {x.path}: {x.differs}" for x in (*operators, *leaves) if x.differs
+        ]
         lines = ["", *_table(runs.probes, groups(list(runs.probes.rows), runs.model))]
         if operators:
             lines += ["", *_operators(operators)]
@@ -95,9 +99,12 @@ def _verdict(reasons: Sequence[str]) -> list[str]:
 
 
 def groups(paths: Sequence[str], cfg: model.Config) -> dict[str, list[str]]:
-    """Parameters by part of the model, all its layers together: ``kda``, ``full``, ``ffn.experts``, ``attn_mix``."""
+    """Parameters by part of the model, all its layers together: ``kda``, ``full``, ``ffn.experts``,
+    ``attn_mix``.
+    """
     kinds = {
-        i: "kda" if isinstance(c.attention, kda.Config) else "full" for i, c in enumerate(model.layer_configs(cfg))
+        i: "kda" if isinstance(c.attention, kda.Config) else "full"
+        for i, c in enumerate(model.layer_configs(cfg))
     }
     found: dict[str, list[str]] = {}
     for path in paths:
@@ -110,10 +117,14 @@ def groups(paths: Sequence[str], cfg: model.Config) -> dict[str, list[str]]:
 
 
 def _table(probes: Probes, parts: dict[str, list[str]]) -> list[str]:
-    rows = [("gradients at equal parameters", "b / a", "+-", "error a", "error b", "worst parameter")]
+    rows = [
+        ("gradients at equal parameters", "b / a", "+-", "error a", "error b", "worst parameter")
+    ]
     by_path = {leaf.path: leaf for leaf in probes.judged()}
     for name, paths in [*parts.items(), ("all together", list(probes.rows))]:
-        worst = max((by_path[p] for p in paths), key=lambda leaf: (bool(leaf.differs), _suspicion(leaf)))
+        worst = max(
+            (by_path[p] for p in paths), key=lambda leaf: (bool(leaf.differs), _suspicion(leaf))
+        )
         text = f"{worst.path} {1 + worst.scale:.4f}{' !' if worst.differs else ''}"
         rows.append((name, *_numbers(probes.group(paths)), text))
     return _aligned(rows)
@@ -129,7 +140,12 @@ def _suspicion(leaf: Leaf) -> float:
 
 
 def _numbers(leaf: Leaf) -> tuple[str, str, str, str]:
-    return f"{1 + leaf.scale:.4f}", f"{leaf.deviation:.1e}", f"{leaf.error_a:.1e}", f"{leaf.error_b:.1e}"
+    return (
+        f"{1 + leaf.scale:.4f}",
+        f"{leaf.deviation:.1e}",
+        f"{leaf.error_a:.1e}",
+        f"{leaf.error_b:.1e}",
+    )
 
 
 def _runs(runs: Runs, apart: float, noise: float) -> list[str]:
@@ -137,24 +153,34 @@ def _runs(runs: Runs, apart: float, noise: float) -> list[str]:
     far = {"a": "", "b": f"{apart:.2g} nats (rms)", "noise": f"{noise:.2g} nats (rms)"}
     for name, run in runs.runs.items():
         text = f"{name}: {run.side.text}" + (", rows in reverse order" if run.reverse else "")
-        rows.append((text, f"{runs.milliseconds(name):.1f} ms", f"{run.peak / 2**20:.1f} MiB", far[name]))
+        rows.append(
+            (text, f"{runs.milliseconds(name):.1f} ms", f"{run.peak / 2**20:.1f} MiB", far[name])
+        )
     return _aligned(rows)
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def record(step: Step, runs: Runs, parts: dict[str, list[str]]) -> dict[str, Any]:
-    """A line of ``pair.jsonl``: losses and gradient norms of the runs and, at a probe, the gradients' difference."""
+    """A line of ``pair.jsonl``: losses and gradient norms of the runs and, at a probe, the
+    gradients' difference.
+    """
     found: dict[str, Any] = {"step": step.number}
     for name in runs.runs:
         found |= {f"loss/{name}": step.losses[name], f"grad_norm/{name}": step.norms[name]}
     if step.probe:
         apart = step.probe.apart
         found["grad_apart"] = apart[""]
-        found |= {f"grad_apart/{part}": max((apart[p] for p in paths), key=size) for part, paths in parts.items()}
+        found |= {
+            f"grad_apart/{part}": max((apart[p] for p in paths), key=size)
+            for part, paths in parts.items()
+        }
         worst = max(runs.probes.rows, key=lambda path: size(apart[path]))
         found |= {"worst": worst, "worst_apart": apart[worst]}
         found |= dict(zip(("probe/a", "probe/b", "probe/exact"), step.probe.losses, strict=True))
@@ -162,7 +188,8 @@ def record(step: Step, runs: Runs, parts: dict[str, list[str]]) -> dict[str, Any
 
 
 def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
-    """Draws losses, their difference beside the noise, the gradients' difference, and each parameter's scale.
+    """Draws losses, their difference beside the noise, the gradients' difference, and each
+    parameter's scale.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -170,12 +197,20 @@ def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
     try:
         from matplotlib.figure import Figure  # without pyplot: no window system, no global state
     except ImportError as error:
-        raise ImportError(f"no plot: {error}; pip install 'k31fn[train]' adds matplotlib") from error
+        raise ImportError(
+            f"no plot: {error}; pip install 'k31fn[train]' adds matplotlib"
+        ) from error
     figure = Figure(figsize=(10, 7), layout="constrained")
     (top, between), (grads, scales) = figure.subplots(2, 2)
     numbers = [s.number for s in steps]
     for i, name in enumerate(("a", "b")):
-        top.plot(numbers, [s.losses[name] for s in steps], color=f"C{i}", linewidth=1, label=runs.runs[name].side.text)
+        top.plot(
+            numbers,
+            [s.losses[name] for s in steps],
+            color=f"C{i}",
+            linewidth=1,
+            label=runs.runs[name].side.text,
+        )
     for i, name in enumerate(n for n in ("b", "noise") if n in runs.runs):
         gaps = [abs(s.losses[name] - s.losses["a"]) or math.nan for s in steps]
         style: Any = {"color": f"C{1 + i}", "linewidth": 0.9, "markersize": 3}
@@ -183,16 +218,29 @@ def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
     between.sharex(top)
     probed = [s.number for s in steps if s.probe]
     apart = [s.probe.apart for s in steps if s.probe]
-    grads.plot(probed, [x[""] or math.nan for x in apart], "o-", markersize=3, linewidth=1, label="all parameters")
+    grads.plot(
+        probed,
+        [x[""] or math.nan for x in apart],
+        "o-",
+        markersize=3,
+        linewidth=1,
+        label="all parameters",
+    )
     worst = [max((x[p] for p in runs.probes.rows), key=size) or math.nan for x in apart]
     grads.plot(probed, worst, ".", markersize=3, label="the worst")
     _draw_scales(scales, runs.probes.judged())
     _finish(top, "loss, nats per token", "step")
     _finish(
-        between, "loss apart, nats", "step", log=any(0 < abs(s.losses["a"] - s.losses["b"]) < math.inf for s in steps)
+        between,
+        "loss apart, nats",
+        "step",
+        log=any(0 < abs(s.losses["a"] - s.losses["b"]) < math.inf for s in steps),
     )
     _finish(
-        grads, "gradients apart at equal parameters, relative", "step", log=any(0 < x[""] < math.inf for x in apart)
+        grads,
+        "gradients apart at equal parameters, relative",
+        "step",
+        log=any(0 < x[""] < math.inf for x in apart),
     )
     _finish(scales, "gradient of b / of a - 1, and its standard error", "parameter")
     temporary = out.with_name(f".{out.stem}.partial{out.suffix}")
@@ -201,7 +249,10 @@ def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
 
 
 def _draw_scales(axes: Any, leaves: Sequence[Leaf]) -> None:
-    shown = sorted((x for x in leaves if not x.unresolved and math.isfinite(x.scale)), key=lambda leaf: leaf.scale)
+    shown = sorted(
+        (x for x in leaves if not x.unresolved and math.isfinite(x.scale)),
+        key=lambda leaf: leaf.scale,
+    )
     for wanted, colour, label in ((False, "C0", "agree"), (True, "C3", "differ")):
         places = [(i, leaf) for i, leaf in enumerate(shown) if bool(leaf.differs) is wanted]
         if places:

@@ -86,7 +86,9 @@ class _Run:
         before, began = devices.memory_allocated(device), time.perf_counter()
         devices.reset_peak_memory(device)
         with self.side.chosen():
-            if device.type == "cpu" and not self.peak and number:  # a process has no peak that could be reset
+            if (
+                device.type == "cpu" and not self.peak and number
+            ):  # a process has no peak that could be reset
                 with live_bytes() as live:
                     self.state, numbers = self.advance(self.state, batches, rate)
                 self.peak = live.peak
@@ -107,8 +109,8 @@ def _reversed(rows: data.Example) -> data.Example:
 class Runs:
     """Side a and side b from one state; and side a again with the rows of every batch reversed.
 
-    The third is the noise: the same sums over tokens in another order. A batch of one row has no other order, and then
-    there is none.
+    The third is the noise: the same sums over tokens in another order. A batch of one row has no
+    other order, and then there is none.
 
     Args:
         a: side a; the steps of its recipe include those done.
@@ -125,7 +127,13 @@ class Runs:
     """
 
     def __init__(
-        self, a: Side, b: Side, states: Sequence[TrainState], done: int, device: torch.device, every: int
+        self,
+        a: Side,
+        b: Side,
+        states: Sequence[TrainState],
+        done: int,
+        device: torch.device,
+        every: int,
     ) -> None:
         self._device, self._done, self._every = device, done, every
         self._a, self._b, self._exact = a, b, precise(a)
@@ -143,8 +151,13 @@ class Runs:
         for i, number in enumerate(range(self._done, self._a.recipe.steps)):
             rows = rows_at(dataset, number)
             probe = None if i % self._every else self._probe(rows)
-            found = {name: run.step(rows, number, self._device, timed=i >= _UNTIMED) for name, run in self.runs.items()}
-            losses, norms = ({n: float(getattr(x, k)) for n, x in found.items()} for k in ("loss", "grad_norm"))
+            found = {
+                name: run.step(rows, number, self._device, timed=i >= _UNTIMED)
+                for name, run in self.runs.items()
+            }
+            losses, norms = (
+                {n: float(getattr(x, k)) for n, x in found.items()} for k in ("loss", "grad_norm")
+            )
             yield Step(number, losses, norms, probe)
 
     @property
@@ -166,10 +179,16 @@ class Runs:
                 losses.append(losses[0])
                 grads.append(grads[0])
                 continue
-            weights = params.cast(self.runs["a"].state.params, layout.specs, side.recipe.precision.param)
+            weights = params.cast(
+                self.runs["a"].state.params, layout.specs, side.recipe.precision.param
+            )
             state = dataclasses.replace(self.runs["a"].state, params=weights)
             batches = make_batches(side.recipe, rows, self._device)
-            with side.chosen(), record_impls() as impls, watch_calls(self._sample.watcher(side is self._a)):
+            with (
+                side.chosen(),
+                record_impls() as impls,
+                watch_calls(self._sample.watcher(side is self._a)),
+            ):
                 sums, found = gradient(state, batches)
             losses.append(float(sums.total))
             grads.append(found)

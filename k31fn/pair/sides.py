@@ -1,4 +1,6 @@
-"""The two sides of a paired run: a recipe each, and the implementations that its operators are computed by."""
+"""The two sides of a paired run: a recipe each, and the implementations that its operators are
+computed by.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from k31fn.kernels.registry import use_impl
 __all__ = ["OWN", "SHARED", "Side", "changed", "check_alike", "parse_side", "precise", "rounding"]
 
 OWN = frozenset({"model", "optimizer", "micro_batches", "compute", "products", "master", "remat"})
-"""Fields of a recipe that each side has for itself; of the model only what leaves its parameters as they are."""
+"""Fields of a recipe that each side has for itself; of the model only what leaves its parameters as
+they are.
+"""
 
 _ROWS = "both sides train on the same rows; set it for both, with --{flag}"
 _BEGIN = "both sides train the same parameters from the same values; set it for both, with --{flag}"
@@ -71,24 +75,41 @@ def parse_side(name: str, words: Sequence[str], recipe: Recipe) -> Side:
     """The side that ``words`` describe: ``kernels=WHAT`` and ``FIELD=VALUE`` of the recipe.
 
     Raises:
-        ValueError: a word of another form, a field given twice, an unknown implementation, or a value that the recipe
-            refuses. An unknown field prints the nearest names and exits with status 2, as it does for ``train.py``.
+        ValueError: a word of another form, a field given twice, an unknown implementation, or a
+            value that the recipe refuses. An unknown field prints the nearest names and exits with
+            status 2, as it does for ``train.py``.
     """
     given: dict[str, str] = {}
     for word in words:
         field, equals, value = word.partition("=")
         if not equals or not field:
-            raise ValueError(f"--{name} {word!r} must be kernels=WHAT or FIELD=VALUE, such as remat=layer")
+            raise ValueError(
+                f"--{name} {word!r} must be kernels=WHAT or FIELD=VALUE, such as remat=layer"
+            )
         field = field.removeprefix("--").replace("_", "-")
         if field in given:
             raise ValueError(
-                f"--{name} {field} is given twice, as {given[field]!r} and as {value!r}; give it once"
-                + (", with commas: kernels=attn_res:triton,mhc_pre:reference" if field == "kernels" else "")
+                f"--{name} {field} is given twice, as {given[field]!r} and as {value!r}; give it "
+                "once"
+                + (
+                    ", with commas: kernels=attn_res:triton,mhc_pre:reference"
+                    if field == "kernels"
+                    else ""
+                )
             )
         given[field] = value
     chosen = choice.parse(given.pop("kernels", ""), f"--{name} kernels")
-    fields = [argument for field, value in given.items() for argument in _arguments(name, recipe, field, value)]
-    return Side(name, override(recipe, fields, prog=f"--{name}"), chosen, " ".join(words) or "as the config says")
+    fields = [
+        argument
+        for field, value in given.items()
+        for argument in _arguments(name, recipe, field, value)
+    ]
+    return Side(
+        name,
+        override(recipe, fields, prog=f"--{name}"),
+        chosen,
+        " ".join(words) or "as the config says",
+    )
 
 
 def _arguments(name: str, recipe: Recipe, field: str, value: str) -> list[str]:
@@ -110,7 +131,9 @@ def changed(old: Any, new: Any, path: str = "") -> dict[str, Any]:
         return {} if old == new else {path: new}
     found: dict[str, Any] = {}
     for f in dataclasses.fields(old):
-        found |= changed(getattr(old, f.name), getattr(new, f.name), f"{path}.{f.name}" if path else f.name)
+        found |= changed(
+            getattr(old, f.name), getattr(new, f.name), f"{path}.{f.name}" if path else f.name
+        )
     return found
 
 
@@ -123,38 +146,53 @@ def check_alike(a: Side, b: Side, recipe: Recipe) -> None:
         recipe: what the fields that are not :data:`OWN` are in both.
 
     Raises:
-        ValueError: they would see other rows or have other parameters, or one needs several devices, or has a field for
-            itself that a pair takes from ``recipe``; names the field.
+        ValueError: they would see other rows or have other parameters, or one needs several
+            devices, or has a field for itself that a pair takes from ``recipe``; names the field.
     """
     for side in (a, b):
         if side.recipe.mesh.world_size > 1:
-            raise ValueError(f"--{side.name}: mesh has {side.recipe.mesh.world_size} ranks; a pair runs on one device")
+            raise ValueError(
+                f"--{side.name}: mesh has {side.recipe.mesh.world_size} ranks; a pair runs on one "
+                "device"
+            )
         if side.recipe.phases:
             raise ValueError(f"--{side.name}: a pair runs one phase; leave the recipe's phases out")
         for path, value in changed(recipe, side.recipe).items():
             if why := SHARED.get(path.split(".")[0]):
-                raise ValueError(f"--{side.name} {path}={value!r}: {why.format(flag=path.replace('_', '-'))}")
+                raise ValueError(
+                    f"--{side.name} {path}={value!r}: {why.format(flag=path.replace('_', '-'))}"
+                )
     _check_parameters(a, b)
 
 
 def _check_parameters(a: Side, b: Side) -> None:
     of_a, of_b = (dict(tree.flatten_with_paths(model.specs(side.recipe.model))) for side in (a, b))
-    other = [p for p in {**of_a, **of_b} if p not in of_a or p not in of_b or of_a[p].shape != of_b[p].shape]
+    other = [
+        p
+        for p in {**of_a, **of_b}
+        if p not in of_a or p not in of_b or of_a[p].shape != of_b[p].shape
+    ]
     if other:
         raise ValueError(
-            f"the sides have other parameters ({len(other)}, such as {other[0]}); a pair starts both from the same ones"
+            f"the sides have other parameters ({len(other)}, such as {other[0]}); a pair starts "
+            "both from the same ones"
         )
     drawn = [p for p in of_a if (of_a[p].init, of_a[p].dtype) != (of_b[p].init, of_b[p].dtype)]
     if drawn:
-        fields = ", ".join(f"{path}={value!r}" for path, value in changed(a.recipe.model, b.recipe.model).items())
+        fields = ", ".join(
+            f"{path}={value!r}" for path, value in changed(a.recipe.model, b.recipe.model).items()
+        )
         raise ValueError(
-            f"--b model ({fields}): the sides have other initial values ({len(drawn)}, such as {drawn[0]}); a pair "
+            f"--b model ({fields}): the sides have other initial values ({len(drawn)}, such as "
+            f"{drawn[0]}); a pair "
             "starts both from the same ones: set it for both"
         )
 
 
 def precise(side: Side) -> Side:
-    """The same computed by the references in the next wider dtype; the side itself if it is float64."""
+    """The same computed by the references in the next wider dtype; the side itself if it is
+    float64.
+    """
     compute = _WIDER.get(side.recipe.compute)
     if compute is None:
         return side

@@ -1,4 +1,6 @@
-"""Where the two sides of a paired run begin: the same parameters, and each its own optimiser's state."""
+"""Where the two sides of a paired run begin: the same parameters, and each its own optimiser's
+state.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,21 @@ from k31fn.trainer.state import completed, first_state, saved
 __all__ = ["start"]
 
 
-def start(a: Side, b: Side, device: torch.device, run: Path | None) -> tuple[int, tuple[TrainState, TrainState]]:
-    """Steps done, and the states of both: their recipes' first ones, or twice a run's newest checkpoint.
+def start(
+    a: Side, b: Side, device: torch.device, run: Path | None
+) -> tuple[int, tuple[TrainState, TrainState]]:
+    """Steps done, and the states of both: their recipes' first ones, or twice a run's newest
+    checkpoint.
 
     Raises:
-        ValueError: ``run`` has no checkpoint, or one of another model, or side b has not the state of side a.
+        ValueError: ``run`` has no checkpoint, or one of another model, or side b has not the state
+            of side a.
     """
     if run is None:
         state = init_state(a.recipe, device)
-        state = start_from(a.recipe.init, a.recipe, state, Ranks(), device) if a.recipe.init else state
+        state = (
+            start_from(a.recipe.init, a.recipe, state, Ranks(), device) if a.recipe.init else state
+        )
         return 0, (state, _beside(state, b))
     _check_states(a, b, run)
     with Checkpointer(folder.resolve(run) / "checkpoints", read_only=True) as checkpoints:
@@ -43,19 +51,28 @@ def start(a: Side, b: Side, device: torch.device, run: Path | None) -> tuple[int
 def _beside(state: TrainState, b: Side) -> TrainState:
     """The first state of side b with the parameters of ``state``, in its own dtype."""
     copied = tree.map(torch.clone, state)
-    weights = params.cast(copied.params, lay_out(b.recipe, MeshAxes()).specs, b.recipe.precision.param)
+    weights = params.cast(
+        copied.params, lay_out(b.recipe, MeshAxes()).specs, b.recipe.precision.param
+    )
     return first_state(b.recipe, weights, copied.balance)
 
 
 def _check_states(a: Side, b: Side, run: Path) -> None:
     of_a, of_b = (
-        {path: (x.shape, x.dtype) for path, x in tree.flatten_with_paths(abstract_state(side.recipe))}
+        {
+            path: (x.shape, x.dtype)
+            for path, x in tree.flatten_with_paths(abstract_state(side.recipe))
+        }
         for side in (a, b)
     )
     other = [path for path in {**of_a, **of_b} if of_a.get(path) != of_b.get(path)]
     if other:
-        fields = ", ".join(f"{path}={value!r}" for path, value in changed(a.recipe, b.recipe).items())
+        fields = ", ".join(
+            f"{path}={value!r}" for path, value in changed(a.recipe, b.recipe).items()
+        )
         raise ValueError(
-            f"start={str(run)!r}: a checkpoint has one state, and side b's ({fields}) is another than side a's "
-            f"({len(other)} tensors, such as {other[0]}); set these for both, or begin without --start"
+            f"start={str(run)!r}: a checkpoint has one state, and side b's ({fields}) is another "
+            "than side a's "
+            f"({len(other)} tensors, such as {other[0]}); set these for both, or begin without "
+            "--start"
         )

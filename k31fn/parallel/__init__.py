@@ -11,10 +11,13 @@
 * :class:`Mesh`, :class:`MeshAxes`: the ranks and the views of them.
 * :class:`P`, :class:`AxisRules`, :func:`partition`: how trees of arrays are split.
 * :class:`Sharding`: what a layer takes as ``sh``.
-* :func:`shard_map` and :mod:`~k31fn.parallel.collectives`: functions of one rank's arrays, in one process or many.
+* :func:`shard_map` and :mod:`~k31fn.parallel.collectives`: functions of one rank's arrays, in one
+  process or many.
 * :func:`start`, :func:`wait`: collectives that overlap with what runs between.
-* :mod:`~k31fn.parallel.fsdp`: parameters over the data axes; :mod:`~k31fn.parallel.scan`: layers that gather ahead.
-* :mod:`~k31fn.parallel.pipeline`: schedules of stages; :mod:`~k31fn.parallel.point_to_point`: messages between ranks.
+* :mod:`~k31fn.parallel.fsdp`: parameters over the data axes; :mod:`~k31fn.parallel.scan`: layers
+  that gather ahead.
+* :mod:`~k31fn.parallel.pipeline`: schedules of stages; :mod:`~k31fn.parallel.point_to_point`:
+  messages between ranks.
 * :func:`record_collectives`, :func:`check_invariance`: what tests ask.
 """
 

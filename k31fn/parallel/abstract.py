@@ -4,7 +4,8 @@
         step(abstract_axes(Mesh(fsdp=256, tp=8)), params, batch)    # meta tensors
     print(record.counts, record.nbytes)
 
-So what a rank of any mesh holds and sends is found by running the program itself, without values and in no time.
+So what a rank of any mesh holds and sends is found by running the program itself, without values
+and in no time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ __all__ = ["abstract_axes"]
 def abstract_axes(mesh: Mesh, coordinate: Coordinate | None = None) -> MeshAxes:
     """The axes of one rank of ``mesh``, the first if no ``coordinate`` is given.
 
-    A collective over them gives a meta tensor of the shape and dtype that its result has on that rank, is recorded and
-    has its transpose; no other rank exists, no value is exchanged.
+    A collective over them gives a meta tensor of the shape and dtype that its result has on that
+    rank, is recorded and has its transpose; no other rank exists, no value is exchanged.
     """
     names = tuple(a.name for a in mesh.axes().atoms)
     return mesh.axes(_Host(mesh, names, coordinate or mesh.coordinate(0)))
@@ -56,7 +57,10 @@ class _Channel:
 
     def start(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
         if not x.is_meta:
-            raise ValueError(f"{op} on an abstract mesh of a tensor on {x.device}: only meta tensors have no values")
+            raise ValueError(
+                f"{op} on an abstract mesh of a tensor on {x.device}: only meta tensors have no "
+                "values"
+            )
         y = x.new_empty(self._shape(op, list(x.shape), kw))
         return lambda: y
 

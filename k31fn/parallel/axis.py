@@ -23,17 +23,23 @@ class Channel(Protocol):
         ...
 
     def send(self, x: Tensor, to: int) -> Callable[[], Tensor]:
-        """Sends ``x`` to the rank of this index; the function returned waits until ``x`` is free again."""
+        """Sends ``x`` to the rank of this index; the function returned waits until ``x`` is free
+        again.
+        """
         ...
 
     def recv(self, into: Tensor, source: int) -> Callable[[], Tensor]:
-        """Asks for what that rank sends next; the function returned waits until it is in ``into``, and returns it."""
+        """Asks for what that rank sends next; the function returned waits until it is in ``into``,
+        and returns it.
+        """
         ...
 
 
 @runtime_checkable
 class Host(Protocol):
-    """What a backend ties an axis to: a token per axis (the simulated mesh) or channels (threads, process groups)."""
+    """What a backend ties an axis to: a token per axis (the simulated mesh) or channels (threads,
+    process groups).
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,7 +47,9 @@ class Host(Protocol):
         ...
 
     def token(self, name: str) -> Tensor | None:
-        """The rank's index as a tensor that is batched over exactly this axis; None if ranks are real."""
+        """The rank's index as a tensor that is batched over exactly this axis; None if ranks are
+        real.
+        """
         ...
 
     def channel(self, names: tuple[str, ...]) -> Channel:
@@ -51,12 +59,14 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Axis:
-    """A named mesh axis of ``size`` ranks. An axis in a ``Sharding`` is an object, never a name to look up.
+    """A named mesh axis of ``size`` ranks. An axis in a ``Sharding`` is an object, never a name to
+    look up.
 
     Attributes:
         name: of the atomic axis.
         size: number of ranks.
-        host: what :func:`k31fn.parallel.shard_map` bound it to; None outside of it, where no collective can run.
+        host: what :func:`k31fn.parallel.shard_map` bound it to; None outside of it, where no
+            collective can run.
     """
 
     name: str
@@ -69,7 +79,9 @@ class Axis:
 
 
 Axes = Axis | tuple[Axis, ...]
-"""What a collective goes over: an axis, or a tuple of atomic axes in the mesh's order; ``()`` is one rank."""
+"""What a collective goes over: an axis, or a tuple of atomic axes in the mesh's order; ``()`` is
+one rank.
+"""
 
 
 def active(axes: Axes) -> tuple[Axis, ...]:
@@ -81,5 +93,7 @@ def active(axes: Axes) -> tuple[Axis, ...]:
     some = tuple(a for a in (axes if isinstance(axes, tuple) else (axes,)) if a.size > 1)
     names = [a.name for a in some]
     if len(set(names)) != len(names):
-        raise ValueError(f"axes {names}: an axis is named twice; name each once, in the mesh's order")
+        raise ValueError(
+            f"axes {names}: an axis is named twice; name each once, in the mesh's order"
+        )
     return some

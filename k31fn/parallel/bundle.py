@@ -1,9 +1,11 @@
 """Gathering the weights of a layer without waiting, small ones together.
 
-A layer has dozens of weights, most of them small: each of its own would cost a collective's latency, not its bytes. The
-parts of small weights are laid end to end, travel as one, and are taken apart again::
+A layer has dozens of weights, most of them small: each of its own would cost a collective's
+latency, not its bytes. The parts of small weights are laid end to end, travel as one, and are taken
+apart again::
 
-    rank r sends [a_r | b_r]; all have [a_0 | b_0 | a_1 | b_1 | ...]; a = cat(a_0, a_1, ...) along its dimension
+    rank r sends [a_r | b_r]; all have [a_0 | b_0 | a_1 | b_1 | ...];
+    a = cat(a_0, a_1, ...) along its dimension
 
 Gradients take the way back.
 """
@@ -30,7 +32,9 @@ _SMALL = 2**20  # bytes of a part that is worth a copy to spare a collective
 
 @dataclass(frozen=True, eq=False)
 class Gathering:
-    """A tree on its way: weights for :func:`wait_gather`, or their gradients for :func:`wait_scatter`."""
+    """A tree on its way: weights for :func:`wait_gather`, or their gradients for
+    :func:`wait_scatter`.
+    """
 
     bundles: list[_Bundle]
     pending: list[Pending]
@@ -63,14 +67,20 @@ class _Bundle:
         """The inverse."""
         if len(self.leaves) == 1:
             return [x]
-        return [y.view(shape) for y, shape in zip(x.split([s.numel() for s in self.shapes]), self.shapes, strict=True)]
+        return [
+            y.view(shape)
+            for y, shape in zip(x.split([s.numel() for s in self.shapes]), self.shapes, strict=True)
+        ]
 
     def join_whole(self, weights: Sequence[Tensor]) -> Tensor:
         """Whole weights as :meth:`cut_whole` takes them."""
         if len(weights) == 1:
             return weights[0]
         n = axis_size(self.place.gather)
-        rows = [torch.stack(w.chunk(n, dim)).flatten(1) for w, dim in zip(weights, self.dims, strict=True)]
+        rows = [
+            torch.stack(w.chunk(n, dim)).flatten(1)
+            for w, dim in zip(weights, self.dims, strict=True)
+        ]
         return torch.cat(rows, 1).flatten()
 
     def cut_whole(self, x: Tensor) -> list[Tensor]:
@@ -85,8 +95,8 @@ class _Bundle:
 def _bundles(values: Sequence[Tensor], places: Sequence[Placement]) -> list[_Bundle]:
     """The leaves of one kind that are small as one, each other alone.
 
-    Of one kind are only leaves that the same axes split: in the simulated mesh, what tp splits and what it does not
-    would both vary over tp if they were one tensor.
+    Of one kind are only leaves that the same axes split: in the simulated mesh, what tp splits and
+    what it does not would both vary over tp if they were one tensor.
     """
     kinds: dict[Any, list[int]] = {}
     for i, (x, place) in enumerate(zip(values, places, strict=True)):
@@ -97,7 +107,13 @@ def _bundles(values: Sequence[Tensor], places: Sequence[Placement]) -> list[_Bun
     def bundle(leaves: list[int]) -> _Bundle:
         first, dims = places[leaves[0]], tuple(places[i].dim for i in leaves)
         place = first if len(leaves) == 1 else dataclasses.replace(first, dim=0)
-        return _Bundle(tuple(leaves), place, dims, tuple(values[i].shape for i in leaves), values[leaves[0]].dtype)
+        return _Bundle(
+            tuple(leaves),
+            place,
+            dims,
+            tuple(values[i].shape for i in leaves),
+            values[leaves[0]].dtype,
+        )
 
     return [bundle(leaves) for leaves in kinds.values()]
 
@@ -113,7 +129,9 @@ def start_gather(params: Any, placements: Placements) -> Gathering:
     pending = []
     for b in bundles:
         x, dtype, grad_dtype = spread(b.join_parts([values[i] for i in b.leaves]), b.place)
-        pending.append(start(all_gather, x, b.place.gather, b.place.dim, dtype=dtype, grad_dtype=grad_dtype))
+        pending.append(
+            start(all_gather, x, b.place.gather, b.place.dim, dtype=dtype, grad_dtype=grad_dtype)
+        )
     return Gathering(bundles, pending, structure)
 
 
@@ -135,12 +153,18 @@ def start_scatter(grads: Any, placements: Placements, params: Any) -> Gathering:
     """
     values, structure = tree.flatten(grads, allow_none=True)
     parts = tree.leaves(params)
-    bundles = [b for b in _bundles(parts, tree.leaves(placements)) if values[b.leaves[0]] is not None]
+    bundles = [
+        b for b in _bundles(parts, tree.leaves(placements)) if values[b.leaves[0]] is not None
+    ]
     pending = []
     for b in bundles:
-        g = b.join_whole([values[i] for i in b.leaves]).to(reduce_dtype(parts[b.leaves[0]], b.place))
+        g = b.join_whole([values[i] for i in b.leaves]).to(
+            reduce_dtype(parts[b.leaves[0]], b.place)
+        )
         scatter = b.place.gather, b.place.dim
-        pending.append(start(psum_scatter, g, *scatter) if b.place.gather else start(psum, g, b.place.vary))
+        pending.append(
+            start(psum_scatter, g, *scatter) if b.place.gather else start(psum, g, b.place.vary)
+        )
     return Gathering(bundles, pending, structure)
 
 

@@ -1,7 +1,7 @@
 """Named-axis collectives, as layers write them.
 
-Over axes of size 1, or none, each is an identity. I: equal on all ranks of the axes; V: varies; S(i): the parts, in the
-order of ranks, of dimension i.
+Over axes of size 1, or none, each is an identity. I: equal on all ranks of the axes; V: varies;
+S(i): the parts, in the order of ranks, of dimension i.
 
 | function | move | transpose |
 |---|---|---|
@@ -16,12 +16,12 @@ order of ranks, of dimension i.
 | :func:`ppermute` | V -> V | the inverse permutation |
 | :func:`pmax`, :func:`axis_index` | V -> I, V | none |
 
-A value that is equal on all ranks and used differently on each must pass :func:`pvary`: then its gradient is the sum
-over the ranks. Without it the gradient is one rank's part. The simulated mesh refuses that always, real ranks under
-:func:`k31fn.parallel.check_invariance`.
+A value that is equal on all ranks and used differently on each must pass :func:`pvary`: then its
+gradient is the sum over the ranks. Without it the gradient is one rank's part. The simulated mesh
+refuses that always, real ranks under :func:`k31fn.parallel.check_invariance`.
 
-Sums are taken in the order of ranks (in the simulated mesh and under threads) or in the backend's fixed order (process
-groups), so a run repeats bit for bit, and all ranks hold the same bits.
+Sums are taken in the order of ranks (in the simulated mesh and under threads) or in the backend's
+fixed order (process groups), so a run repeats bit for bit, and all ranks hold the same bits.
 """
 
 from __future__ import annotations
@@ -55,28 +55,39 @@ Array = Shaped[Tensor, "..."]
 
 
 def psum(x: Array, axis: Axes) -> Array:
-    """The sum of ``x`` over the ranks of ``axis`` (V to I); its transpose hands the cotangent back."""
+    """The sum of ``x`` over the ranks of ``axis`` (V to I); its transpose hands the cotangent
+    back.
+    """
     axes = _bound("psum", axis)
     return issue(Call("psum", axes), x) if axes else x
 
 
 def pvary(x: Array, axis: Axes) -> Array:
-    """Marks an invariant ``x`` as used differently on each rank of ``axis`` (I to V); its transpose is :func:`psum`."""
+    """Marks an invariant ``x`` as used differently on each rank of ``axis`` (I to V); its transpose
+    is :func:`psum`.
+    """
     axes = _bound("pvary", axis)
     return issue(Call("pvary", axes), x) if axes else x
 
 
 def all_gather(
-    x: Array, axis: Axes, dim: int = 0, *, dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None
+    x: Array,
+    axis: Axes,
+    dim: int = 0,
+    *,
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> Array:
-    """The parts of all ranks, concatenated along ``dim`` (S to V); its transpose is :func:`psum_scatter`.
+    """The parts of all ranks, concatenated along ``dim`` (S to V); its transpose is
+    :func:`psum_scatter`.
 
     Args:
         x: this rank's part.
         axis: over which.
         dim: along which.
         dtype: in which the parts travel, and of the result; None: that of ``x``.
-        grad_dtype: in which the gradient is summed; None: the cotangent's. The gradient has the dtype of ``x``.
+        grad_dtype: in which the gradient is summed; None: the cotangent's. The gradient has the
+            dtype of ``x``.
     """
     axes = _bound("all_gather", axis)
     if not axes:
@@ -86,27 +97,41 @@ def all_gather(
 
 
 def all_gather_invariant(x: Array, axis: Axes, dim: int = 0) -> Array:
-    """The parts of all ranks, concatenated, for a use that is equal on all ranks (S to I); transpose: own slice."""
+    """The parts of all ranks, concatenated, for a use that is equal on all ranks (S to I);
+    transpose: own slice.
+    """
     axes = _bound("all_gather_invariant", axis)
     if not axes:
         return x
-    return issue(Call("all_gather_invariant", axes, {"dim": _dim("all_gather_invariant", x, dim)}), x)
+    return issue(
+        Call("all_gather_invariant", axes, {"dim": _dim("all_gather_invariant", x, dim)}), x
+    )
 
 
 def pslice(x: Array, axis: Axes, dim: int = 0) -> Array:
-    """This rank's part of an invariant ``x`` along ``dim`` (I to S); its transpose is :func:`all_gather_invariant`."""
+    """This rank's part of an invariant ``x`` along ``dim`` (I to S); its transpose is
+    :func:`all_gather_invariant`.
+    """
     axes = _bound("pslice", axis)
     return issue(Call("pslice", axes, {"dim": _even("pslice", x, dim, axes)}), x) if axes else x
 
 
 def psum_scatter(x: Array, axis: Axes, dim: int = 0) -> Array:
-    """This rank's part along ``dim`` of the sum over the ranks (V to S); its transpose is :func:`all_gather`."""
+    """This rank's part along ``dim`` of the sum over the ranks (V to S); its transpose is
+    :func:`all_gather`.
+    """
     axes = _bound("psum_scatter", axis)
-    return issue(Call("psum_scatter", axes, {"dim": _even("psum_scatter", x, dim, axes)}), x) if axes else x
+    return (
+        issue(Call("psum_scatter", axes, {"dim": _even("psum_scatter", x, dim, axes)}), x)
+        if axes
+        else x
+    )
 
 
 def all_to_all(x: Array, axis: Axes, split: int, concat: int) -> Array:
-    """Part i of ``x`` along ``split`` goes to rank i; what comes is concatenated along ``concat`` in rank order."""
+    """Part i of ``x`` along ``split`` goes to rank i; what comes is concatenated along ``concat``
+    in rank order.
+    """
     axes = _bound("all_to_all", axis)
     if not axes:
         return x
@@ -115,7 +140,8 @@ def all_to_all(x: Array, axis: Axes, split: int, concat: int) -> Array:
 
 
 def ragged_all_to_all(x: Array, axis: Axes, send: Sequence[int], recv: Sequence[int]) -> Array:
-    """``send[i]`` rows of ``x``, in order, go to rank i; ``recv[i]`` rows come from it, in rank order.
+    """``send[i]`` rows of ``x``, in order, go to rank i; ``recv[i]`` rows come from it, in rank
+    order.
 
     On real ranks only: in the simulated mesh every rank has the same shapes.
 
@@ -126,7 +152,8 @@ def ragged_all_to_all(x: Array, axis: Axes, send: Sequence[int], recv: Sequence[
     n = axis_size(axes)
     if len(send) != n or len(recv) != n or sum(send) != x.shape[0] or min(*send, *recv) < 0:
         raise ValueError(
-            f"ragged_all_to_all: send={list(send)}, recv={list(recv)} for {n} ranks and {x.shape[0]} rows; needed is "
+            f"ragged_all_to_all: send={list(send)}, recv={list(recv)} for {n} ranks and "
+            f"{x.shape[0]} rows; needed is "
             "one size per rank, and send adds up to the rows"
         )
     if not axes:
@@ -135,7 +162,8 @@ def ragged_all_to_all(x: Array, axis: Axes, send: Sequence[int], recv: Sequence[
 
 
 def ppermute(x: Array, axis: Axes, perm: Sequence[tuple[int, int]]) -> Array:
-    """``(source, target)`` pairs: each target gets its source's ``x``, a rank that is no target gets zeros.
+    """``(source, target)`` pairs: each target gets its source's ``x``, a rank that is no target
+    gets zeros.
 
     Raises:
         ValueError: a rank outside the axis, or one that is source or target twice.
@@ -145,7 +173,10 @@ def ppermute(x: Array, axis: Axes, perm: Sequence[tuple[int, int]]) -> Array:
     sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
     once = len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
     if not once or any(not 0 <= r < n for r in sources + targets):
-        raise ValueError(f"ppermute: perm={list(pairs)} over {n} ranks; each rank is source and target at most once")
+        raise ValueError(
+            f"ppermute: perm={list(pairs)} over {n} ranks; each rank is source and target at most "
+            "once"
+        )
     if not axes:
         return x if pairs else torch.zeros_like(x)
     return issue(Call("ppermute", axes, {"perm": pairs}), x)
@@ -159,7 +190,9 @@ def pmax(x: Array, axis: Axes) -> Array:
 
 
 def axis_index(axis: Axes) -> Int[Tensor, ""]:
-    """This rank's index on ``axis``, row-major over a tuple (V); an int64 scalar, on the CPU for real ranks."""
+    """This rank's index on ``axis``, row-major over a tuple (V); an int64 scalar, on the CPU for
+    real ranks.
+    """
     index = torch.zeros((), dtype=torch.int64)
     for a in _bound("axis_index", axis):
         assert a.host is not None
@@ -180,7 +213,8 @@ def _bound(name: str, axis: Axes) -> tuple[Axis, ...]:
     axes = active(axis)
     if unbound := [a for a in axes if a.host is None]:
         raise ValueError(
-            f"{name} over axis {unbound[0].name!r} of size {unbound[0].size}: not bound to ranks; take the axis from "
+            f"{name} over axis {unbound[0].name!r} of size {unbound[0].size}: not bound to ranks; "
+            "take the axis from "
             "the mesh axes that shard_map hands to its function"
         )
     return tuple(sorted(axes, key=lambda a: a.host.names.index(a.name) if a.host else 0))
@@ -188,12 +222,17 @@ def _bound(name: str, axis: Axes) -> tuple[Axis, ...]:
 
 def _dim(name: str, x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{name}: dim={dim} of a tensor of {x.ndim} dimensions; use {-x.ndim} to {x.ndim - 1}")
+        raise ValueError(
+            f"{name}: dim={dim} of a tensor of {x.ndim} dimensions; use {-x.ndim} to {x.ndim - 1}"
+        )
     return dim % x.ndim
 
 
 def _even(name: str, x: Tensor, dim: int, axes: tuple[Axis, ...]) -> int:
     dim, n = _dim(name, x, dim), axis_size(axes)
     if x.shape[dim] % n:
-        raise ValueError(f"{name}: {n} ranks do not divide dimension {dim} of {list(x.shape)}; pad it to a multiple")
+        raise ValueError(
+            f"{name}: {n} ranks do not divide dimension {dim} of {list(x.shape)}; pad it to a "
+            "multiple"
+        )
     return dim

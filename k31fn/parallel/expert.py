@@ -1,7 +1,7 @@
 """Expert parallelism: rows travel to the ranks that own their experts, and back.
 
-Of ``n`` ranks, rank ``i`` owns the experts ``i E / n`` to ``(i + 1) E / n``. A rank's rows lie sorted by expert, hence
-by owner. What a layer does::
+Of ``n`` ranks, rank ``i`` owns the experts ``i E / n`` to ``(i + 1) E / n``. A rank's rows lie
+sorted by expert, hence by owner. What a layer does::
 
     exchange = decision("exchange", plan_exchange, sizes, axis, num_rows)
     pending = start_dispatch(rows, exchange, axis)
@@ -12,15 +12,16 @@ by owner. What a layer does::
     ...
     y = finish_combine(pending, exchange, axis)
 
-The plan is integers only and is to be a :func:`~k31fn.autodiff.decision`: the counts are exchanged, and read on the
-host, once per layer, and a replay finds them. Every rank issues the same collectives, also with no row to send or
-none to compute.
+The plan is integers only and is to be a :func:`~k31fn.autodiff.decision`: the counts are exchanged,
+and read on the host, once per layer, and a replay finds them. Every rank issues the same
+collectives, also with no row to send or none to compute.
 
 The axis decides the form, and both give the same numbers:
 
 * Ranks that are real exchange what there is: ``ragged_all_to_all``.
-* In the simulated mesh all shapes are equal on all ranks: each rank has a slot for every row of every other one. Empty
-  slots hold zeros and count as rows of the last own expert, to which they add zeros.
+* In the simulated mesh all shapes are equal on all ranks: each rank has a slot for every row of
+  every other one. Empty slots hold zeros and count as rows of the last own expert, to which they
+  add zeros.
 * On meta tensors nobody knows the counts: rows are taken to be spread evenly.
 """
 
@@ -67,18 +68,21 @@ def plan_exchange(sizes: Int[Tensor, "E"], axis: Axes, num_rows: int) -> Exchang
         num_rows: what ``sizes`` adds up to.
 
     Raises:
-        ValueError: the ranks do not divide the experts, or ranks are real and ``sizes`` differ between samples of vmap.
+        ValueError: the ranks do not divide the experts, or ranks are real and ``sizes`` differ
+            between samples of vmap.
     """
     n = axis_size(axis)
     if n == 1:
         return ()
     if sizes.shape[-1] % n:
         raise ValueError(
-            f"plan_exchange: {n} ranks do not divide num_experts={sizes.shape[-1]}; choose ep to divide it"
+            f"plan_exchange: {n} ranks do not divide num_experts={sizes.shape[-1]}; choose ep to "
+            "divide it"
         )
     if _functorch.is_batched(sizes) and not _simulated(axis):
         raise ValueError(
-            "plan_exchange under vmap: real ranks read on the host how many rows travel, and that differs between "
+            "plan_exchange under vmap: real ranks read on the host how many rows travel, and that "
+            "differs between "
             "samples; use the simulated mesh"
         )
     counts = sizes.view(n, -1)
@@ -86,7 +90,9 @@ def plan_exchange(sizes: Int[Tensor, "E"], axis: Axes, num_rows: int) -> Exchang
     send, recv, own = counts.sum(1), come.sum(1), come.sum(0)
     if _simulated(axis):
         slot = torch.arange(num_rows, device=sizes.device)
-        expert = (slot[:, None] >= come.cumsum(1)[:, None]).sum(2)  # in an empty slot one past the last
+        expert = (slot[:, None] >= come.cumsum(1)[:, None]).sum(
+            2
+        )  # in an empty slot one past the last
         filled = torch.cat([own[:-1], own[-1:] + n * num_rows - own.sum()])
         return Exchange(send, recv, *_sort(expert.flatten()), filled)
     if sizes.is_meta:
@@ -98,7 +104,9 @@ def plan_exchange(sizes: Int[Tensor, "E"], axis: Axes, num_rows: int) -> Exchang
     return Exchange(send, recv, *_sort(expert), own)
 
 
-def start_dispatch(rows: Float[Tensor, "R L"], exchange: Exchange | tuple[()], axis: Axes) -> Pending:
+def start_dispatch(
+    rows: Float[Tensor, "R L"], exchange: Exchange | tuple[()], axis: Axes
+) -> Pending:
     """Sends each row to the owner of its expert.
 
     Args:
@@ -113,7 +121,9 @@ def start_dispatch(rows: Float[Tensor, "R L"], exchange: Exchange | tuple[()], a
     return start(ragged_all_to_all, rows, axis, exchange.send.tolist(), exchange.recv.tolist())
 
 
-def start_combine(rows: Float[Tensor, "R L"], exchange: Exchange | tuple[()], axis: Axes) -> Pending:
+def start_combine(
+    rows: Float[Tensor, "R L"], exchange: Exchange | tuple[()], axis: Axes
+) -> Pending:
     """Sends the rows that arrived back to where they came from.
 
     Args:
@@ -126,8 +136,12 @@ def start_combine(rows: Float[Tensor, "R L"], exchange: Exchange | tuple[()], ax
     return start(ragged_all_to_all, rows, axis, exchange.recv.tolist(), exchange.send.tolist())
 
 
-def finish_combine(pending: Pending, exchange: Exchange | tuple[()], axis: Axes) -> Float[Tensor, "R L"]:
-    """Waits for the rows that :func:`start_combine` sent back; in the order that :func:`start_dispatch` took."""
+def finish_combine(
+    pending: Pending, exchange: Exchange | tuple[()], axis: Axes
+) -> Float[Tensor, "R L"]:
+    """Waits for the rows that :func:`start_combine` sent back; in the order that
+    :func:`start_dispatch` took.
+    """
     rows = wait(pending)
     if not isinstance(exchange, Exchange) or not _simulated(axis):
         return rows
@@ -146,7 +160,9 @@ def _simulated(axis: Axes) -> bool:
 def _sort(expert: Int[Tensor, "rows"]) -> tuple[Tensor, Tensor]:
     """The stable order by expert, and its inverse."""
     order = torch.argsort(expert, stable=True)
-    return order, torch.zeros_like(order).scatter(0, order, torch.arange(expert.shape[0], device=expert.device))
+    return order, torch.zeros_like(order).scatter(
+        0, order, torch.arange(expert.shape[0], device=expert.device)
+    )
 
 
 def _fill_slots(rows: Float[Tensor, "R L"], send: Int[Tensor, "n"]) -> Float[Tensor, "slots L"]:

@@ -1,17 +1,20 @@
 """Parameters over the data axes: FSDP, HSDP and DDP as one rule per leaf.
 
-A :class:`Placement` says what becomes of one rank's part of a weight where the model uses it. Along the axes that
-spread it for memory only (``fsdp``, ``cp``; ``efsdp`` for experts) it is gathered, and its gradient reduce-scattered
-(ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054); along the data axes on which all ranks hold the same part
-(``dp``, and all of them for a weight too small to spread) it is marked as varying, and its gradient summed. So it is
-over the axes that split a weight of which it is a low-rank factor, and do not split the factor itself::
+A :class:`Placement` says what becomes of one rank's part of a weight where the model uses it. Along
+the axes that spread it for memory only (``fsdp``, ``cp``; ``efsdp`` for experts) it is gathered,
+and its gradient reduce-scattered (ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054); along the
+data axes on which all ranks hold the same part (``dp``, and all of them for a weight too small to
+spread) it is marked as varying, and its gradient summed. So it is over the axes that split a weight
+of which it is a low-rank factor, and do not split the factor itself::
 
-    w = all_gather(pvary(part, vary), gather, dim)      in the compute dtype; the gradient in the reduce dtype
+    w = all_gather(pvary(part, vary), gather, dim)   in the compute dtype; the gradient in
+                                                       the reduce dtype
 
-What splits a weight for compute (``tp``, ``ep``, ``etp``) stays split: that is the layer's business.
+What splits a weight for compute (``tp``, ``ep``, ``etp``) stays split: that is the layer's
+business.
 
-:func:`gather` does all of it, for one use; :mod:`k31fn.parallel.bundle` does it ahead of the use. A training step sums
-over replicas once, however many micro-batches and layers it has::
+:func:`gather` does all of it, for one use; :mod:`k31fn.parallel.bundle` does it ahead of the use. A
+training step sums over replicas once, however many micro-batches and layers it has::
 
     held = enter_step(params, places)                   # pvary
     for batch in batches:                               # the model gathers, layer by layer
@@ -46,7 +49,9 @@ __all__ = [
 ]
 
 _RULES = AxisRules()
-_BUCKET = 2**26  # bytes of gradients that one psum takes at most, besides a single leaf that is larger
+_BUCKET = (
+    2**26
+)  # bytes of gradients that one psum takes at most, besides a single leaf that is larger
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ class Placement:
         dim: along which it is gathered.
         gather: data axes over which; the last ones of ``dims[dim]``. ``()``: it is not.
         vary: data axes whose ranks hold the same part, and ``partial``.
-        partial: axes for compute that split the weight of which this is a factor, whose ranks hold the same part of the
-            factor: a rank's use of it is a part of the whole use.
+        partial: axes for compute that split the weight of which this is a factor, whose ranks hold
+            the same part of the factor: a rank's use of it is a part of the whole use.
         dtype: in which it travels and is used; None: that of the parameter.
         grad_dtype: in which its gradient is summed, at least; None: that of the cotangent.
         frozen: that it has no gradient: nothing is computed or sent for it.
@@ -113,13 +118,15 @@ def placements(
         specs: the declarations; leaves tagged ``frozen`` get no gradient.
         partition: of the same parameters (:func:`~k31fn.parallel.partition`).
         axes: of this rank, as ``shard_map`` hands them out.
-        compute: dtype of weights in use; float32 islands stay at least float32. None: that of the parameters.
+        compute: dtype of weights in use; float32 islands stay at least float32. None: that of the
+            parameters.
         reduce: dtype in which gradients are summed, at least; None: that of the cotangents.
         rules: by which the partition was made.
 
     Raises:
-        ValueError: data axes that split two dimensions of a weight, or that are not the innermost of their dimension in
-            the mesh's order: gathered, its parts would be out of order. Names the weight.
+        ValueError: data axes that split two dimensions of a weight, or that are not the innermost
+            of their dimension in the mesh's order: gathered, its parts would be out of order. Names
+            the weight.
     """
     paths, structure = tree.paths(specs), tree.flatten(specs)[1]
     rows = zip(paths, tree.leaves(specs), broadcast(partition, specs), strict=True)
@@ -131,7 +138,9 @@ def placements(
         except ValueError as e:
             raise ValueError(f"{path}: {p}: {e}") from e
         dtype = None if compute is None else precision.storage_dtype(spec.dtype, compute)
-        found.append(dataclasses.replace(place, dtype=dtype, grad_dtype=reduce, frozen="frozen" in spec.tags))
+        found.append(
+            dataclasses.replace(place, dtype=dtype, grad_dtype=reduce, frozen="frozen" in spec.tags)
+        )
     return tree.unflatten(structure, found)
 
 
@@ -158,7 +167,8 @@ def _place(
 
 
 def gather(params: Any, placements: Placements) -> Any:
-    """Weights as the layers use them, out of this rank's parts; gradients come back as parts, summed.
+    """Weights as the layers use them, out of this rank's parts; gradients come back as parts,
+    summed.
 
     Raises:
         ValueError: ``placements`` is not a tree like ``params``.
@@ -172,9 +182,11 @@ def _gather_leaf(x: Tensor, place: Placement) -> Tensor:
 
 
 def spread(x: Tensor, place: Placement) -> tuple[Tensor, torch.dtype, torch.dtype]:
-    """A part, varying over all data axes; the dtype in which it is gathered, and that in which its gradient is summed.
+    """A part, varying over all data axes; the dtype in which it is gathered, and that in which its
+    gradient is summed.
 
-    It varies first and is gathered then: so a gradient is scattered first, and summed over replicas part by part.
+    It varies first and is gathered then: so a gradient is scattered first, and summed over replicas
+    part by part.
     """
     dtype, grad_dtype = place.dtype or x.dtype, reduce_dtype(x, place)
     x = stop_gradient(x) if place.frozen else x
@@ -183,7 +195,12 @@ def spread(x: Tensor, place: Placement) -> tuple[Tensor, torch.dtype, torch.dtyp
 
 def reduce_dtype(x: Tensor, place: Placement) -> torch.dtype:
     """In which the gradient of the part ``x`` is summed."""
-    if place.grad_dtype is None or place.frozen or not x.is_floating_point() or x.dtype.itemsize < 2:
+    if (
+        place.grad_dtype is None
+        or place.frozen
+        or not x.is_floating_point()
+        or x.dtype.itemsize < 2
+    ):
         return x.dtype
     return torch.promote_types(x.dtype, place.grad_dtype)
 
@@ -194,15 +211,20 @@ def gathers(placements: Placements) -> Placements:
 
 
 def enter_step(params: Any, placements: Placements) -> Any:
-    """This rank's parts as a step differentiates them: varying over all data axes, at least in the reduce dtype.
+    """This rank's parts as a step differentiates them: varying over all data axes, at least in the
+    reduce dtype.
 
-    So gradients are summed over micro-batches in that dtype, and over replicas only by :func:`sum_gradients`.
+    So gradients are summed over micro-batches in that dtype, and over replicas only by
+    :func:`sum_gradients`.
     """
-    return tree.map(lambda x, place: pvary(x.to(reduce_dtype(x, place)), place.vary), params, placements)
+    return tree.map(
+        lambda x, place: pvary(x.to(reduce_dtype(x, place)), place.vary), params, placements
+    )
 
 
 def sum_gradients(grads: Any, placements: Placements) -> Any:
-    """Sums what a step's micro-batches gave over the ranks that hold the same part, many leaves at a time.
+    """Sums what a step's micro-batches gave over the ranks that hold the same part, many leaves at
+    a time.
 
     Args:
         grads: like the parameters that :func:`enter_step` returned; leaves may be absent.
@@ -215,7 +237,9 @@ def sum_gradients(grads: Any, placements: Placements) -> Any:
         place = by_path[path]
         if not place.vary:
             continue
-        kind = buckets.setdefault((place.vary, frozenset(place.axes), g.dtype, g.device), [[]])  # see bundle.py
+        kind = buckets.setdefault(
+            (place.vary, frozenset(place.axes), g.dtype, g.device), [[]]
+        )  # see bundle.py
         if kind[-1] and sum(values[j].nbytes for j in kind[-1]) + g.nbytes > _BUCKET:
             kind.append([])
         kind[-1].append(i)

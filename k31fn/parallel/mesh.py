@@ -11,12 +11,14 @@
 | ``efsdp`` | ``dp_shard_mod_ep`` | hold the same experts, other shards of them |
 | ``etp`` | expert tensor | hold the same experts, other columns of them |
 
-``ep`` is no axis of its own: it takes the innermost ranks of ``fsdp x cp x tp``; ``etp`` is what is left of ``tp``, and
-``efsdp`` what is left of ``fsdp x cp``. So (fsdp 2, ep 2) is a world of 2, and (fsdp 4, ep 2) splits ``fsdp`` into two
-atomic axes, of which ``ep`` is the inner one. Ranks count with ``tp`` fastest: rank = ((((pp, dp), fsdp), cp), tp).
+``ep`` is no axis of its own: it takes the innermost ranks of ``fsdp x cp x tp``; ``etp`` is what is
+left of ``tp``, and ``efsdp`` what is left of ``fsdp x cp``. So (fsdp 2, ep 2) is a world of 2, and
+(fsdp 4, ep 2) splits ``fsdp`` into two atomic axes, of which ``ep`` is the inner one. Ranks count
+with ``tp`` fastest: rank = ((((pp, dp), fsdp), cp), tp).
 
-Rows of a batch are split over ``dp`` and ``fsdp``, its tokens over ``cp`` in contiguous slices; between the layers each
-of these slices is split once more over ``tp``. :attr:`MeshAxes.data` are the ranks that hold other data.
+Rows of a batch are split over ``dp`` and ``fsdp``, its tokens over ``cp`` in contiguous slices;
+between the layers each of these slices is split once more over ``tp``. :attr:`MeshAxes.data` are
+the ranks that hold other data.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ Coordinate = dict[str, int]
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """The views of a mesh as tuples of atomic axes; an axis of size 1 is left out, so an absent view is ``()``.
+    """The views of a mesh as tuples of atomic axes; an axis of size 1 is left out, so an absent
+    view is ``()``.
 
-    A collective takes any of them, a sum of neighbours (``axes.fsdp + axes.cp``) or one atomic axis.
+    A collective takes any of them, a sum of neighbours (``axes.fsdp + axes.cp``) or one atomic
+    axis.
 
     Attributes:
         atoms: all atomic axes, outermost first.
@@ -59,7 +63,9 @@ class MeshAxes:
 
     @property
     def data(self) -> tuple[Axis, ...]:
-        """``dp``, ``fsdp`` and ``cp``: over these sums of a batch's tokens go, and gradients of what they all hold."""
+        """``dp``, ``fsdp`` and ``cp``: over these sums of a batch's tokens go, and gradients of
+        what they all hold.
+        """
         return self.view("dp", "fsdp", "cp")
 
     def view(self, *names: str) -> tuple[Axis, ...]:
@@ -74,7 +80,9 @@ class MeshAxes:
                 raise ValueError(f"mesh axis {name!r} unknown; known: {', '.join(VIEWS)}")
             view: tuple[Axis, ...] = getattr(self, name)
             if shared := [a.name for a in view if a in found]:
-                raise ValueError(f"mesh axes {names}: {name!r} shares axis {shared[0]!r} with another; name one")
+                raise ValueError(
+                    f"mesh axes {names}: {name!r} shares axis {shared[0]!r} with another; name one"
+                )
             found += view
         return tuple(a for a in self.atoms if a in found)
 
@@ -84,7 +92,8 @@ class Mesh:
     """How many ranks each view has; the world is ``pp * dp * fsdp * cp * tp``.
 
     Raises:
-        ValueError: a size below 1, or an ``ep`` that the ranks of ``fsdp x cp x tp`` cannot be split into.
+        ValueError: a size below 1, or an ``ep`` that the ranks of ``fsdp x cp x tp`` cannot be
+            split into.
     """
 
     pp: int = 1
@@ -98,13 +107,15 @@ class Mesh:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
                 raise ValueError(
-                    f"mesh.{field.name}={getattr(self, field.name)}: a view has at least one rank; leave it out for one"
+                    f"mesh.{field.name}={getattr(self, field.name)}: a view has at least one "
+                    "rank; leave it out for one"
                 )
         if self._expert_split(self.ep) is None:
             ranks = self.fsdp * self.cp * self.tp
             fitting = [n for n in range(1, ranks + 1) if self._expert_split(n) is not None]
             raise ValueError(
-                f"mesh.ep={self.ep} does not divide fsdp x cp x tp = {self.fsdp} x {self.cp} x {self.tp} from its "
+                f"mesh.ep={self.ep} does not divide fsdp x cp x tp = {self.fsdp} x {self.cp} x "
+                f"{self.tp} from its "
                 f"innermost ranks; nearest: {_nearest(self.ep, fitting)}"
             )
 
@@ -117,11 +128,15 @@ class Mesh:
         """The axis objects, bound to ``host``; without one they have names and sizes only."""
         split = self._expert_split(self.ep)
         assert split is not None
-        views: dict[str, tuple[Axis, ...]] = {n: _atoms(n, (getattr(self, n),), host) for n in ("pp", "dp")}
+        views: dict[str, tuple[Axis, ...]] = {
+            n: _atoms(n, (getattr(self, n),), host) for n in ("pp", "dp")
+        }
         expert: list[Axis] = []
         for name, inner in zip(("fsdp", "cp", "tp"), split, strict=True):
             size = getattr(self, name)
-            views[name] = _atoms(name, (size,) if inner in (1, size) else (size // inner, inner), host)
+            views[name] = _atoms(
+                name, (size,) if inner in (1, size) else (size // inner, inner), host
+            )
             expert += views[name][-1:] if inner > 1 else ()
         atoms = tuple(a for view in views.values() for a in view)
         efsdp = tuple(a for n in ("fsdp", "cp") for a in views[n] if a not in expert)
@@ -145,17 +160,27 @@ class Mesh:
         """Refuses a world of another size.
 
         Raises:
-            ValueError: names both sizes, and the values of ``mesh.fsdp`` or ``mesh.dp`` that would fit.
+            ValueError: names both sizes, and the values of ``mesh.fsdp`` or ``mesh.dp`` that would
+                fit.
         """
         if self.world_size == world_size:
             return
-        sizes = " x ".join(f"{f.name} {getattr(self, f.name)}" for f in dataclasses.fields(self) if f.name != "ep")
+        sizes = " x ".join(
+            f"{f.name} {getattr(self, f.name)}" for f in dataclasses.fields(self) if f.name != "ep"
+        )
         fixed = self.world_size // self.fsdp
-        fix = f"mesh.fsdp={world_size // fixed} would fit" if world_size % fixed == 0 else "no mesh.fsdp alone fits"
-        raise ValueError(f"mesh: {sizes} = {self.world_size} ranks, the world has {world_size}; {fix}")
+        fix = (
+            f"mesh.fsdp={world_size // fixed} would fit"
+            if world_size % fixed == 0
+            else "no mesh.fsdp alone fits"
+        )
+        raise ValueError(
+            f"mesh: {sizes} = {self.world_size} ranks, the world has {world_size}; {fix}"
+        )
 
     def check_divides(self, view: str, **sizes: int) -> None:
-        """Refuses a size that does not split evenly over ``view``: ``mesh.check_divides("ep", num_experts=896)``.
+        """Refuses a size that does not split evenly over ``view``: ``mesh.check_divides("ep",
+        num_experts=896)``.
 
         Raises:
             ValueError: names the nearest valid values of the view.
@@ -165,7 +190,8 @@ class Mesh:
             if size % ranks:
                 divisors = [n for n in range(1, size + 1) if size % n == 0]
                 raise ValueError(
-                    f"mesh.{view}={ranks} does not divide {name}={size}; nearest: {_nearest(ranks, divisors)}"
+                    f"mesh.{view}={ranks} does not divide {name}={size}; nearest: "
+                    f"{_nearest(ranks, divisors)}"
                 )
 
     def _expert_split(self, ep: int) -> tuple[int, int, int] | None:

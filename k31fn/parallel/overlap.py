@@ -4,10 +4,11 @@
     y = layer(x)                        # runs while the parts travel
     weight = wait(pending)
 
-On process groups, and between threads, the collective is issued by :func:`start`; in the backward its transpose is
-issued where the backward of :func:`wait` runs and waited for where that of :func:`start` does, so it overlaps with the
-same computation. In the simulated mesh, under ``torch.func`` and in a derivative that is itself differentiated the
-collective runs at :func:`wait`: same values, same records.
+On process groups, and between threads, the collective is issued by :func:`start`; in the backward
+its transpose is issued where the backward of :func:`wait` runs and waited for where that of
+:func:`start` does, so it overlaps with the same computation. In the simulated mesh, under
+``torch.func`` and in a derivative that is itself differentiated the collective runs at
+:func:`wait`: same values, same records.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class Pending:
 
     Attributes:
         call: what was asked for; None if it was an identity, whose value ``ticket`` is.
-        ticket: the operand; the node of the autograd graph that the backward waits at. That node holds this object, so
-            :func:`wait` takes it away: the cycle of the two would never be freed, and the operand with it.
+        ticket: the operand; the node of the autograd graph that the backward waits at. That node
+            holds this object, so :func:`wait` takes it away: the cycle of the two would never be
+            freed, and the operand with it.
         finish: waits for the result, where the collective was issued already.
         finish_back: the same for its transpose, between the backwards of wait and start.
     """
@@ -124,4 +126,6 @@ class _Wait(torch.autograd.Function):
             return y
 
         ctx.pending.finish_back = finish_back
-        return None, g.new_zeros(()).to(ctx.dtype).expand(ctx.shape)  # what travels takes its place at _Start
+        return None, g.new_zeros(()).to(ctx.dtype).expand(
+            ctx.shape
+        )  # what travels takes its place at _Start

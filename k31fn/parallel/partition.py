@@ -12,7 +12,17 @@ from k31fn import tree
 from k31fn.parallel.axis import Axis
 from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
 
-__all__ = ["AxisRules", "P", "Partition", "broadcast", "local_shape", "partition", "resolve", "tile", "tiles"]
+__all__ = [
+    "AxisRules",
+    "P",
+    "Partition",
+    "broadcast",
+    "local_shape",
+    "partition",
+    "resolve",
+    "tile",
+    "tiles",
+]
 
 Views = tuple[str, ...]
 Tile = tuple[slice, ...]
@@ -20,7 +30,8 @@ Tile = tuple[slice, ...]
 
 @dataclass(frozen=True, init=False)
 class P:
-    """One entry per dimension: None (whole), a view (``"tp"``) or a tuple of views, outermost first.
+    """One entry per dimension: None (whole), a view (``"tp"``) or a tuple of views, outermost
+    first.
 
     Dimensions after the last entry are whole, so ``P()`` is a tensor that every rank holds.
     """
@@ -40,16 +51,23 @@ def resolve(spec: P, axes: MeshAxes, ndim: int) -> tuple[tuple[Axis, ...], ...]:
     """The atomic axes of each of ``ndim`` dimensions.
 
     Raises:
-        ValueError: more entries than dimensions, an unknown view, or a mesh axis used twice in the tensor.
+        ValueError: more entries than dimensions, an unknown view, or a mesh axis used twice in the
+            tensor.
     """
     if len(spec.dims) > ndim:
-        raise ValueError(f"{spec} has {len(spec.dims)} entries for a tensor of {ndim} dimensions; drop the last ones")
-    # in the order of the spec, not the mesh's: P(("tp", "fsdp")) leaves each tp rank a contiguous block when gathered
+        raise ValueError(
+            f"{spec} has {len(spec.dims)} entries for a tensor of {ndim} dimensions; drop the "
+            "last ones"
+        )
+    # in the order of the spec, not the mesh's: P(("tp", "fsdp")) leaves each tp rank a contiguous
+    # block when gathered
     found = [tuple(a for view in views for a in axes.view(view)) for views in spec.dims]
     found += [()] * (ndim - len(found))
     names = [a.name for dim in found for a in dim]
     if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(f"{spec} uses mesh axis {twice[0]!r} twice in one tensor; split one dimension by it")
+        raise ValueError(
+            f"{spec} uses mesh axis {twice[0]!r} twice in one tensor; split one dimension by it"
+        )
     return tuple(found)
 
 
@@ -74,8 +92,12 @@ def tile(spec: P, shape: Sequence[int], mesh: Mesh, coordinate: Coordinate) -> T
     return tuple(slices)
 
 
-def tiles(specs: Any, partition: Any, mesh: Mesh, coordinate: Coordinate) -> Callable[[str, Any], Tile]:
-    """The ``tile=`` argument of :func:`k31fn.params.init` for one rank: it draws its own part of each weight only."""
+def tiles(
+    specs: Any, partition: Any, mesh: Mesh, coordinate: Coordinate
+) -> Callable[[str, Any], Tile]:
+    """The ``tile=`` argument of :func:`k31fn.params.init` for one rank: it draws its own part of
+    each weight only.
+    """
     paths = tree.paths(specs)
     by_path = dict(zip(paths, broadcast(partition, specs), strict=True))
     return lambda path, spec: tile(by_path[path], spec.shape, mesh, coordinate)
@@ -89,12 +111,16 @@ def broadcast(prefix: Any, full: Any) -> list[P]:
     """
     specs, structure = tree.flatten(prefix)
     if wrong := [s for s in specs if not isinstance(s, P)]:
-        raise ValueError(f"partition specs hold {wrong[0]!r}; every leaf is a P, such as P('tp') or P()")
+        raise ValueError(
+            f"partition specs hold {wrong[0]!r}; every leaf is a P, such as P('tp') or P()"
+        )
     try:
         subtrees = structure.flatten_up_to(full)
     except ValueError as e:
         raise ValueError(f"partition specs do not fit the tree: {e}") from e
-    return [spec for spec, subtree in zip(specs, subtrees, strict=True) for _ in tree.leaves(subtree)]
+    return [
+        spec for spec, subtree in zip(specs, subtrees, strict=True) for _ in tree.leaves(subtree)
+    ]
 
 
 @runtime_checkable
@@ -118,8 +144,8 @@ class AxisRules:
     """Which views split each logical axis of the parameters.
 
     Attributes:
-        spread: views over which each weight is split further, for memory only (FSDP): along the first dimension that
-            then divides evenly; a weight that has none stays whole on them.
+        spread: views over which each weight is split further, for memory only (FSDP): along the
+            first dimension that then divides evenly; a weight that has none stays whole on them.
         expert_spread: the same for leaves tagged ``expert``.
     """
 
@@ -139,7 +165,9 @@ class AxisRules:
 
     def views(self) -> Mapping[str, Views]:
         """By logical axis."""
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ("spread", "expert_spread")]
+        names = [
+            f.name for f in dataclasses.fields(self) if f.name not in ("spread", "expert_spread")
+        ]
         return {name: getattr(self, name) for name in names} | {"": ()}
 
 
@@ -147,8 +175,8 @@ def partition(specs: Any, rules: AxisRules, mesh: Mesh) -> Partition:
     """The :class:`P` of each leaf of a tree of ParamSpecs.
 
     Raises:
-        ValueError: a logical axis that the rules do not know, one that does not divide evenly over its views, or a mesh
-            axis used twice in one weight; names the weight.
+        ValueError: a logical axis that the rules do not know, one that does not divide evenly over
+            its views, or a mesh axis used twice in one weight; names the weight.
     """
     return tree.map_with_path(lambda path, spec: _leaf_partition(path, spec, rules, mesh), specs)
 
@@ -156,7 +184,9 @@ def partition(specs: Any, rules: AxisRules, mesh: Mesh) -> Partition:
 def _leaf_partition(path: str, spec: _Declared, rules: AxisRules, mesh: Mesh) -> P:
     views, axes = rules.views(), mesh.axes()
     if unknown := [a for a in spec.axes if a not in views]:
-        raise ValueError(f"{path}: logical axis {unknown[0]!r} unknown to AxisRules; known: {', '.join(views)}")
+        raise ValueError(
+            f"{path}: logical axis {unknown[0]!r} unknown to AxisRules; known: {', '.join(views)}"
+        )
     dims = [views[a] for a in spec.axes]
     try:
         local = list(local_shape(P(*dims), spec.shape, mesh))
@@ -182,6 +212,7 @@ def _divide(spec: P, size: int, axes: tuple[Axis, ...]) -> int:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         near = [n for n in divisors if n < ranks][-1:] + [n for n in divisors if n > ranks][:1]
         raise ValueError(
-            f"{spec}: {names} = {ranks} ranks do not divide a dimension of {size}; nearest: {', '.join(map(str, near))}"
+            f"{spec}: {names} = {ranks} ranks do not divide a dimension of {size}; nearest: "
+            f"{', '.join(map(str, near))}"
         )
     return size // ranks

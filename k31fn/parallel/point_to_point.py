@@ -4,9 +4,10 @@
     arriving = recv((4, 8), axes.pp, source=0, dtype=x.dtype, device=x.device)      on rank 1
     x = arriving()
 
-Both return at once. What two ranks send each other arrives in the order in which it was sent, and must be asked for in
-that order. A message has no gradient: who sends it carries the cotangent back, as
-:mod:`k31fn.parallel.pipeline` does. On real ranks only: in the simulated mesh all ranks run the same program.
+Both return at once. What two ranks send each other arrives in the order in which it was sent, and
+must be asked for in that order. A message has no gradient: who sends it carries the cotangent back,
+as :mod:`k31fn.parallel.pipeline` does. On real ranks only: in the simulated mesh all ranks run the
+same program.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def recv(
         device: where it is to lie.
 
     Raises:
-        ValueError: as in :func:`send`; on threads also, when waited for, a message of another shape or dtype.
+        ValueError: as in :func:`send`; on threads also, when waited for, a message of another shape
+            or dtype.
     """
     channel, names = _channel("recv", axis, source), tuple(a.name for a in active(axis))
     into = torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -77,7 +79,8 @@ def own_index(axis: Axes) -> int:
     """This rank's index on ``axis`` as a number, which only real ranks have.
 
     Raises:
-        ValueError: the simulated mesh, where a program cannot differ by rank; or an axis that is not bound to ranks.
+        ValueError: the simulated mesh, where a program cannot differ by rank; or an axis that is
+            not bound to ranks.
     """
     axes = active(axis)
     if not axes:
@@ -85,10 +88,13 @@ def own_index(axis: Axes) -> int:
     names = tuple(a.name for a in axes)
     for a in axes:
         if a.host is None:
-            raise ValueError(f"axis {a.name!r} is not bound to ranks; take it from the axes that a rank is given")
+            raise ValueError(
+                f"axis {a.name!r} is not bound to ranks; take it from the axes that a rank is given"
+            )
         if a.host.token(a.name) is not None:
             raise ValueError(
-                f"axes {names} in the simulated mesh, where all ranks run one program: send, recv and pipelines need "
+                f"axes {names} in the simulated mesh, where all ranks run one program: send, recv "
+                "and pipelines need "
                 "real ranks; use backend 'threads' or 'processes'"
             )
     assert axes[0].host is not None
@@ -98,7 +104,9 @@ def own_index(axis: Axes) -> int:
 def _channel(what: str, axis: Axes, other: int) -> Channel:
     me, size = own_index(axis), axis_size(axis)
     if other == me or not 0 <= other < size:
-        raise ValueError(f"{what}: rank {other} from rank {me} of {size}; name another rank of the axis")
+        raise ValueError(
+            f"{what}: rank {other} from rank {me} of {size}; name another rank of the axis"
+        )
     axes = active(axis)
     assert axes[0].host is not None
     return axes[0].host.channel(tuple(a.name for a in axes))

@@ -1,8 +1,10 @@
-"""The one autograd Function behind every collective, with its transposes and its rule under ``vmap``.
+"""The one autograd Function behind every collective, with its transposes and its rule under
+``vmap``.
 
-A collective over real ranks runs in the Function's forward. In the simulated mesh each atomic axis is a ``vmap`` level;
-the rule below turns the batch dimension of each level into a plain leading dimension and, at the last one, computes all
-ranks at once. A level that is none of its axes is an unrelated ``vmap``, whose batch dimension rides along.
+A collective over real ranks runs in the Function's forward. In the simulated mesh each atomic axis
+is a ``vmap`` level; the rule below turns the batch dimension of each level into a plain leading
+dimension and, at the last one, computes all ranks at once. A level that is none of its axes is an
+unrelated ``vmap``, whose batch dimension rides along.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Call:
     def note(self, what: str, x: Tensor) -> None:
         """Records an event on the operand ``x``."""
         if not self.local:
-            event = record.Event(what, self.op, self.names, x.numel() * (self.kw.get("dtype") or x.dtype).itemsize)
+            event = record.Event(
+                what, self.op, self.names, x.numel() * (self.kw.get("dtype") or x.dtype).itemsize
+            )
             for r in self.records:
                 r.events.append(event)
 
@@ -101,7 +105,9 @@ def deferred() -> Iterator[list[tuple[Call, Tensor]]]:
 
 
 def issue(call: Call, x: Tensor, *, issued: bool = False) -> Tensor:
-    """The collective's result, differentiable to any order; ``issued``: that it was is on record already."""
+    """The collective's result, differentiable to any order; ``issued``: that it was is on record
+    already.
+    """
     calls = _DEFERRED.get()
     if calls is not None:
         calls.append((call, x))
@@ -118,11 +124,16 @@ class _Collective(torch.autograd.Function):
     def forward(call: Call, x: Tensor, *tokens: Tensor) -> Tensor:
         if tokens:
             raise ValueError(
-                f"{call.op} over {call.names} in the simulated mesh, where no argument of the enclosing remat or "
+                f"{call.op} over {call.names} in the simulated mesh, where no argument of the "
+                "enclosing remat or "
                 "custom_vjp varies over them: pass one that does"
             )
         if call.op == "psum_transpose" and call.check:
-            compare_ranks(call.channel, x, f"cotangent of psum over {call.names} varies: a pvary is missing downstream")
+            compare_ranks(
+                call.channel,
+                x,
+                f"cotangent of psum over {call.names} varies: a pvary is missing downstream",
+            )
         if call.op in ("pvary", "psum_transpose"):
             return x.view_as(x)
         with scopes.scope(f"collective {call.op}"):
@@ -153,7 +164,11 @@ class _Collective(torch.autograd.Function):
         rest = (*tokens[:level], *tokens[level + 1 :])
         held = call.held + 1
         if rest:
-            axes = (*call.axes[:level], *call.axes[level + 1 :], axis)  # axes[i] is that of the i-th token left
+            axes = (
+                *call.axes[:level],
+                *call.axes[level + 1 :],
+                axis,
+            )  # axes[i] is that of the i-th token left
             y = _Collective.apply(dataclasses.replace(call, held=held, axes=axes), x, *rest)
         else:
             y = _together(call.op, call.cast(x).flatten(0, held - 1), call.kw)
@@ -162,7 +177,9 @@ class _Collective(torch.autograd.Function):
 
 
 def _unrelated(call: Call, x: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, int]:
-    """Past a ``vmap`` that is not of the call's axes; its batch is the dimension of ``x`` after the held ones."""
+    """Past a ``vmap`` that is not of the call's axes; its batch is the dimension of ``x`` after the
+    held ones.
+    """
     out_dim = 0 if call.op in _TO_INVARIANT else call.held
     if call.op == "ragged_all_to_all":  # its rows stay first
         return _Collective.apply(call, x.movedim(0, 1), *tokens), 1
@@ -173,15 +190,26 @@ def _unrelated(call: Call, x: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tenso
 def _wrong_variance(op: str, axis: str) -> str:
     match op:
         case "psum_transpose":
-            return f"cotangent of psum over {axis!r} varies: a pvary is missing downstream, where its result is used"
+            return (
+                f"cotangent of psum over {axis!r} varies: a pvary is missing downstream, where "
+                "its result is used"
+            )
         case "pvary" | "pslice":
-            return f"{op} over {axis!r} of a value that varies over it already; it is for a value equal on all ranks"
+            return (
+                f"{op} over {axis!r} of a value that varies over it already; it is for a value "
+                "equal on all ranks"
+            )
         case _:
-            return f"{op} over {axis!r} of a value that is equal on all its ranks; summed twice, or pvary it first"
+            return (
+                f"{op} over {axis!r} of a value that is equal on all its ranks; summed twice, or "
+                "pvary it first"
+            )
 
 
 def _together(op: str, x: Tensor, kw: Mapping[str, Any]) -> Tensor:
-    """All ranks at once: ``x [n, ...]`` to ``[n, ...]``, or to one value for a result equal on all ranks."""
+    """All ranks at once: ``x [n, ...]`` to ``[n, ...]``, or to one value for a result equal on all
+    ranks.
+    """
     n, each = x.shape[0], x.unbind(0)
     match op:
         case "psum":
@@ -204,15 +232,19 @@ def _together(op: str, x: Tensor, kw: Mapping[str, Any]) -> Tensor:
             return torch.stack([torch.cat([p[i] for p in parts], kw["concat"]) for i in range(n)])
         case "ppermute":
             source = {target: s for s, target in kw["perm"]}
-            return torch.stack([each[source[i]] if i in source else torch.zeros_like(each[0]) for i in range(n)])
+            return torch.stack(
+                [each[source[i]] if i in source else torch.zeros_like(each[0]) for i in range(n)]
+            )
         case _:
             raise ValueError(
-                f"{op} in the simulated mesh: sizes differ by rank; use a padded all_to_all, or backend threads"
+                f"{op} in the simulated mesh: sizes differ by rank; use a padded all_to_all, or "
+                "backend threads"
             )
 
 
 def transpose(call: Call, g: Tensor) -> tuple[Call, Tensor]:
-    """The collective that carries the cotangent ``g`` back, and ``g`` in the dtype in which that is to be done.
+    """The collective that carries the cotangent ``g`` back, and ``g`` in the dtype in which that is
+    to be done.
 
     Raises:
         ValueError: the collective has no gradient.

@@ -1,7 +1,7 @@
 """Ranks as processes: gloo, NCCL or HCCL, as ``k31fn.device`` says.
 
-Groups are made when a tuple of axes is first used, by its members only. Nothing but tensors travels: Python values go
-as JSON bytes.
+Groups are made when a tuple of axes is first used, by its members only. Nothing but tensors
+travels: Python values go as JSON bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def start_processes(device_type: str, *, timeout: float | int = 600.0) -> dist.S
 
     Args:
         device_type: ``cpu``, ``cuda`` or ``npu``; decides the backend.
-        timeout: seconds after which a collective that a rank does not join raises (with NCCL: ends the process).
+        timeout: seconds after which a collective that a rank does not join raises (with NCCL: ends
+            the process).
 
     Returns:
         The key-value store that the processes share.
@@ -73,7 +74,9 @@ def start_processes(device_type: str, *, timeout: float | int = 600.0) -> dist.S
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
     store.set_timeout(limit)
     backend = devices.process_group_backend(device_type)
-    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit
+    )
     return store
 
 
@@ -81,8 +84,9 @@ def stop_processes(axes: MeshAxes | None = None) -> None:
     """Leaves the process group.
 
     Args:
-        axes: those that were bound to it, which lose their groups: one that still lives when the interpreter ends may
-            abort the process (gloo, torch 2.13: ``terminate called without an active exception``).
+        axes: those that were bound to it, which lose their groups: one that still lives when the
+            interpreter ends may abort the process (gloo, torch 2.13: ``terminate called without an
+            active exception``).
     """
     for axis in axes.atoms if axes else ():
         if isinstance(axis.host, _Host):
@@ -102,13 +106,16 @@ def axes_of_process(mesh: Mesh) -> tuple[MeshAxes, Coordinate]:
 
 
 def progress_of(axes: MeshAxes) -> Progress:
-    """Of this process's collectives over axes that :func:`axes_of_process` bound; of other axes one that stands."""
+    """Of this process's collectives over axes that :func:`axes_of_process` bound; of other axes one
+    that stands.
+    """
     host = axes.atoms[0].host if axes.atoms else None
     return host.progress if isinstance(host, _Host) else Progress()
 
 
 def exchange_json(value: Any, axis: Axes, *, device: torch.device | str = "cpu") -> list[Any]:
-    """What each rank of ``axis`` passed, in rank order; any JSON value, sent as bytes. For threads as well.
+    """What each rank of ``axis`` passed, in rank order; any JSON value, sent as bytes. For threads
+    as well.
 
     Args:
         value: of this rank.
@@ -137,11 +144,21 @@ class _Host:
             me = dist.get_rank()
             mine = self.mesh.coordinate(me)
             others = [n for n in self.names if n not in names]
-            ranks = [r for r, c in enumerate(self.mesh.coordinates()) if all(c[n] == mine[n] for n in others)]
+            ranks = [
+                r
+                for r, c in enumerate(self.mesh.coordinates())
+                if all(c[n] == mine[n] for n in others)
+            ]
             where = f"over {names} on rank {me} at {mine}"
             with _named(f"making the group {where}", self.progress):
-                group: Any = dist.new_group(ranks, use_local_synchronization=True) if others else dist.group.WORLD
-            self.channels[names] = _Channel(group, len(ranks), ranks.index(me), where, self.progress, names)
+                group: Any = (
+                    dist.new_group(ranks, use_local_synchronization=True)
+                    if others
+                    else dist.group.WORLD
+                )
+            self.channels[names] = _Channel(
+                group, len(ranks), ranks.index(me), where, self.progress, names
+            )
         return self.channels[names]
 
 
@@ -174,12 +191,20 @@ class _Channel:
 
     def send(self, x: Tensor, to: int) -> Callable[[], Tensor]:
         x = x.detach().contiguous()
-        return self._waiting(f"send to {to}", lambda: dist.isend(x, group=self.group, group_dst=to), x)
+        return self._waiting(
+            f"send to {to}", lambda: dist.isend(x, group=self.group, group_dst=to), x
+        )
 
     def recv(self, into: Tensor, source: int) -> Callable[[], Tensor]:
-        return self._waiting(f"recv from {source}", lambda: dist.irecv(into, group=self.group, group_src=source), into)
+        return self._waiting(
+            f"recv from {source}",
+            lambda: dist.irecv(into, group=self.group, group_src=source),
+            into,
+        )
 
-    def _waiting(self, message: str, issue: Callable[[], Any], held: Tensor) -> Callable[[], Tensor]:
+    def _waiting(
+        self, message: str, issue: Callable[[], Any], held: Tensor
+    ) -> Callable[[], Tensor]:
         what, noted = f"{message} {self.where}", self.progress.begin(message, self.names, held)
         with _named(what, self.progress):
             work = issue()
@@ -213,7 +238,9 @@ class _Channel:
             case "ragged_all_to_all":
                 y = x.new_empty(sum(kw["recv"]), *x.shape[1:])
                 sizes = list(kw["recv"]), list(kw["send"])
-                return _then(dist.all_to_all_single(y, x, *sizes, group=self.group, async_op=True), lambda: y)
+                return _then(
+                    dist.all_to_all_single(y, x, *sizes, group=self.group, async_op=True), lambda: y
+                )
             case "ppermute":
                 return self._ppermute(x, kw["perm"])
             case _:
@@ -230,11 +257,16 @@ class _Channel:
         return _then(_reduce_scatter(y, parts, group=self.group, async_op=True), lambda: y)
 
     def _ppermute(self, x: Tensor, perm: tuple[tuple[int, int], ...]) -> Callable[[], Tensor]:
-        targets, sources = ([b for a, b in perm if a == self.index], [a for a, b in perm if b == self.index])
+        targets, sources = (
+            [b for a, b in perm if a == self.index],
+            [a for a, b in perm if b == self.index],
+        )
         flat = x.flatten() if targets else x.new_empty(0)
         y = torch.empty_like(x) if sources else torch.zeros_like(x)
         received = y.flatten() if sources else x.new_empty(0)
-        recv, send = ([x.numel() if r in some else 0 for r in range(self.size)] for some in (sources, targets))
+        recv, send = (
+            [x.numel() if r in some else 0 for r in range(self.size)] for some in (sources, targets)
+        )
         work = dist.all_to_all_single(received, flat, recv, send, group=self.group, async_op=True)
         return _then(work, lambda: received.view(x.shape) if sources else y)
 
@@ -249,7 +281,9 @@ def _then(work: Any, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 @contextlib.contextmanager
 def _named(what: str, progress: Progress) -> Iterator[None]:
-    """The backend's errors (a timeout, a lost peer) say which collective it was, and on which rank."""
+    """The backend's errors (a timeout, a lost peer) say which collective it was, and on which
+    rank.
+    """
     progress.waiting = what
     try:
         yield

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["Event", "Flight", "Issued", "Record", "check_invariance", "note_event", "record_collectives"]
+__all__ = [
+    "Event",
+    "Flight",
+    "Issued",
+    "Record",
+    "check_invariance",
+    "note_event",
+    "record_collectives",
+]
 
 _KEPT = 256  # collectives
 
@@ -35,8 +43,8 @@ class Event(NamedTuple):
 class Record:
     """The collectives that one rank issued, backward passes and replays of ``remat`` included.
 
-    In the simulated mesh all ranks are one, so it counts per rank as well. Under threads this is the record of rank 0,
-    and ``ranks`` has them all.
+    In the simulated mesh all ranks are one, so it counts per rank as well. Under threads this is
+    the record of rank 0, and ``ranks`` has them all.
 
     Attributes:
         events: everything in order.
@@ -53,7 +61,9 @@ class Record:
 
     @property
     def nbytes(self) -> Counter[str]:
-        """Bytes of the operands handed in, by kind; an algorithm's factor, as 2 (n - 1) / n of a ring, is not in it."""
+        """Bytes of the operands handed in, by kind; an algorithm's factor, as 2 (n - 1) / n of a
+        ring, is not in it.
+        """
         total: Counter[str] = Counter()
         for event in self.events:
             total[event.kind] += event.nbytes if event.what == "issue" else 0
@@ -64,13 +74,19 @@ class Record:
         return Counter(e.kind for e in self.events if e.what == "issue" and e.axes == axes)
 
 
-_RECORDS: contextvars.ContextVar[tuple[Record, ...]] = contextvars.ContextVar("k31fn_collectives", default=())
-_CHECK: contextvars.ContextVar[bool] = contextvars.ContextVar("k31fn_check_invariance", default=False)
+_RECORDS: contextvars.ContextVar[tuple[Record, ...]] = contextvars.ContextVar(
+    "k31fn_collectives", default=()
+)
+_CHECK: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "k31fn_check_invariance", default=False
+)
 
 
 @contextlib.contextmanager
 def record_collectives() -> Iterator[Record]:
-    """Records the collectives issued inside, and those of the backward of what ran inside, on whatever thread."""
+    """Records the collectives issued inside, and those of the backward of what ran inside, on
+    whatever thread.
+    """
     record = Record()
     with recording((*_RECORDS.get(), record)):
         yield record
@@ -99,10 +115,12 @@ def note_event(text: str) -> None:
 
 @contextlib.contextmanager
 def check_invariance(on: bool = True) -> Iterator[None]:
-    """Compares, on real ranks, what must be equal on all ranks of an axis; the simulated mesh always checks exactly.
+    """Compares, on real ranks, what must be equal on all ranks of an axis; the simulated mesh
+    always checks exactly.
 
-    Compared are the cotangents that the transpose of ``psum`` gets, and outputs of ``shard_map`` over axes that their
-    specs do not name. Each costs a collective, which no record counts: for tests.
+    Compared are the cotangents that the transpose of ``psum`` gets, and outputs of ``shard_map``
+    over axes that their specs do not name. Each costs a collective, which no record counts: for
+    tests.
     """
     token = _CHECK.set(on)
     try:
@@ -121,8 +139,8 @@ class Issued:
     """One collective of a process.
 
     Attributes:
-        number: which of its group's, from 1: equal on all ranks of the group, so a rank that is behind shows. Of a
-            message, which to or from that rank.
+        number: which of its group's, from 1: equal on all ranks of the group, so a rank that is
+            behind shows. Of a message, which to or from that rank.
         kind: the collective, or the message with its other end.
         axes: names of the atomic axes.
         shape: of the operand.

@@ -1,26 +1,27 @@
 """Layers one after the other, whose weights are gathered just in time.
 
-One reverse rule over the whole chain. Forward: the weights of layer i + 1 are asked for, then layer i runs. Backward,
-from the last layer: the weights of layer i - 1 are asked for, layer i runs again and backward, then its gradients start
-to be reduce-scattered, behind the backward of layer i - 1::
+One reverse rule over the whole chain. Forward: the weights of layer i + 1 are asked for, then layer
+i runs. Backward, from the last layer: the weights of layer i - 1 are asked for, layer i runs again
+and backward, then its gradients start to be reduce-scattered, behind the backward of layer i - 1::
 
     forward   gather 0 | gather 1, run 0 | gather 2, run 1 | ...
     backward  gather n | gather n-1, pull n | scatter n, gather n-2, pull n-1 | ...
 
-At most two layers' weights are there at once. What is kept of a layer is what it added to the carry (a tensor that
-several carries share is kept once), its decisions, and of its keepable functions those that ``save`` names. With
-``every`` carries are kept at every so many layers only; those between are made again, from the first of such a run on,
-before its backward::
+At most two layers' weights are there at once. What is kept of a layer is what it added to the carry
+(a tensor that several carries share is kept once), its decisions, and of its keepable functions
+those that ``save`` names. With ``every`` carries are kept at every so many layers only; those
+between are made again, from the first of such a run on, before its backward::
 
     backward  light n-7 .. n-1, carry n-7 .. n | gather n | ...
 
-For that only the part of the weights is gathered that layers need when their functions are kept (``light``). It needs
-no cotangent: :func:`rebuilds` lets the caller begin before one is there.
+For that only the part of the weights is gathered that layers need when their functions are kept
+(``light``). It needs no cotangent: :func:`rebuilds` lets the caller begin before one is there.
 
-Where weights are frozen the backward does what that of a loop would: no product is computed and nothing sent for them,
-no cotangent goes below the first layer that it is for, and a layer through which none has to pass is not gathered, run
-or kept again. What a carry depends on is known from the forward, which notes it on a graph of one layer at a time where
-some weights of a layer are trained and its carry depends on none yet.
+Where weights are frozen the backward does what that of a loop would: no product is computed and
+nothing sent for them, no cotangent goes below the first layer that it is for, and a layer through
+which none has to pass is not gathered, run or kept again. What a carry depends on is known from the
+forward, which notes it on a graph of one layer at a time where some weights of a layer are trained
+and its carry depends on none yet.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ from k31fn import tree
 from k31fn.autodiff import custom_vjp, stop_gradient
 from k31fn.autodiff.custom_vjp import differentiable
 from k31fn.autodiff.deferred import current_tape
-from k31fn.autodiff.remat import Ambient, call_recorded, can_keep, pull_replayed, replay, run_recorded
+from k31fn.autodiff.remat import (
+    Ambient,
+    call_recorded,
+    can_keep,
+    pull_replayed,
+    replay,
+    run_recorded,
+)
 from k31fn.autodiff.transforms import taping
 from k31fn.parallel.bundle import start_gather, start_scatter, wait_gather, wait_scatter
 from k31fn.parallel.fsdp import Placements
@@ -65,9 +73,13 @@ class Plan:
 
 
 class Prefetch:
-    """Gathered weights of layers in a given order; the next ones travel while those handed out are used."""
+    """Gathered weights of layers in a given order; the next ones travel while those handed out are
+    used.
+    """
 
-    def __init__(self, params: Sequence[Any], placements: Sequence[Placements], order: Iterable[int]) -> None:
+    def __init__(
+        self, params: Sequence[Any], placements: Sequence[Placements], order: Iterable[int]
+    ) -> None:
         """Asks for the first layer's."""
         self._params, self._placements, self._order = params, placements, iter(order)
         self._start()
@@ -105,10 +117,11 @@ def scan(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Runs ``carry, aux[i] = steps[i](gather(params[i]), carry, shared, own[i])`` for each layer.
 
-    The gradient keeps no gathered weights and, but for what ``plan`` names, nothing inside of a layer, which is run
-    again. Derivatives are of first order; for higher ones gather in a loop of your own. Overlap is as in
-    :mod:`k31fn.parallel.overlap`; here ``torch.func.grad`` on real ranks has it too. Under
-    :func:`k31fn.autodiff.split_vjp` there is none: each layer gathers its weights inside.
+    The gradient keeps no gathered weights and, but for what ``plan`` names, nothing inside of a
+    layer, which is run again. Derivatives are of first order; for higher ones gather in a loop of
+    your own. Overlap is as in :mod:`k31fn.parallel.overlap`; here ``torch.func.grad`` on real ranks
+    has it too. Under :func:`k31fn.autodiff.split_vjp` there is none: each layer gathers its weights
+    inside.
 
     Args:
         steps: the layers; pure functions that capture no differentiated tensor.
@@ -117,17 +130,21 @@ def scan(
         carry: what the first layer is handed.
         shared: what all layers are handed.
         own: what each is handed besides, by layer.
-        plan: what is kept for the backward; within a ``torch.func`` transform all carries and no function.
+        plan: what is kept for the backward; within a ``torch.func`` transform all carries and no
+            function.
 
     Returns:
         The last carry, and each layer's ``aux``.
 
     Raises:
-        RuntimeError: (in the backward) at a second derivative, or at a second backward outside of ``torch.func``.
+        RuntimeError: (in the backward) at a second derivative, or at a second backward outside of
+            ``torch.func``.
     """
     if not steps:
         return carry, ()
-    if placements and current_tape() is not None:  # weights that are gathered below would have no graph to their parts
+    if (
+        placements and current_tape() is not None
+    ):  # weights that are gathered below would have no graph to their parts
         steps, placements = [_Gathering(*pair) for pair in zip(steps, placements, strict=True)], ()
     keeps = can_keep()
     trained = [tree.map(_tracked, p) for p in params]
@@ -151,7 +168,9 @@ def scan(
             saved.append(kept)
         ambient = Ambient((params, carry))
         if keeps:
-            kept = _Kept(steps, placements, (params, shared, own), carries, made, saved, plan, reach)
+            kept = _Kept(
+                steps, placements, (params, shared, own), carries, made, saved, plan, reach
+            )
             if plan.every > 1 and (found := _REBUILDS.get()) is not None:
                 found.append(lambda: ambient.run(kept.rebuild))
             carries, saved = kept, ()
@@ -160,15 +179,24 @@ def scan(
     def bwd(needs: Any, residuals: Any, ct: Any) -> tuple[Any, ...]:
         *rest, ambient = residuals
         wanted = reach.wanted(needs[1:])
-        return (None, *ambient.run(lambda: _pull(steps, placements, plan.save, wanted, *rest, *ct[0])))
+        return (
+            None,
+            *ambient.run(lambda: _pull(steps, placements, plan.save, wanted, *rest, *ct[0])),
+        )
 
-    rule = custom_vjp(scan, opaque=True, needs=True, instead="remat='none', or layers that gather inside remat")
+    rule = custom_vjp(
+        scan, opaque=True, needs=True, instead="remat='none', or layers that gather inside remat"
+    )
     carry, reports = call_recorded(rule.defvjp(fwd, bwd), params, carry, shared, own)
-    return tree.map(lambda x, reached: x if reached else stop_gradient(x), carry, reach.carries[-1]), reports
+    return tree.map(
+        lambda x, reached: x if reached else stop_gradient(x), carry, reach.carries[-1]
+    ), reports
 
 
 def _tracked(x: Any) -> bool:
-    """Whether a gradient may be asked for; within a ``torch.func`` transform tensors do not tell."""
+    """Whether a gradient may be asked for; within a ``torch.func`` transform tensors do not
+    tell.
+    """
     if not isinstance(x, Tensor) or not differentiable(x):
         return False
     return x.requires_grad and torch.is_grad_enabled() if can_keep() else True
@@ -192,11 +220,13 @@ class _Reach:
         """Of the arguments of a layer."""
         return self.trained[i], self.carries[i], self.others[0], self.others[1][i]
 
-    def run(self, i: int, step: Step, args: tuple[Any, ...], given: Any, save: frozenset[str]) -> Any:
+    def run(
+        self, i: int, step: Step, args: tuple[Any, ...], given: Any, save: frozenset[str]
+    ) -> Any:
         """:func:`run_recorded` of a layer, and what its carry depends on.
 
-        Once a part of a carry depends on something, all of the next ones are said to; so they are of functions that are
-        kept, whose values have no graph, and within a transform.
+        Once a part of a carry depends on something, all of the next ones are said to; so they are
+        of functions that are kept, whose values have no graph, and within a transform.
         """
         flags = self.of(i)
         exact = can_keep() and not save and current_tape() is None and not _any(self.carries[i])
@@ -208,14 +238,18 @@ class _Reach:
                 leaves = tree.map(lambda x, wanted: x.detach().requires_grad_(wanted), args, flags)
                 out, *recorded = run_recorded(step, leaves, given, save)
             after = tree.map(lambda x: x.requires_grad, out[0])
-            same = {id(leaf): x for leaf, x in zip(tree.leaves(leaves), tree.leaves(args), strict=True)}
+            same = {
+                id(leaf): x for leaf, x in zip(tree.leaves(leaves), tree.leaves(args), strict=True)
+            }
             carry, aux = tree.map(lambda x: same[id(x)] if id(x) in same else x.detach(), out)
         del self.carries[i + 1 :]  # of a run before
         self.carries.append(after)
         return (carry, aux), *recorded
 
     def wanted(self, needs: tuple[Any, Any, Any, Any]) -> list[tuple[Any, Any, Any, Any]]:
-        """By layer: of which arguments gradients are computed; ``needs``: of which of the scan's they are used."""
+        """By layer: of which arguments gradients are computed; ``needs``: of which of the scan's
+        they are used.
+        """
         of_params, of_carry, of_shared, of_own = needs
 
         def both(a: Any, b: Any) -> Any:
@@ -248,9 +282,11 @@ _REBUILDS: contextvars.ContextVar[list[Callable[[], None]] | None] = contextvars
 
 @contextlib.contextmanager
 def rebuilds() -> Iterator[list[Callable[[], None]]]:
-    """Collects from each scan that runs inside and does not keep all carries a call that makes those of its last run.
+    """Collects from each scan that runs inside and does not keep all carries a call that makes
+    those of its last run.
 
-    In the order in which they ran: the last one is needed first. The backward calls what has not been called.
+    In the order in which they ran: the last one is needed first. The backward calls what has not
+    been called.
     """
     found: list[Callable[[], None]] = []
     token = _REBUILDS.set(found)
@@ -261,7 +297,8 @@ def rebuilds() -> Iterator[list[Callable[[], None]]]:
 
 
 class _Kept:
-    """What a backward needs of each layer, given up when it is used; passes through a tree as one opaque leaf.
+    """What a backward needs of each layer, given up when it is used; passes through a tree as one
+    opaque leaf.
 
     Detached: some tensors are outputs of the rule, which would be kept by the graph that they keep.
     """
@@ -297,29 +334,46 @@ class _Kept:
 
     def _check(self, i: int) -> None:
         if len(self.saved) != i + 1:
-            raise RuntimeError("scan: its backward ran already, and what it kept is freed; run the forward again")
+            raise RuntimeError(
+                "scan: its backward ran already, and what it kept is freed; run the forward again"
+            )
 
     def rebuild(self) -> None:
-        """Makes the carries up to the last layer that is left to pull, from the last one that is there."""
+        """Makes the carries up to the last layer that is left to pull, from the last one that is
+        there.
+        """
         last = max((i for i in self.pulled if i < len(self.saved)), default=-1)
         first = max((i for i in self.carries if i <= last), default=last)
         (params, shared, own), light = self.args, self.plan.light
         some = {i: light(params[i]) for i in range(first, last)}
-        arriving = {i: start_gather(some[i], light(self.placements[i])) for i in some} if self.placements else {}
+        arriving = (
+            {i: start_gather(some[i], light(self.placements[i])) for i in some}
+            if self.placements
+            else {}
+        )
         for i, weights in some.items():
             step = self.steps[i]
             if isinstance(step, _Gathering):
                 step = _Gathering(step.step, light(step.placements))
-            args = (wait_gather(arriving.pop(i)) if arriving else weights, self.carries[i], shared, own[i])
+            args = (
+                wait_gather(arriving.pop(i)) if arriving else weights,
+                self.carries[i],
+                shared,
+                own[i],
+            )
             with torch.no_grad():
-                self.carries[i + 1], _ = replay(step, args, self.made[i], self.saved[i], self.plan.save)
+                self.carries[i + 1], _ = replay(
+                    step, args, self.made[i], self.saved[i], self.plan.save
+                )
 
 
 def _detached(x: Any) -> Any:
     return tree.map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
 
 
-def _weights(params: Sequence[Any], placements: Sequence[Placements], order: Iterable[int]) -> Prefetch:
+def _weights(
+    params: Sequence[Any], placements: Sequence[Placements], order: Iterable[int]
+) -> Prefetch:
     return (Prefetch if placements else _Whole)(params, placements, order)
 
 
@@ -357,10 +411,22 @@ def _pull(
         of_weights, g, of_shared, g_own[i] = found
         g = _filled(g, carry, wanted[i][1])
         if placements:
-            sent = tree.map(lambda x, place: not place.frozen and differentiable(x), weights, placements[i])
+            sent = tree.map(
+                lambda x, place: not place.frozen and differentiable(x), weights, placements[i]
+            )
             of_weights = _filled(of_weights, weights, sent)
-        del found, args, ct, weights, carry, own_saved  # before the gathered gradients' buffers are made
-        sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, _leaves(of_shared), strict=True)]
+        del (
+            found,
+            args,
+            ct,
+            weights,
+            carry,
+            own_saved,
+        )  # before the gathered gradients' buffers are made
+        sums = [
+            b if a is None else a if b is None else a + b
+            for a, b in zip(sums, _leaves(of_shared), strict=True)
+        ]
         if scattering is not None:
             above, pending = scattering
             grads[above] = wait_scatter(pending)
@@ -388,7 +454,11 @@ def _leaves(grads: Any) -> list[Tensor | None]:
 
 
 def _filled(grads: Any, like: Any, wanted: Any) -> Any:
-    """Zeros for absent gradients, which some ranks may have and others not; None for those that are not wanted."""
+    """Zeros for absent gradients, which some ranks may have and others not; None for those that are
+    not wanted.
+    """
     values, structure = tree.flatten(like)
     rows = zip(_leaves(grads), values, tree.leaves(wanted), strict=True)
-    return tree.unflatten(structure, [torch.zeros_like(x) if g is None and want else g for g, x, want in rows])
+    return tree.unflatten(
+        structure, [torch.zeros_like(x) if g is None and want else g for g, x, want in rows]
+    )

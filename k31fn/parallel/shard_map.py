@@ -34,18 +34,20 @@ def shard_map(
 ) -> Callable[..., Any]:
     """The function of ``args`` that runs ``f(axes, *local_args)`` on every rank.
 
-    ``axes`` is a :class:`~k31fn.parallel.mesh.MeshAxes`: its views are what collectives and a layer's ``sh`` take.
-    ``f`` may differentiate: gradients of what a rank holds come out as the spec of that argument says.
+    ``axes`` is a :class:`~k31fn.parallel.mesh.MeshAxes`: its views are what collectives and a
+    layer's ``sh`` take. ``f`` may differentiate: gradients of what a rank holds come out as the
+    spec of that argument says.
 
-    * ``simulated``: one process, one ``vmap`` per atomic axis. Global arrays in and out. A psum of what is equal on all
-      ranks, a forgotten pvary and an output that varies over an axis that its spec does not name are errors.
-    * ``threads``: a rank per thread. Global arrays in and out, arbitrary Python inside; outputs that should be equal
-      are compared. Collectives are waited for at most ``timeout`` seconds.
-    * ``processes``: this process is one rank (:func:`~k31fn.parallel.processes.start_processes`). Local arrays in and
-      out; specs are checked, nothing is resharded.
+    * ``simulated``: one process, one ``vmap`` per atomic axis. Global arrays in and out. A psum of
+      what is equal on all ranks, a forgotten pvary and an output that varies over an axis that its
+      spec does not name are errors.
+    * ``threads``: a rank per thread. Global arrays in and out, arbitrary Python inside; outputs
+      that should be equal are compared. Collectives are waited for at most ``timeout`` seconds.
+    * ``processes``: this process is one rank (:func:`~k31fn.parallel.processes.start_processes`).
+      Local arrays in and out; specs are checked, nothing is resharded.
 
-    The result is differentiable from outside to any order: on processes as it is, elsewhere by running the pullback of
-    ``f`` on every rank (which runs ``f`` again), with the specs exchanged.
+    The result is differentiable from outside to any order: on processes as it is, elsewhere by
+    running the pullback of ``f`` on every rank (which runs ``f`` again), with the specs exchanged.
 
     Args:
         f: a pure function; it must not capture differentiated tensors.
@@ -59,7 +61,9 @@ def shard_map(
         ValueError: (at a call) a spec that does not fit, or one of the faults above.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"shard_map: backend={backend!r} unknown; use one of {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"shard_map: backend={backend!r} unknown; use one of {', '.join(BACKENDS)}"
+        )
     if backend == "processes":
         axes, _ = axes_of_process(mesh)
         return lambda *args: _on_this_process(f, axes, in_specs, out_specs, args)
@@ -73,8 +77,16 @@ class _Run:
     backend: str
     timeout: float | int
 
-    def __call__(self, f: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any, args: tuple[Any, ...]) -> Any:
-        """Runs ``f``, as one differentiable step whose levels and threads are closed when it returns."""
+    def __call__(
+        self,
+        f: Callable[..., Any],
+        in_specs: tuple[Any, ...],
+        out_specs: Any,
+        args: tuple[Any, ...],
+    ) -> Any:
+        """Runs ``f``, as one differentiable step whose levels and threads are closed when it
+        returns.
+        """
         _, structure = tree.flatten(args)
         specs = broadcast(in_specs, args)
 
@@ -91,33 +103,53 @@ class _Run:
             cts = tree.leaves(ct, allow_none=True)
             given = [i for i, c in enumerate(cts) if c is not None]
             values = tree.leaves(args)
-            wanted = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point()]
+            wanted = [
+                i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point()
+            ]
 
             def pull(axes: MeshAxes, args: Any, some: list[Tensor]) -> list[Tensor]:
-                return pull_back(lambda *a: f(axes, *a), args, dict(zip(given, some, strict=True)))[1]
+                return pull_back(lambda *a: f(axes, *a), args, dict(zip(given, some, strict=True)))[
+                    1
+                ]
 
             pull_specs = (in_specs, [found.value[i] for i in given])
-            grads = self(pull, pull_specs, [specs[i] for i in wanted], (args, [cts[i] for i in given]))
+            grads = self(
+                pull, pull_specs, [specs[i] for i in wanted], (args, [cts[i] for i in given])
+            )
             every: list[Tensor | None] = [None] * len(values)
             for i, g in zip(wanted, grads, strict=True):
                 every[i] = g
             return tree.unflatten(structure, every)
 
-        rule = custom_vjp(f, name=f"shard_map({getattr(f, '__name__', type(f).__name__)})").defvjp(fwd, bwd)
+        rule = custom_vjp(f, name=f"shard_map({getattr(f, '__name__', type(f).__name__)})").defvjp(
+            fwd, bwd
+        )
         return rule(*args)
 
     def _threads(
-        self, f: Callable[..., Any], specs: list[P], values: list[Any], structure: Any, out_specs: Any
+        self,
+        f: Callable[..., Any],
+        specs: list[P],
+        values: list[Any],
+        structure: Any,
+        out_specs: Any,
     ) -> tuple[Any, list[P]]:
         if any(isinstance(v, Tensor) and _functorch.level(v) for v in values):
-            raise ValueError("shard_map on threads inside vmap: threads know no transforms; use backend='simulated'")
+            raise ValueError(
+                "shard_map on threads inside vmap: threads know no transforms; use "
+                "backend='simulated'"
+            )
         for spec, value in zip(specs, values, strict=True):
             if isinstance(value, Tensor):
                 local_shape(spec, value.shape, self.mesh)
 
         def body(axes: MeshAxes, *args: Any) -> tuple[list[Tensor], Any, list[P]]:
             out = f(axes, *args)
-            return [o.detach() for o in _tensors(out)], tree.flatten(out)[1], broadcast(out_specs, out)
+            return (
+                [o.detach() for o in _tensors(out)],
+                tree.flatten(out)[1],
+                broadcast(out_specs, out),
+            )
 
         ranks = each_rank(
             body,
@@ -126,7 +158,9 @@ class _Run:
             timeout=self.timeout,
         )
         _, out_structure, found = ranks[0]
-        whole = [assemble([r[0][i] for r in ranks], spec, self.mesh) for i, spec in enumerate(found)]
+        whole = [
+            assemble([r[0][i] for r in ranks], spec, self.mesh) for i, spec in enumerate(found)
+        ]
         return tree.unflatten(out_structure, whole), found
 
 
@@ -137,8 +171,12 @@ class _Opaque:
         self.value = value
 
 
-def pull_back(f: Callable[..., Any], args: Any, cotangents: dict[int, Tensor]) -> tuple[Any, list[Tensor]]:
-    """``f(*args)``, and the gradients of the floating leaves of ``args`` for cotangents by output leaf."""
+def pull_back(
+    f: Callable[..., Any], args: Any, cotangents: dict[int, Tensor]
+) -> tuple[Any, list[Tensor]]:
+    """``f(*args)``, and the gradients of the floating leaves of ``args`` for cotangents by output
+    leaf.
+    """
     values, structure = tree.flatten(args)
     wanted = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point()]
 
@@ -162,7 +200,11 @@ def _tensors(out: Any) -> list[Tensor]:
 
 
 def _on_this_process(
-    f: Callable[..., Any], axes: MeshAxes, in_specs: tuple[Any, ...], out_specs: Any, args: tuple[Any, ...]
+    f: Callable[..., Any],
+    axes: MeshAxes,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+    args: tuple[Any, ...],
 ) -> Any:
     for spec, value in zip(broadcast(in_specs, args), tree.leaves(args), strict=True):
         if isinstance(value, Tensor):
@@ -173,6 +215,13 @@ def _on_this_process(
         if record.checking() and not _functorch.transforms_active():
             for axis in axes.atoms:
                 if axis.name not in named and axis.host is not None:
-                    what = f"shard_map: an output of shape {list(y.shape)} has out_spec {spec}, which does not name "
-                    compare_ranks(axis.host.channel((axis.name,)), y, f"{what}{axis.name!r}, but it varies over it")
+                    what = (
+                        f"shard_map: an output of shape {list(y.shape)} has out_spec {spec}, "
+                        "which does not name "
+                    )
+                    compare_ranks(
+                        axis.host.channel((axis.name,)),
+                        y,
+                        f"{what}{axis.name!r}, but it varies over it",
+                    )
     return out

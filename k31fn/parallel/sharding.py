@@ -1,7 +1,8 @@
 """Which mesh axes each logical dimension of a layer is split over.
 
-Every layer takes ``sh=``: a :class:`Sharding` that holds axis objects per logical axis, or nothing. An absent axis
-makes every collective over it an identity, so the same layer code runs on one device.
+Every layer takes ``sh=``: a :class:`Sharding` that holds axis objects per logical axis, or nothing.
+An absent axis makes every collective over it an identity, so the same layer code runs on one
+device.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ __all__ = ["UNSHARDED", "Axis", "Sharding"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """One mesh axis, or a tuple of atomic ones, per logical axis; ``()`` where the dimension is not split.
+    """One mesh axis, or a tuple of atomic ones, per logical axis; ``()`` where the dimension is not
+    split.
 
-    A layer's input and output are split by token over ``context`` (contiguous slices) and, inside each slice, over
-    ``sequence``. ``segments``, token ids and labels are split over ``context`` only. Tensor parallelism is sequence
-    sharding: ``heads``, ``mlp``, ``vocab`` and ``sequence`` are the same axes.
+    A layer's input and output are split by token over ``context`` (contiguous slices) and, inside
+    each slice, over ``sequence``. ``segments``, token ids and labels are split over ``context``
+    only. Tensor parallelism is sequence sharding: ``heads``, ``mlp``, ``vocab`` and ``sequence``
+    are the same axes.
 
     Attributes:
         heads: attention heads (KDA, MLA, DSA), column-parallel in and row-parallel out.
@@ -49,8 +52,10 @@ class Sharding:
             axes, others = active(getattr(self, name)), active(self.sequence)
             if axes != others:
                 raise ValueError(
-                    f"Sharding.{name}={[a.name for a in axes]}, but sequence={[a.name for a in others]}: tensor "
-                    "parallelism splits heads, widths, vocabulary and the tokens between layers over the same axes; "
+                    f"Sharding.{name}={[a.name for a in axes]}, but "
+                    f"sequence={[a.name for a in others]}: tensor "
+                    "parallelism splits heads, widths, vocabulary and the tokens between layers "
+                    "over the same axes; "
                     "take Sharding.on(axes)"
                 )
 
@@ -62,7 +67,9 @@ class Sharding:
 
     @property
     def tokens(self) -> tuple[Axis, ...]:
-        """``context`` and ``sequence``: the axes over which a layer's input is split by token, outermost first."""
+        """``context`` and ``sequence``: the axes over which a layer's input is split by token,
+        outermost first.
+        """
         return active(self.context) + active(self.sequence)
 
     def axes(self) -> dict[str, Axes]:

@@ -26,7 +26,9 @@ class _Host:
         return self.tokens[self.names.index(name)]
 
     def channel(self, names: tuple[str, ...]) -> Channel:
-        raise ValueError(f"axes {names} of the simulated mesh: a collective ran outside of its shard_map")
+        raise ValueError(
+            f"axes {names} of the simulated mesh: a collective ran outside of its shard_map"
+        )
 
 
 class _Traced:
@@ -37,7 +39,14 @@ class _Traced:
     dims: list[tuple[tuple[Axis, ...], ...]]
 
 
-def run(f: Callable[..., Any], mesh: Mesh, specs: list[P], values: list[Any], structure: Any, out_specs: Any) -> Any:
+def run(
+    f: Callable[..., Any],
+    mesh: Mesh,
+    specs: list[P],
+    values: list[Any],
+    structure: Any,
+    out_specs: Any,
+) -> Any:
     """``f(axes, *args)`` on every rank, ``args`` having these leaves and ``specs``.
 
     Returns:
@@ -78,12 +87,16 @@ def run(f: Callable[..., Any], mesh: Mesh, specs: list[P], values: list[Any], st
 
 
 def _over_axis(
-    f: Callable[..., tuple[Tensor, ...]], names: tuple[str, ...], i: int, batched: list[bool], traced: _Traced
+    f: Callable[..., tuple[Tensor, ...]],
+    names: tuple[str, ...],
+    i: int,
+    batched: list[bool],
+    traced: _Traced,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """``f`` under the ``vmap`` of axis ``i``.
 
-    torch refuses ``out_dims=None`` for an output that an outer level batches (2.11, 2.13), so what is equal on all
-    ranks of the axis leaves past the vmap, after the check that it is.
+    torch refuses ``out_dims=None`` for an output that an outer level batches (2.11, 2.13), so what
+    is equal on all ranks of the axis leaves past the vmap, after the check that it is.
     """
 
     def over(tokens: tuple[Tensor, ...], xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -94,14 +107,25 @@ def _over_axis(
             for y, spec, dims in zip(outputs, traced.specs, traced.dims, strict=True):
                 if not _named(dims, names[i]) and _functorch.is_batched_here(y):
                     raise ValueError(
-                        f"shard_map: an output of shape {list(y.shape)} has out_spec {spec}, which does not name "
-                        f"{names[i]!r}, but it varies over it; a psum after it or a pvary before is missing"
+                        f"shard_map: an output of shape {list(y.shape)} has out_spec {spec}, "
+                        "which does not name "
+                        f"{names[i]!r}, but it varies over it; a psum after it or a pvary before "
+                        "is missing"
                     )
-            return (tokens[i], *[y for y, d in zip(outputs, traced.dims, strict=True) if _named(d, names[i])])
+            return (
+                tokens[i],
+                *[y for y, d in zip(outputs, traced.dims, strict=True) if _named(d, names[i])],
+            )
 
-        in_dims = (tuple(0 if j == i else None for j in range(len(names))), tuple(0 if b else None for b in batched))
+        in_dims = (
+            tuple(0 if j == i else None for j in range(len(names))),
+            tuple(0 if b else None for b in batched),
+        )
         _, *varying = torch.func.vmap(inner, in_dims=in_dims)(tokens, xs)
-        return tuple(varying.pop(0) if _named(d, names[i]) else y for y, d in zip(outputs, traced.dims, strict=True))
+        return tuple(
+            varying.pop(0) if _named(d, names[i]) else y
+            for y, d in zip(outputs, traced.dims, strict=True)
+        )
 
     return over
 
@@ -110,8 +134,12 @@ def _named(dims: tuple[tuple[Axis, ...], ...], name: str) -> bool:
     return any(a.name == name for axes in dims for a in axes)
 
 
-def _stack(x: Tensor, dims: tuple[tuple[Axis, ...], ...], atoms: tuple[Axis, ...]) -> tuple[Tensor, set[str]]:
-    """The tiles of all ranks: leading dimensions are the axes that split ``x``, in the mesh's order."""
+def _stack(
+    x: Tensor, dims: tuple[tuple[Axis, ...], ...], atoms: tuple[Axis, ...]
+) -> tuple[Tensor, set[str]]:
+    """The tiles of all ranks: leading dimensions are the axes that split ``x``, in the mesh's
+    order.
+    """
     position: dict[str, int] = {}
     shape: list[int] = []
     for size, axes in zip(x.shape, dims, strict=True):

@@ -50,8 +50,14 @@ class _World:
                 if self.failed:
                     raise _AbortedError(f"{what}: another rank failed")
                 if gone := [r for r in missing if r in self.left]:
-                    raise ValueError(f"{what}: the rank at {self.coordinates[gone[0]]} returned without taking part")
-                if not self.changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    raise ValueError(
+                        f"{what}: the rank at {self.coordinates[gone[0]]} returned without taking "
+                        "part"
+                    )
+                if (
+                    not self.changed.wait(max(0.0, deadline - time.monotonic()))
+                    and time.monotonic() >= deadline
+                ):
                     where = [self.coordinates[r] for r in missing]
                     raise ValueError(f"{what}: waited {self.timeout} s for the ranks at {where}")
             values = [posted[r] for r in ranks]
@@ -113,13 +119,17 @@ class _Channel:
 
     def recv(self, into: Tensor, source: int) -> Callable[[], Tensor]:
         key, sender = self._next(source, self.index), self.ranks[source]
-        what = f"recv from {source} over {self.names} on the rank at {self.world.coordinates[self.rank]}"
+        what = (
+            f"recv from {source} over {self.names} on the rank at "
+            f"{self.world.coordinates[self.rank]}"
+        )
 
         def finish() -> Tensor:
             (x,) = self.world.collect(key, [sender], what)
             if x.shape != into.shape or x.dtype != into.dtype:
                 raise ValueError(
-                    f"{what}: {list(into.shape)} {into.dtype} is expected, but {list(x.shape)} {x.dtype} was sent"
+                    f"{what}: {list(into.shape)} {into.dtype} is expected, but {list(x.shape)} "
+                    f"{x.dtype} was sent"
                 )
             return into.copy_(x.detach())
 
@@ -161,7 +171,9 @@ def _mine(posted: list[tuple[str, Tensor, Mapping[str, Any]]], me: int, what: st
         case "ragged_all_to_all":
             parts = [t.split(k["send"])[me] for _, t, k in posted]
             if [len(p) for p in parts] != list(kw["recv"]):
-                raise ValueError(f"{what}: recv={list(kw['recv'])}, but the ranks send {[len(p) for p in parts]}")
+                raise ValueError(
+                    f"{what}: recv={list(kw['recv'])}, but the ranks send {[len(p) for p in parts]}"
+                )
             return torch.cat(parts)
         case "ppermute":
             source = {target: s for s, target in kw["perm"]}
@@ -171,7 +183,11 @@ def _mine(posted: list[tuple[str, Tensor, Mapping[str, Any]]], me: int, what: st
 
 
 def each_rank(
-    f: Callable[..., Any], mesh: Mesh, args: Callable[[Coordinate], tuple[Any, ...]], *, timeout: float | int = 60.0
+    f: Callable[..., Any],
+    mesh: Mesh,
+    args: Callable[[Coordinate], tuple[Any, ...]],
+    *,
+    timeout: float | int = 60.0,
 ) -> list[Any]:
     """``f(axes, *args(coordinate))`` on every rank; any Python goes in and out.
 
@@ -185,7 +201,8 @@ def each_rank(
         The results in the order of ranks.
 
     Raises:
-        ValueError: ranks disagree about a collective, or one does not come in time; names coordinates.
+        ValueError: ranks disagree about a collective, or one does not come in time; names
+            coordinates.
         Exception: whatever ``f`` raises first, with a note that says on which rank.
     """
     coordinates = list(mesh.coordinates())
@@ -199,7 +216,9 @@ def each_rank(
         failed = True
         try:
             devices.attach_thread()
-            torch.autograd.set_multithreading_enabled(False)  # a device's shared backward thread would deadlock
+            torch.autograd.set_multithreading_enabled(
+                False
+            )  # a device's shared backward thread would deadlock
             with record.recording((own[rank],)):
                 results[rank] = f(mesh.axes(_Host(world, rank, names)), *args(coordinates[rank]))
             failed = False
@@ -210,7 +229,9 @@ def each_rank(
             world.leave(rank, failed=failed)
 
     threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(go, r), name=f"rank {r}", daemon=True)
+        threading.Thread(
+            target=contextvars.copy_context().run, args=(go, r), name=f"rank {r}", daemon=True
+        )
         for r in range(len(coordinates))
     ]
     for thread in threads:
@@ -222,5 +243,8 @@ def each_rank(
         before = r.ranks or [record.Record() for _ in own]
         r.ranks = [record.Record(a.events + b.events) for a, b in zip(before, own, strict=True)]
     if errors:
-        raise next((e for e in errors.values() if not isinstance(e, _AbortedError)), next(iter(errors.values())))
+        raise next(
+            (e for e in errors.values() if not isinstance(e, _AbortedError)),
+            next(iter(errors.values())),
+        )
     return [results[r] for r in range(len(coordinates))]

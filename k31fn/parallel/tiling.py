@@ -30,16 +30,20 @@ def assemble(parts: list[Tensor], spec: P, mesh: Mesh) -> Tensor:
     """The global tensor that the tiles of all ranks make, in the order of ranks.
 
     Raises:
-        ValueError: shapes differ, or ranks that hold the same tile do not agree on it up to rounding.
+        ValueError: shapes differ, or ranks that hold the same tile do not agree on it up to
+            rounding.
     """
     coordinates, shape = list(mesh.coordinates()), parts[0].shape
     if odd := [i for i, p in enumerate(parts) if p.shape != shape]:
         raise ValueError(
-            f"shard_map: an output has shape {list(shape)} at {coordinates[0]} and {list(parts[odd[0]].shape)} at "
+            f"shard_map: an output has shape {list(shape)} at {coordinates[0]} and "
+            f"{list(parts[odd[0]].shape)} at "
             f"{coordinates[odd[0]]}; all ranks must return one shape"
         )
     dims = resolve(spec, mesh.axes(), len(shape))
-    whole = parts[0].new_empty([n * math.prod(a.size for a in d) for n, d in zip(shape, dims, strict=True)])
+    whole = parts[0].new_empty(
+        [n * math.prod(a.size for a in d) for n, d in zip(shape, dims, strict=True)]
+    )
     written: dict[tuple[int, ...], Tensor] = {}
     for part, coordinate in zip(parts, coordinates, strict=True):
         slices = tile(spec, whole.shape, mesh, coordinate)
@@ -48,8 +52,10 @@ def assemble(parts: list[Tensor], spec: P, mesh: Mesh) -> Tensor:
             written[key] = whole[slices] = part
         elif not _agree(written[key], part):
             raise ValueError(
-                f"shard_map: an output of shape {list(shape)} with out_spec {spec} varies over an axis that the spec "
-                f"does not name (seen at {coordinate}); a psum after it or a pvary before is missing"
+                f"shard_map: an output of shape {list(shape)} with out_spec {spec} varies over an "
+                "axis that the spec "
+                f"does not name (seen at {coordinate}); a psum after it or a pvary before is "
+                "missing"
             )
     return whole
 

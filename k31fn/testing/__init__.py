@@ -3,7 +3,8 @@
 * :func:`check_grads`: gradients, first and second, against finite differences.
 * :func:`assert_close_trees`: two trees of tensors, the worst leaf named first.
 * :func:`assert_op_matches`: an implementation of an operator against its reference.
-* :func:`assert_sharded_equals_dense`: a function of one rank's arrays, on a mesh, against one device.
+* :func:`assert_sharded_equals_dense`: a function of one rank's arrays, on a mesh, against one
+  device.
 * :func:`spawn_ranks`: processes of a gloo group to run it on.
 * :func:`live_bytes`: peak memory of live tensors, on any device.
 

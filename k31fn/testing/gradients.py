@@ -15,10 +15,11 @@ from k31fn.autodiff import record_decisions, replay_decisions, vjp
 
 __all__ = ["check_grads"]
 
-# A central difference with step h has a truncation error of order h^2, which extrapolation over halved steps removes
-# order by order, and a rounding error of about 2^-53 |f| / h, which nothing removes. The first step is small enough for
-# a function that bends at the scale of its inputs to converge in four steps (relative error 1e-10 or better); where it
-# does not converge (a kink lies within the step) the halving goes on, down to a rounding error of 1e-11 |f|.
+# A central difference with step h has a truncation error of order h^2, which extrapolation over
+# halved steps removes order by order, and a rounding error of about 2^-53 |f| / h, which nothing
+# removes. The first step is small enough for a function that bends at the scale of its inputs to
+# converge in four steps (relative error 1e-10 or better); where it does not converge (a kink lies
+# within the step) the halving goes on, down to a rounding error of 1e-11 |f|.
 _FIRST_STEP = 2.0**-4
 _MOST_STEPS = 13
 
@@ -32,7 +33,9 @@ class _Problem:
     leaves: list[Tensor]
     grads: list[Tensor]
     paths: list[str]
-    magnitude: float  # of the terms that the scalar sums up: its rounding error is some 2^-53 of this
+    magnitude: (
+        float  # of the terms that the scalar sums up: its rounding error is some 2^-53 of this
+    )
 
 
 def check_grads(
@@ -48,37 +51,45 @@ def check_grads(
 ) -> None:
     """Asserts that reverse-mode gradients of ``f`` are right.
 
-    The outputs are projected onto fixed random cotangents. The gradient of that scalar, by :func:`k31fn.autodiff.vjp`
-    and by ``torch.func.grad`` (which must agree), is compared with central differences along random directions through
-    all leaves together; a leaf too weak to be seen there is checked alone. Order 2 also checks the gradient of
-    ``<grad f, w>`` for a fixed random ``w``, reverse over reverse, against differences of the gradient.
+    The outputs are projected onto fixed random cotangents. The gradient of that scalar, by
+    :func:`k31fn.autodiff.vjp` and by ``torch.func.grad`` (which must agree), is compared with
+    central differences along random directions through all leaves together; a leaf too weak to be
+    seen there is checked alone. Order 2 also checks the gradient of ``<grad f, w>`` for a fixed
+    random ``w``, reverse over reverse, against differences of the gradient.
 
-    Choices made through :func:`k31fn.autodiff.decision` are those of the first call throughout, so a finite step cannot
-    flip them. Finite differences see through ``stop_gradient``: write ``f`` as a function of the stopped part and the
-    other part as separate arguments, and name the stopped one in ``frozen``.
+    Choices made through :func:`k31fn.autodiff.decision` are those of the first call throughout, so
+    a finite step cannot flip them. Finite differences see through ``stop_gradient``: write ``f`` as
+    a function of the stopped part and the other part as separate arguments, and name the stopped
+    one in ``frozen``.
 
     Args:
         f: returns any tree; its floating leaves must be float64. Must be pure.
         args: trees; floating leaves must be float64, others are passed on.
         order: 1, or 2 to check first and second derivatives.
         num_directions: random directions per order.
-        per_coordinate: difference every coordinate by itself instead, for small inputs: the message names the element.
-        frozen: positions in ``args`` that ``f`` stops the gradient of: they stay where they are, and the gradient with
-            respect to them must be exactly zero.
-        rtol: tolerance relative to the directional derivative (the root of the sum of its squared terms, if that is
-            larger). 1e-7 lies above the differences' own error, 1e-10 for a smooth float64 function of usual condition,
-            and below the effect of a missing term or a float32 cast. Four times the estimated error of the
-            differences is added, which may itself be at most rtol.
+        per_coordinate: difference every coordinate by itself instead, for small inputs: the message
+            names the element.
+        frozen: positions in ``args`` that ``f`` stops the gradient of: they stay where they are,
+            and the gradient with respect to them must be exactly zero.
+        rtol: tolerance relative to the directional derivative (the root of the sum of its squared
+            terms, if that is larger). 1e-7 lies above the differences' own error, 1e-10 for a
+            smooth float64 function of usual condition, and below the effect of a missing term or a
+            float32 cast. Four times the estimated error of the differences is added, which may
+            itself be at most rtol.
         seed: of cotangents and directions.
 
     Raises:
-        AssertionError: names the leaf's path, both values and the relative error; or says that ``f`` is not smooth here
-            (a kink, a choice outside ``decision``, a cast to float32 inside).
-        ValueError: an argument or an output is not float64 (names its path), or nothing to differentiate.
+        AssertionError: names the leaf's path, both values and the relative error; or says that
+            ``f`` is not smooth here (a kink, a choice outside ``decision``, a cast to float32
+            inside).
+        ValueError: an argument or an output is not float64 (names its path), or nothing to
+            differentiate.
     """
     if order not in (1, 2):
         raise ValueError(f"check_grads: order={order} must be 1 or 2")
-    values, structure = tree.flatten(tree.map(lambda v: v.detach() if isinstance(v, Tensor) else v, args))
+    values, structure = tree.flatten(
+        tree.map(lambda v: v.detach() if isinstance(v, Tensor) else v, args)
+    )
     moving, still = _floating_leaves(args, frozen)
     if not moving:
         raise ValueError("check_grads: args have no floating leaf to differentiate with respect to")
@@ -104,24 +115,40 @@ def check_grads(
 
     n, fixed = len(moving), leaves[len(moving) :]
     first = _Problem(
-        1, lambda *x: scalar(*x, *fixed), leaves[:n], grads[:n], names[:n], _magnitude(cts, tree.leaves(out))
+        1,
+        lambda *x: scalar(*x, *fixed),
+        leaves[:n],
+        grads[:n],
+        names[:n],
+        _magnitude(cts, tree.leaves(out)),
     )
     _check(first, keys[1], num_directions, per_coordinate, rtol)
     if order == 2:
-        _check(_second_order(of_leaves, cts, first, fixed, keys[2]), keys[3], num_directions, per_coordinate, rtol)
+        _check(
+            _second_order(of_leaves, cts, first, fixed, keys[2]),
+            keys[3],
+            num_directions,
+            per_coordinate,
+            rtol,
+        )
 
 
 def _floating_leaves(args: tuple[Any, ...], frozen: Sequence[int]) -> tuple[list[int], list[int]]:
     """Positions of the floating leaves: those to differentiate, and those of frozen arguments."""
     if unknown := [i for i in frozen if i not in range(len(args))]:
-        raise ValueError(f"check_grads: frozen={list(frozen)} names {unknown[0]}, but there are {len(args)} arguments")
+        raise ValueError(
+            f"check_grads: frozen={list(frozen)} names {unknown[0]}, but there are {len(args)} "
+            "arguments"
+        )
     moving, still, index = [], [], 0
     for position, arg in enumerate(args):
         for path, leaf in tree.flatten_with_paths(arg):
             if _is_floating(leaf):
                 if leaf.dtype != torch.float64:
                     name = f"{position}.{path}".rstrip(".")
-                    raise ValueError(f"check_grads: args leaf {name!r} is {leaf.dtype}; give float64 arguments")
+                    raise ValueError(
+                        f"check_grads: args leaf {name!r} is {leaf.dtype}; give float64 arguments"
+                    )
                 (still if position in frozen else moving).append(index)
             index += 1
     return moving, still
@@ -146,7 +173,8 @@ def _cotangents(out: Any, key: Tensor) -> list[Tensor | None]:
     for path, leaf in pairs:
         if _is_floating(leaf) and leaf.dtype != torch.float64:
             raise ValueError(
-                f"check_grads: output leaf {path!r} is {leaf.dtype} for float64 arguments; remove the cast "
+                f"check_grads: output leaf {path!r} is {leaf.dtype} for float64 arguments; remove "
+                "the cast "
                 "(k31fn.precision.upcast keeps float64)"
             )
     cts = _normal_like([leaf for _, leaf in pairs], key)
@@ -171,11 +199,14 @@ def _magnitude(a: Sequence[Tensor | None], b: Sequence[Any]) -> float:
     return sum(float((x * y).abs().sum()) for x, y in zip(a, b, strict=True) if x is not None)
 
 
-def _reverse(of_leaves: Callable[..., Any], leaves: list[Tensor], cts: list[Tensor | None]) -> list[Tensor]:
+def _reverse(
+    of_leaves: Callable[..., Any], leaves: list[Tensor], cts: list[Tensor | None]
+) -> list[Tensor]:
     out, pull = vjp(of_leaves, *leaves)
     values, structure = tree.flatten(out)
     zeros = [
-        torch.zeros_like(v) if c is None and isinstance(v, Tensor) else c for v, c in zip(values, cts, strict=True)
+        torch.zeros_like(v) if c is None and isinstance(v, Tensor) else c
+        for v, c in zip(values, cts, strict=True)
     ]
     return list(pull(tree.unflatten(structure, zeros)))
 
@@ -185,7 +216,11 @@ def _functional(scalar: Callable[..., Tensor], leaves: list[Tensor]) -> list[Ten
 
 
 def _second_order(
-    of_leaves: Callable[..., Any], cts: list[Tensor | None], first: _Problem, fixed: list[Tensor], key: Tensor
+    of_leaves: Callable[..., Any],
+    cts: list[Tensor | None],
+    first: _Problem,
+    fixed: list[Tensor],
+    key: Tensor,
 ) -> _Problem:
     """The scalar ``<grad f, w>`` and its gradient."""
     w = _normal_like(first.leaves, key)
@@ -202,14 +237,17 @@ def _second_order(
     return _Problem(2, along, first.leaves, grads, first.paths, _magnitude(w, first.grads))
 
 
-def _assert_agree(order: int, paths: list[str], ours: list[Tensor], functional: list[Tensor]) -> None:
+def _assert_agree(
+    order: int, paths: list[str], ours: list[Tensor], functional: list[Tensor]
+) -> None:
     """Both reverse modes run the same rules; only the order in which they add up may differ."""
     scale = max((float(g.abs().max()) for g in functional if g.numel()), default=0.0)
     for path, a, b in zip(paths, ours, functional, strict=True):
         error = float((a - b).abs().max()) if a.numel() else 0.0
         if not error <= 1e-11 * scale:
             raise AssertionError(
-                f"check_grads: order {order}, leaf {path!r}: k31fn.autodiff.vjp and torch.func.grad differ by "
+                f"check_grads: order {order}, leaf {path!r}: k31fn.autodiff.vjp and "
+                "torch.func.grad differ by "
                 f"{error:.3g} (largest gradient {scale:.3g})"
             )
 
@@ -218,18 +256,25 @@ def _assert_frozen(paths: list[str], grads: list[Tensor]) -> None:
     for path, grad in zip(paths, grads, strict=True):
         if bool((grad != 0).any()):
             raise AssertionError(
-                f"check_grads: frozen leaf {path!r} has a gradient of up to {float(grad.abs().max()):.3g}, not zero"
+                f"check_grads: frozen leaf {path!r} has a gradient of up to "
+                f"{float(grad.abs().max()):.3g}, not zero"
             )
 
 
-def _check(problem: _Problem, key: Tensor, num_directions: int, per_coordinate: bool, rtol: float) -> None:
-    scales = [max(float(x.square().mean().sqrt()), 0.05) if x.numel() else 0.0 for x in problem.leaves]
+def _check(
+    problem: _Problem, key: Tensor, num_directions: int, per_coordinate: bool, rtol: float
+) -> None:
+    scales = [
+        max(float(x.square().mean().sqrt()), 0.05) if x.numel() else 0.0 for x in problem.leaves
+    ]
     if per_coordinate:
         _check_coordinates(problem, scales, rtol)
         return
     for round_key in random.split(key, num_directions):
         normal = _normal_like(problem.leaves, round_key)
-        _check_directions(problem, {i: scales[i] * v for i, v in enumerate(normal) if v.numel()}, rtol)
+        _check_directions(
+            problem, {i: scales[i] * v for i, v in enumerate(normal) if v.numel()}, rtol
+        )
 
 
 def _check_coordinates(problem: _Problem, scales: list[float], rtol: float) -> None:
@@ -238,11 +283,17 @@ def _check_coordinates(problem: _Problem, scales: list[float], rtol: float) -> N
             direction = torch.zeros_like(leaf).flatten()
             direction[flat] = scales[i]
             where = [int(j) for j in torch.unravel_index(torch.tensor(flat), leaf.shape)]
-            _raise_if(_compare(problem, {i: direction.view_as(leaf)}, f"{problem.paths[i]!r}{where}", rtol))
+            _raise_if(
+                _compare(
+                    problem, {i: direction.view_as(leaf)}, f"{problem.paths[i]!r}{where}", rtol
+                )
+            )
 
 
 def _check_directions(problem: _Problem, directions: dict[int, Tensor], rtol: float) -> None:
-    """One direction through all leaves; and alone, each leaf whose own error of 1e-4 would be lost among the others."""
+    """One direction through all leaves; and alone, each leaf whose own error of 1e-4 would be lost
+    among the others.
+    """
 
     def alone(i: int) -> _Result:
         return _compare(problem, {i: directions[i]}, repr(problem.paths[i]), rtol)
@@ -269,7 +320,9 @@ def _raise_if(result: _Result) -> None:
 
 def _strength(problem: _Problem, directions: dict[int, Tensor]) -> float:
     """Size of the directional derivative, were its terms of random sign."""
-    return math.sqrt(sum(float((problem.grads[i] * v).square().sum()) for i, v in directions.items()))
+    return math.sqrt(
+        sum(float((problem.grads[i] * v).square().sum()) for i, v in directions.items())
+    )
 
 
 def _compare(problem: _Problem, directions: dict[int, Tensor], where: str, rtol: float) -> _Result:
@@ -285,23 +338,30 @@ def _compare(problem: _Problem, directions: dict[int, Tensor], where: str, rtol:
     fault = ""
     if not uncertain <= rtol * scale:  # differences less certain than that prove nothing
         fault = (
-            f"{label}: finite differences do not settle ({expected:.9g}, uncertain by {uncertain:.2g}; reverse mode "
-            f"gives {got:.9g}): the function is not smooth here. A kink, a choice made outside autodiff.decision, or a "
+            f"{label}: finite differences do not settle ({expected:.9g}, uncertain by "
+            f"{uncertain:.2g}; reverse mode "
+            f"gives {got:.9g}): the function is not smooth here. A kink, a choice made outside "
+            "autodiff.decision, or a "
             "cast to float32 inside?"
         )
     elif not error <= tolerance:
         fault = (
-            f"{label}: reverse mode gives {got:.9g}, finite differences {expected:.9g} (relative error {relative:.3g}, "
+            f"{label}: reverse mode gives {got:.9g}, finite differences {expected:.9g} (relative "
+            f"error {relative:.3g}, "
             f"tolerance {tolerance / scale:.2g})"
         )
     return _Result(fault, relative, tolerance)
 
 
-def _directional_derivative(problem: _Problem, directions: dict[int, Tensor], wanted: float) -> tuple[float, float]:
-    """Central differences, extrapolated over halved steps (Richardson), and an estimate of their error.
+def _directional_derivative(
+    problem: _Problem, directions: dict[int, Tensor], wanted: float
+) -> tuple[float, float]:
+    """Central differences, extrapolated over halved steps (Richardson), and an estimate of their
+    error.
 
-    An entry of the table is as uncertain as it is far from the two entries that it came from (Ridders 1982, Advances in
-    Engineering Software 4(2)); the most certain one is taken, as soon as it is good enough.
+    An entry of the table is as uncertain as it is far from the two entries that it came from
+    (Ridders 1982, Advances in Engineering Software 4(2)); the most certain one is taken, as soon as
+    it is good enough.
     """
     best, best_error = math.nan, math.inf
     previous: list[float] = []
@@ -322,6 +382,8 @@ def _directional_derivative(problem: _Problem, directions: dict[int, Tensor], wa
 
 def _central(problem: _Problem, directions: dict[int, Tensor], h: float) -> float:
     def shifted(step: float) -> list[Tensor]:
-        return [x + step * directions[i] if i in directions else x for i, x in enumerate(problem.leaves)]
+        return [
+            x + step * directions[i] if i in directions else x for i, x in enumerate(problem.leaves)
+        ]
 
     return float(problem.function(*shifted(h)) - problem.function(*shifted(-h))) / (2 * h)

@@ -1,7 +1,7 @@
 """Memory of live tensors, counted at every operation.
 
-The one file that uses ``torch.utils._python_dispatch`` and weak references to storages; tested with torch 2.11.0 and
-2.13.0.
+The one file that uses ``torch.utils._python_dispatch`` and weak references to storages; tested with
+torch 2.11.0 and 2.13.0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ __all__ = ["Largest", "LiveBytes", "live_bytes"]
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest tensor made: its storage in bytes, the shape it was made in, and by which operator."""
+    """The largest tensor made: its storage in bytes, the shape it was made in, and by which
+    operator.
+    """
 
     nbytes: int
     shape: tuple[int, ...]
@@ -55,7 +57,8 @@ class LiveBytes:
         self.largest: Largest | None = None
         self._current = 0
         self._known: dict[int, _Storage] = {}
-        # A storage may die at any moment, on any thread and inside this class: its death is only noted there.
+        # A storage may die at any moment, on any thread and inside this class: its death is only
+        # noted there.
         self._died: deque[_Storage] = deque()
         self._lock = threading.RLock()
 
@@ -67,7 +70,8 @@ class LiveBytes:
             return self._current
 
     def on_this_thread(self) -> contextlib.AbstractContextManager[Any]:
-        """Counts the operations of another thread too, one that was started inside the measured block.
+        """Counts the operations of another thread too, one that was started inside the measured
+        block.
 
         Backward passes need no care: autograd takes the measurement along to its own threads.
         """
@@ -81,7 +85,9 @@ class LiveBytes:
                 del self._known[storage.key]
 
     def _enter(self, tensor: Tensor, op: str | None) -> None:
-        """Counts the storage of ``tensor`` if it is new; without an ``op`` it is one from before."""
+        """Counts the storage of ``tensor`` if it is new; without an ``op`` it is one from
+        before.
+        """
         if tensor.layout != torch.strided:
             return
         untyped = tensor.untyped_storage()
@@ -90,7 +96,9 @@ class LiveBytes:
         if known is None:
             known = _Storage()
             known.key, known.nbytes = key, 0
-            known.ref = weakref.ref(untyped, lambda _, died=self._died, storage=known: died.append(storage))
+            known.ref = weakref.ref(
+                untyped, lambda _, died=self._died, storage=known: died.append(storage)
+            )
             self._known[key] = known
         elif op is None or not known.nbytes:
             return
@@ -135,10 +143,11 @@ def _tensors(x: Any) -> list[Tensor]:
 def live_bytes() -> Iterator[LiveBytes]:
     """Counts the bytes of the tensors made inside and still alive, after every operation.
 
-    A storage counts once, however many views it has, from the operation that makes it until its last reference goes,
-    also if only an autograd graph holds it. Exact between operations; what a kernel allocates and frees within one is
-    not seen, nor are an allocator's rounding and cache. Tensors from before do not count. All devices are added up, and
-    meta tensors count as if they had memory. Works under every ``torch.func`` transform and in backward passes.
+    A storage counts once, however many views it has, from the operation that makes it until its
+    last reference goes, also if only an autograd graph holds it. Exact between operations; what a
+    kernel allocates and frees within one is not seen, nor are an allocator's rounding and cache.
+    Tensors from before do not count. All devices are added up, and meta tensors count as if they
+    had memory. Works under every ``torch.func`` transform and in backward passes.
 
     A reference cycle keeps its tensors until Python collects it, here as elsewhere.
 

@@ -1,4 +1,6 @@
-"""One rank of :func:`k31fn.testing.ranks.spawn_ranks`: reads the folders of jobs from stdin and runs them."""
+"""One rank of :func:`k31fn.testing.ranks.spawn_ranks`: reads the folders of jobs from stdin and
+runs them.
+"""
 
 from __future__ import annotations
 

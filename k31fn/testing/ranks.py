@@ -1,8 +1,8 @@
 """Processes of a group on this machine, for tests.
 
-A job is a folder: ``job.json`` names a function by its import path and says how its arguments are built from the
-tensors of ``tensors.safetensors``; each rank answers with ``out.<rank>.safetensors`` and ``reply.<rank>.json``.
-Nothing is pickled.
+A job is a folder: ``job.json`` names a function by its import path and says how its arguments are
+built from the tensors of ``tensors.safetensors``; each rank answers with ``out.<rank>.safetensors``
+and ``reply.<rank>.json``. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def import_path(f: Callable[..., Any]) -> str:
     """
     module, name = getattr(f, "__module__", None), getattr(f, "__qualname__", "<locals>")
     if module in (None, "__main__") or "<" in name:
-        raise ValueError(f"{name}: only a function at the top of an importable module can run in another process")
+        raise ValueError(
+            f"{name}: only a function at the top of an importable module can run in another process"
+        )
     return f"{module}:{name}"
 
 
@@ -104,7 +106,8 @@ class Ranks:
     def run(
         self, f: Callable[..., Any], *args: Any, timeout: float | int = 100.0
     ) -> list[tuple[list[Tensor], dict[str, Any]]]:
-        """``f(*args)`` on every rank, which returns a list of tensors and a JSON dict; in the order of ranks.
+        """``f(*args)`` on every rank, which returns a list of tensors and a JSON dict; in the order
+        of ranks.
 
         Raises:
             ValueError: an argument cannot be sent.
@@ -129,7 +132,10 @@ class Ranks:
         while not reply.exists():
             dead = self._processes[rank].poll()
             if dead is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"rank {rank} " + ("did not answer in time" if dead is None else f"died ({dead})"))
+                raise RuntimeError(
+                    f"rank {rank} "
+                    + ("did not answer in time" if dead is None else f"died ({dead})")
+                )
             time.sleep(0.005)
         answer = json.loads(reply.read_text())
         if "error" in answer:
@@ -146,7 +152,8 @@ def spawn_ranks(size: int, *, timeout: float | int = 60.0, device: str = "cpu") 
     Args:
         size: number of processes.
         timeout: seconds that a rank waits for the others in a collective.
-        device: the kind; decides the backend. Of ``cuda`` and ``npu`` each rank has one, its current one.
+        device: the kind; decides the backend. Of ``cuda`` and ``npu`` each rank has one, its
+            current one.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -162,7 +169,9 @@ def spawn_ranks(size: int, *, timeout: float | int = 60.0, device: str = "cpu") 
     command = [sys.executable, "-m", "k31fn.testing.rank", str(timeout), device]
     with tempfile.TemporaryDirectory(prefix="k31fn-ranks-") as folder:
         processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, env={**environment, "RANK": str(r)}, text=True)
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, env={**environment, "RANK": str(r)}, text=True
+            )
             for r in range(size)
         ]
         try:

@@ -31,7 +31,8 @@ class ShardedReport(NamedTuple):
     Attributes:
         backends: those that ran.
         skipped: why the process backend did not, or "".
-        flops: of one rank over those of one device (threads backend); nan if that backend did not run.
+        flops: of one rank over those of one device (threads backend); nan if that backend did not
+            run.
     """
 
     backends: tuple[str, ...]
@@ -56,33 +57,35 @@ def assert_sharded_equals_dense(
     ranks: Ranks | None = None,
     seed: int = 0,
 ) -> ShardedReport:
-    """Asserts that ``fn(axes, *local_args)`` on a mesh computes what one device does: value and gradients.
+    """Asserts that ``fn(axes, *local_args)`` on a mesh computes what one device does: value and
+    gradients.
 
-    Gradients are those of every floating leaf of ``args``, for random cotangents, taken inside the ranks. Invariance is
-    checked (:func:`~k31fn.parallel.check_invariance`).
+    Gradients are those of every floating leaf of ``args``, for random cotangents, taken inside the
+    ranks. Invariance is checked (:func:`~k31fn.parallel.check_invariance`).
 
     Args:
-        fn: as for :func:`~k31fn.parallel.shard_map`. The process backend cannot import a closure: it is then left out,
-            and the report says so.
+        fn: as for :func:`~k31fn.parallel.shard_map`. The process backend cannot import a closure:
+            it is then left out, and the report says so.
         args: global arguments; trees of tensors.
         in_specs: one per argument, a P or a tree of them.
         out_specs: of the output.
         mesh: the ranks.
-        collectives: how many of each kind one rank issues for value and gradients together, no others. A function that
-            does the dense work on each rank is found by them.
+        collectives: how many of each kind one rank issues for value and gradients together, no
+            others. A function that does the dense work on each rank is found by them.
         rtol: of values and gradients.
         atol: of values and gradients.
-        dense: what one device does with the global arguments, ``dense(axes, *args)`` with no axis of more than one
-            rank; None: ``fn``.
+        dense: what one device does with the global arguments, ``dense(axes, *args)`` with no axis
+            of more than one rank; None: ``fn``.
         impls: ``{op: implementation}`` that must have run, and no other implementation of that op.
-        flops: upper bound of one rank's floating-point operations over one device's (threads backend), which may be
-            exceeded by 5%: 1 / n where all the work is split.
+        flops: upper bound of one rank's floating-point operations over one device's (threads
+            backend), which may be exceeded by 5%: 1 / n where all the work is split.
         backends: which to run.
         ranks: running processes to use; None: spawns them (seconds).
         seed: of the cotangents.
 
     Raises:
-        AssertionError: a value, a gradient, a count, an implementation or the work differs; names the backend.
+        AssertionError: a value, a gradient, a count, an implementation or the work differs; names
+            the backend.
         ValueError: one of the faults that ``shard_map`` finds.
     """
     values = tree.leaves(args)
@@ -93,7 +96,9 @@ def assert_sharded_equals_dense(
     cts = _draw([outputs[i] for i in floating], seed)
     with one:
         _, grads = _both(dense or fn, Mesh().axes(), args, floating, cts)
-    case = _Case(fn, args, broadcast(in_specs, args), broadcast(out_specs, out), mesh, cts, floating)
+    case = _Case(
+        fn, args, broadcast(in_specs, args), broadcast(out_specs, out), mesh, cts, floating
+    )
     expected = {"value": outputs, "gradient": dict(zip(_names(args, values), grads, strict=True))}
     skipped, fraction = "", float("nan")
     if "processes" in backends and (skipped := _why_not(fn)):
@@ -104,7 +109,9 @@ def assert_sharded_equals_dense(
         if backend == "threads":
             fraction = got.flops / max(one.get_total_flops(), 1)
             if flops is not None and fraction > 1.05 * flops:
-                raise AssertionError(f"threads: a rank did {fraction:.3g} of one device's work, at most {flops:.3g}")
+                raise AssertionError(
+                    f"threads: a rank did {fraction:.3g} of one device's work, at most {flops:.3g}"
+                )
     return ShardedReport(backends, skipped, fraction)
 
 
@@ -142,7 +149,9 @@ class _Case:
         work: list[float] = []
 
         def both(axes: MeshAxes, leaves: list[Any], cts: list[Tensor]) -> Any:
-            counting: Any = FlopCounterMode(display=False) if backend == "threads" else contextlib.nullcontext()
+            counting: Any = (
+                FlopCounterMode(display=False) if backend == "threads" else contextlib.nullcontext()
+            )
             with counting:
                 result = _both(self.fn, axes, tree.unflatten(structure, leaves), self.floating, cts)
             work.extend([counting.get_total_flops()] if backend == "threads" else [])
@@ -154,15 +163,21 @@ class _Case:
             outputs, grads = mapped(leaves, self.cts)
         for other in record.ranks:
             if other.counts != record.counts:
-                raise AssertionError(f"{backend}: ranks issue {dict(record.counts)} and {dict(other.counts)}")
+                raise AssertionError(
+                    f"{backend}: ranks issue {dict(record.counts)} and {dict(other.counts)}"
+                )
         return _Got(outputs, grads, record.counts, set(ran), max(work, default=0.0))
 
     def on_processes(self, ranks: Ranks | None) -> _Got:
         with contextlib.ExitStack() as stack:
             if ranks is None:
                 ranks = stack.enter_context(spawn_ranks(self.mesh.world_size))
-            specs = [[[list(d) for d in s.dims] for s in some] for some in (self.in_specs, self.ct_specs)]
-            answers = ranks.run(run_rank, import_path(self.fn), self.args, specs, self.mesh, self.cts, self.floating)
+            specs = [
+                [[list(d) for d in s.dims] for s in some] for some in (self.in_specs, self.ct_specs)
+            ]
+            answers = ranks.run(
+                run_rank, import_path(self.fn), self.args, specs, self.mesh, self.cts, self.floating
+            )
         counts = [a["collectives"] for _, a in answers]
         if any(c != counts[0] for c in counts):
             raise AssertionError(f"processes: ranks issue different collectives: {counts}")
@@ -176,7 +191,12 @@ class _Case:
 
 
 def run_rank(
-    path: str, args: tuple[Any, ...], specs: list[Any], mesh: Mesh, cts: list[Tensor], floating: list[int]
+    path: str,
+    args: tuple[Any, ...],
+    specs: list[Any],
+    mesh: Mesh,
+    cts: list[Tensor],
+    floating: list[int],
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """What a spawned rank does: cuts its tiles and runs the function on them."""
     axes, coordinate = axes_of_process(mesh)
@@ -184,7 +204,9 @@ def run_rank(
     in_specs, ct_specs = ([P(*dims) for dims in some] for some in specs)
     local = tree.unflatten(structure, cut(in_specs, values, mesh, coordinate))
     with record_collectives() as record, record_impls() as ran, check_invariance():
-        outputs, grads = _both(import_target(path), axes, local, floating, cut(ct_specs, cts, mesh, coordinate))
+        outputs, grads = _both(
+            import_target(path), axes, local, floating, cut(ct_specs, cts, mesh, coordinate)
+        )
     return outputs + grads, {"collectives": dict(record.counts), "impls": [list(k) for k in ran]}
 
 
@@ -211,7 +233,9 @@ def _check(
     except AssertionError as e:
         raise AssertionError(f"{backend} against one device: {e}") from e
     if Counter(got.collectives) != Counter(collectives):
-        raise AssertionError(f"{backend}: a rank issued {dict(got.collectives)}, expected {dict(collectives)}")
+        raise AssertionError(
+            f"{backend}: a rank issued {dict(got.collectives)}, expected {dict(collectives)}"
+        )
     for op, impl in impls.items():
         if (names := {i for o, i in got.impls if o == op}) != {impl}:
             raise AssertionError(f"{backend}: op {op!r} ran as {sorted(names)}, expected {impl!r}")
@@ -219,7 +243,10 @@ def _check(
 
 def _draw(outputs: list[Tensor], seed: int) -> list[Tensor]:
     keys = random.split(random.key(seed), max(len(outputs), 1))
-    return [random.normal(k, tuple(y.shape)).to(y.device, y.dtype) for k, y in zip(keys, outputs, strict=False)]
+    return [
+        random.normal(k, tuple(y.shape)).to(y.device, y.dtype)
+        for k, y in zip(keys, outputs, strict=False)
+    ]
 
 
 def _names(args: Any, values: list[Any]) -> list[str]:

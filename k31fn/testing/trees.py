@@ -20,26 +20,32 @@ def assert_close_trees(
 ) -> None:
     """Asserts ``|actual - expected| <= atol + rtol |expected|`` in every element of every leaf.
 
-    Structure, shapes and dtypes must be the same; leaves that are not tensors must be equal. Values are compared in
-    float64 (integers and booleans in int64), on the CPU. Infinities must be equal; NaN equals nothing
-    unless ``equal_nan``.
+    Structure, shapes and dtypes must be the same; leaves that are not tensors must be equal. Values
+    are compared in float64 (integers and booleans in int64), on the CPU. Infinities must be equal;
+    NaN equals nothing unless ``equal_nan``.
 
     Raises:
-        AssertionError: lists the paths that are wrong, the worst first: how many elements differ, and the one that is
-            furthest outside, with its index, both values and both errors.
+        AssertionError: lists the paths that are wrong, the worst first: how many elements differ,
+            and the one that is furthest outside, with its index, both values and both errors.
     """
     left, right = (dict(tree.flatten_with_paths(x, allow_none=True)) for x in (actual, expected))
     if left.keys() != right.keys():
         raise AssertionError(_difference(left, right))
-    faults = [f for path in right if (f := _compare(path, left[path], right[path], rtol, atol, equal_nan))]
+    faults = [
+        f for path in right if (f := _compare(path, left[path], right[path], rtol, atol, equal_nan))
+    ]
     if faults:
         faults.sort(key=lambda f: -f.excess)
         lines = [f.line for f in faults[:_SHOWN]]
         more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise AssertionError("\n  ".join([f"{len(faults)} of {len(right)} leaves differ:", *lines, *more]))
+        raise AssertionError(
+            "\n  ".join([f"{len(faults)} of {len(right)} leaves differ:", *lines, *more])
+        )
     structures = [tree.flatten(x, allow_none=True)[1] for x in (actual, expected)]
     if structures[0] != structures[1]:
-        raise AssertionError(f"same leaves, but not the same tree: {structures[0]} against {structures[1]}")
+        raise AssertionError(
+            f"same leaves, but not the same tree: {structures[0]} against {structures[1]}"
+        )
 
 
 class _Fault(NamedTuple):
@@ -60,8 +66,16 @@ def _compare(
 ) -> _Fault | None:
     name = path or "(the tree itself)"
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
-        same = not isinstance(actual, Tensor) and not isinstance(expected, Tensor) and actual == expected
-        return None if same else _Fault(math.inf, f"{name}: got {_brief(actual)}, expected {_brief(expected)}")
+        same = (
+            not isinstance(actual, Tensor)
+            and not isinstance(expected, Tensor)
+            and actual == expected
+        )
+        return (
+            None
+            if same
+            else _Fault(math.inf, f"{name}: got {_brief(actual)}, expected {_brief(expected)}")
+        )
     for what in ("shape", "dtype"):
         got, wanted = getattr(actual, what), getattr(expected, what)
         if got != wanted:
@@ -70,12 +84,19 @@ def _compare(
 
 
 def _compare_values(
-    name: str, actual: Tensor, expected: Tensor, rtol: float | int, atol: float | int, equal_nan: bool
+    name: str,
+    actual: Tensor,
+    expected: Tensor,
+    rtol: float | int,
+    atol: float | int,
+    equal_nan: bool,
 ) -> _Fault | None:
     exact = not (expected.is_floating_point() or expected.is_complex())
     wide = torch.int64 if exact else torch.promote_types(expected.dtype, torch.float64)
     a, e = (t.detach().cpu().to(wide).flatten() for t in (actual, expected))
-    error = torch.where(a == e, 0.0, (a - e).abs().to(torch.float64))  # equal infinities have no error
+    error = torch.where(
+        a == e, 0.0, (a - e).abs().to(torch.float64)
+    )  # equal infinities have no error
     if equal_nan:
         error = torch.where(a.isnan() & e.isnan(), 0.0, error)
     allowed = torch.where(e.isfinite(), atol + rtol * e.abs(), 0.0)
@@ -87,8 +108,10 @@ def _compare_values(
     index = [int(i) for i in torch.unravel_index(torch.tensor(worst), actual.shape)]
     relative = float(error[worst] / e[worst].abs())
     line = (
-        f"{name}: {int(wrong.sum())} of {wrong.numel()} elements; worst at {index}: got {_number(a[worst])}, expected "
-        f"{_number(e[worst])} (error {float(error[worst]):.3g}, relative {relative:.3g}; rtol={rtol:g}, atol={atol:g})"
+        f"{name}: {int(wrong.sum())} of {wrong.numel()} elements; worst at {index}: got "
+        f"{_number(a[worst])}, expected "
+        f"{_number(e[worst])} (error {float(error[worst]):.3g}, relative {relative:.3g}; "
+        f"rtol={rtol:g}, atol={atol:g})"
     )
     return _Fault(float(excess[worst]), line)
 

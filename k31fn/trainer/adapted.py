@@ -1,7 +1,9 @@
-"""Parameters of a run that trains adapters (:mod:`k31fn.lora`): the model that is adapted, and what is saved.
+"""Parameters of a run that trains adapters (:mod:`k31fn.lora`): the model that is adapted, and what
+is saved.
 
-What is frozen is a function of the recipe: of ``lora.base``, a checkpoint in K3's names or a run, or of the seed. So a
-checkpoint of the run holds the adapters alone, with a fingerprint of the base that they are for.
+What is frozen is a function of the recipe: of ``lora.base``, a checkpoint in K3's names or a run,
+or of the seed. So a checkpoint of the run holds the adapters alone, with a fingerprint of the base
+that they are for.
 """
 
 from __future__ import annotations
@@ -22,15 +24,20 @@ from k31fn.trainer import folder
 
 __all__ = ["check_base", "check_source", "fingerprint", "init_adapted"]
 
-_PIECE, _PIECES = 2**18, 64  # what the fingerprint reads of a file: so many bytes, at so many places
+_PIECE, _PIECES = (
+    2**18,
+    64,
+)  # what the fingerprint reads of a file: so many bytes, at so many places
 
 
 def init_adapted(
     recipe: Recipe, specs: Any, key: Tensor, tile: Callable[..., Any] | None
 ) -> tuple[model.Params[Any], balance.State]:
-    """A rank's part of the adapted parameters, and the base's router biases, on the device of ``key``.
+    """A rank's part of the adapted parameters, and the base's router biases, on the device of
+    ``key``.
 
-    Of a base in K3's names a rank reads its own tiles; a run is read whole by every process, on its host.
+    Of a base in K3's names a rank reads its own tiles; a run is read whole by every process, on its
+    host.
 
     Args:
         recipe: the run.
@@ -47,7 +54,9 @@ def init_adapted(
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Of the base's files, or its checkpoint's: of each the whole, or of more than 16 MiB the size and 64 pieces."""
+    """Of the base's files, or its checkpoint's: of each the whole, or of more than 16 MiB the size
+    and 64 pieces.
+    """
     if isinstance(recipe.lora, tuple) or not recipe.lora.base:
         return ""
     base, digest = Path(recipe.lora.base), hashlib.blake2b(digest_size=16)
@@ -80,7 +89,8 @@ def check_base(recipe: Recipe, found: str, base: str | None = None) -> None:
     if found != (fingerprint(recipe) if base is None else base):
         assert isinstance(recipe.lora, lora.Config)
         raise ValueError(
-            f"lora.base={recipe.lora.base!r} has changed since the checkpoint, whose adapters are for another; put "
+            f"lora.base={recipe.lora.base!r} has changed since the checkpoint, whose adapters are "
+            "for another; put "
             "the old one back, or have the run's config.json name it: RUN/checkpoints/STEP"
         )
 
@@ -106,7 +116,10 @@ def _open_base(recipe: Recipe, key: Tensor) -> Iterator[tuple[lora.Read, balance
     base = recipe.lora.base
     if not base:
         by_path = dict(tree.flatten_with_paths(model.specs(recipe.model)))
-        yield lambda path, tile: params.draw(path, by_path[path], key, tile=tile), model.init_balance(recipe.model)
+        yield (
+            lambda path, tile: params.draw(path, by_path[path], key, tile=tile),
+            model.init_balance(recipe.model),
+        )
     elif _is_run(Path(base)):
         weights, biases = _read_run(Path(base), recipe)
         yield lambda path, tile: weights[path][tile], biases
@@ -118,7 +131,9 @@ def _open_base(recipe: Recipe, key: Tensor) -> Iterator[tuple[lora.Read, balance
 def _is_run(base: Path) -> bool:
     """Whether it is a run folder, or a folder of runs; a checkpoint has files of weights."""
     if not base.is_dir():
-        raise ValueError(f"lora.base={str(base)!r} is no folder; give a checkpoint in K3's names, or a run")
+        raise ValueError(
+            f"lora.base={str(base)!r} is no folder; give a checkpoint in K3's names, or a run"
+        )
     return not any(base.glob("*.safetensors"))
 
 
@@ -132,7 +147,8 @@ def _newest(base: Path) -> tuple[Path, int]:
         step = checkpoints.latest() if step is None else step
     if step not in steps:
         raise ValueError(
-            f"lora.base={str(base)!r}: complete checkpoints of {run}: {steps or 'none yet; train it first'}"
+            f"lora.base={str(base)!r}: complete checkpoints of {run}: "
+            f"{steps or 'none yet; train it first'}"
         )
     return run, step
 
@@ -143,7 +159,8 @@ def _matching_run(base: Path, recipe: Recipe) -> tuple[Path, int, Recipe]:
     there = folder.recipe_of(run)
     if there.lora:
         raise ValueError(
-            f"lora.base={str(base)!r} is a run of adapters itself; merge it first: python -m k31fn.hf export {run} OUT"
+            f"lora.base={str(base)!r} is a run of adapters itself; merge it first: python -m "
+            f"k31fn.hf export {run} OUT"
         )
     if _shapes(there) != _shapes(recipe):
         raise ValueError(f"lora.base={str(base)!r} is a run of another model; take its recipe's")

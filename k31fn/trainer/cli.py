@@ -37,10 +37,10 @@ _USAGE = """usage: train.py CONFIG [--FIELD VALUE ...]
 
 CONFIG is a recipe, configs/NAME.py, or a run to go on with, RUN/config.json.
 
-  train.py configs/tiny.py                          trains the recipe; the run goes to runs/tiny/<time>
+  train.py configs/tiny.py                       trains the recipe; the run goes to runs/tiny/<time>
   train.py configs/tiny.py --steps 300 --optimizer.peak-lr 3e-3
                                                     any field of the recipe can be set
-  train.py configs/tiny.py --resume auto            goes on with the newest run of the recipe, or starts one
+  train.py configs/tiny.py --resume auto    goes on with the newest run of the recipe, or starts one
   train.py runs/tiny/<time>/config.json             goes on with that run
   train.py configs/tiny.py --help                   lists all fields with their values
 
@@ -48,7 +48,10 @@ CONFIG is a recipe, configs/NAME.py, or a run to go on with, RUN/config.json.
                                                     a process per device; the mesh has as many ranks
 """
 _FAILURES = (NonFiniteError, CheckpointError, OtherRankError, WarmUpError)
-_DESCRIPTION = "Trains the recipe. Ctrl-C, SIGTERM and --max-minutes end the run after the step under way, saved."
+_DESCRIPTION = (
+    "Trains the recipe. Ctrl-C, SIGTERM and --max-minutes end the run after the step under way, "
+    "saved."
+)
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,22 @@ class _Options:
     """This call.
 
     Attributes:
-        resume: "auto" goes on with the newest run of the recipe's name, or starts one if there is none; a run folder:
-            goes on with that run. RUN/config.json goes on with RUN by itself.
+        resume: "auto" goes on with the newest run of the recipe's name, or starts one if there is
+            none; a run folder: goes on with that run. RUN/config.json goes on with RUN by itself.
         runs: where run folders go.
-        device: cpu, cuda, cuda:1, npu:0; if empty, the best of this machine. With several processes the kind alone.
+        device: cpu, cuda, cuda:1, npu:0; if empty, the best of this machine. With several processes
+            the kind alone.
         threads: CPU threads; 0: one per core.
-        kernels: implementations of operators, such as "reference", "triton" or "attn_res:triton,mhc_pre:reference"; if
-            empty, the device's own. No number of a run depends on them, but for rounding.
-        profile: FIRST:END records a trace of these steps, without the last; 10:12 are steps 10 and 11.
-        warmup: before the first step compile the kernels in parallel processes, and rehearse a step.
+        kernels: implementations of operators, such as "reference", "triton" or
+            "attn_res:triton,mhc_pre:reference"; if empty, the device's own. No number of a run
+            depends on them, but for rounding.
+        profile: FIRST:END records a trace of these steps, without the last; 10:12 are steps 10 and
+            11.
+        warmup: before the first step compile the kernels in parallel processes, and rehearse a
+            step.
         warmup_processes: how many; 0: one per core.
-        timeout: seconds that a rank waits for the others before the run ends with a report of who is missing.
+        timeout: seconds that a rank waits for the others before the run ends with a report of who
+            is missing.
         max_minutes: after which the run ends, once the step under way is through, saved.
     """
 
@@ -103,11 +111,12 @@ class _Call:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains; returns the exit status.
 
-    0: done, or stopped by a signal with everything saved. 1: failed. 2: a wrong call, and nothing was written.
+    0: done, or stopped by a signal with everything saved. 1: failed. 2: a wrong call, and nothing
+    was written.
     130: interrupted before there was anything to save, or by a second Ctrl-C.
 
-    Each process of a run on several calls this. What they all have to say, one says; what one has to say, it says with
-    its rank and its place in the mesh.
+    Each process of a run on several calls this. What they all have to say, one says; what one has
+    to say, it says with its rank and its place in the mesh.
     """
     args, process = list(sys.argv[1:] if argv is None else argv), Process.of_environment()
     if not args or args[0] in ("-h", "--help"):
@@ -127,8 +136,13 @@ def _main(args: Sequence[str], process: Process) -> int:
             kernels = choice.parse(call.options.kernels)
             process.check(call.recipe.mesh, args)
             if (steps := parse_steps(call.options.profile)) and steps[-1] >= call.recipe.steps:
-                raise ValueError(f"profile={call.options.profile!r} ends after the run's {call.recipe.steps} steps")
-            device = devices.parse(call.options.device) if call.options.device else devices.default()
+                raise ValueError(
+                    f"profile={call.options.profile!r} ends after the run's {call.recipe.steps} "
+                    "steps"
+                )
+            device = (
+                devices.parse(call.options.device) if call.options.device else devices.default()
+            )
             if process.world_size > 1:
                 device = devices.of_rank(device, process.local_rank)
             choice.check(kernels, device.type)
@@ -145,7 +159,9 @@ def _main(args: Sequence[str], process: Process) -> int:
 
 def _parse(args: Sequence[str]) -> _Call:
     if args[0].startswith("-"):
-        raise ValueError(f"the config comes first, then {args[0]}: train.py configs/tiny.py {shlex.join(args)}")
+        raise ValueError(
+            f"the config comes first, then {args[0]}: train.py configs/tiny.py {shlex.join(args)}"
+        )
     call = _Call(_Options(), load_recipe(Path(args[0])))
     call = override(call, args[1:], prog=f"train.py {args[0]}", description=_DESCRIPTION)
     check_split(call.recipe.mesh, call.recipe.model)
@@ -159,7 +175,10 @@ def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process:
         existing = ranks.on_first(lambda: _existing(recipe, options, config))
         if not existing:
             ranks.on_first(lambda: check_start(recipe))
-        recipe = with_base(recipe, ranks.on_first(lambda: settled_base(recipe, Path(existing) if existing else None)))
+        recipe = with_base(
+            recipe,
+            ranks.on_first(lambda: settled_base(recipe, Path(existing) if existing else None)),
+        )
         corpus = ranks.on_each(lambda: load_corpus(recipe))
         if options.threads:
             torch.set_num_threads(options.threads)
@@ -171,13 +190,28 @@ def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process:
     try:
         if options.warmup:
             first = process.local_rank == 0
-            warm_up(recipe, device, view, ranks=ranks, compiles=first, processes=options.warmup_processes)
+            warm_up(
+                recipe,
+                device,
+                view,
+                ranks=ranks,
+                compiles=first,
+                processes=options.warmup_processes,
+            )
         with stop.listening(), ranks.watch:
             steps = parse_steps(options.profile)
-            how: Any = {"device": device, "view": view, "stop": stop, "ranks": ranks, "profile": steps}
+            how: Any = {
+                "device": device,
+                "view": view,
+                "stop": stop,
+                "ranks": ranks,
+                "profile": steps,
+            }
             outcome = train(recipe, corpus, where, rehearsal=options.warmup, **how)
     except (ValueError, ImportError, OSError, *_FAILURES) as error:
-        if ranks.first and not existing and not isinstance(error, OSError):  # a full disk may have room again
+        if (
+            ranks.first and not existing and not isinstance(error, OSError)
+        ):  # a full disk may have room again
             folder.drop_if_unused(where)
         alike = isinstance(error, NonFiniteError) and not ranks.first
         return 1 if alike else _fail(error, 1)
@@ -190,9 +224,15 @@ def _existing(recipe: Recipe, options: _Options, config: Path) -> str:
     """The run folder to go on with; empty: a new one."""
     found: Path | None = None
     if config.name == folder.CONFIG:
-        other = options.resume not in ("", "auto") and Path(options.resume).resolve() != config.parent.resolve()
+        other = (
+            options.resume not in ("", "auto")
+            and Path(options.resume).resolve() != config.parent.resolve()
+        )
         if other:
-            raise ValueError(f"resume={options.resume!r}: {config} goes on with its own run; give one of the two alone")
+            raise ValueError(
+                f"resume={options.resume!r}: {config} goes on with its own run; give one of the "
+                "two alone"
+            )
         found = folder.open_existing(config.parent, recipe)
     elif options.resume == "auto":
         found = folder.newest(options.runs, recipe)
@@ -207,11 +247,21 @@ def _report(outcome: Outcome, recipe: Recipe, where: Path, stop: Stop, process: 
         print(f"metrics: {where / 'metrics.jsonl'}")
         if isinstance(recipe.data, data.Config):
             python = Process().command().removesuffix(" train.py")
-            print(f"sample:  {python} {shlex.join(['-m', 'k31fn.sample', str(where), '--prompt', 'def '])}")
+            print(
+                f"sample:  {python} "
+                f"{shlex.join(['-m', 'k31fn.sample', str(where), '--prompt', 'def '])}"
+            )
     else:
-        print(f"stopped by {stop.cause} after {outcome.step} steps{', saved' * (outcome.step > 0)}; to go on:")
+        print(
+            f"stopped by {stop.cause} after {outcome.step} steps{', saved' * (outcome.step > 0)}; "
+            "to go on:"
+        )
         began = dataclasses.asdict(folder.recipe_of(where).mesh)
-        changed = [(f"--mesh.{k}", str(v)) for k, v in dataclasses.asdict(recipe.mesh).items() if v != began[k]]
+        changed = [
+            (f"--mesh.{k}", str(v))
+            for k, v in dataclasses.asdict(recipe.mesh).items()
+            if v != began[k]
+        ]
         arguments = [str(where / folder.CONFIG), *(word for pair in changed for word in pair)]
         print(f"{process.command()} {shlex.join(arguments)}")
 

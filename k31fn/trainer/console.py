@@ -43,7 +43,9 @@ class View:
         count = params.count(model.specs(recipe.model))
         parts = [(s.stop - s.start, recipe.at(s.start)) for s in spans(recipe.phases, recipe.steps)]
         parts = parts or [(recipe.steps, recipe)]
-        shapes = ", then ".join(f"{steps} steps of {r.batch_size} x {r.length}" for steps, r in parts)
+        shapes = ", then ".join(
+            f"{steps} steps of {r.batch_size} x {r.length}" for steps, r in parts
+        )
         epochs = sum(steps * r.batch_size * r.length for steps, r in parts) / dataset.num_tokens
         self.note(f"run {folder}: {count:,} parameters, {shapes}")
         self.note(f"training text: {dataset.num_tokens:,} tokens, {epochs:.2f} epochs")
@@ -66,12 +68,16 @@ class View:
         self._print(text)
 
     def evaluating(self, rows: int) -> contextlib.AbstractContextManager[Callable[[int], object]]:
-        """A second bar while ``rows`` held-out rows are scored; gives the function that advances it."""
+        """A second bar while ``rows`` held-out rows are scored; gives the function that advances
+        it.
+        """
         return self.working("scoring held-out text", rows)
 
     @contextlib.contextmanager
     def working(self, text: str, total: int) -> Iterator[Callable[[int], object]]:
-        """A second bar while ``total`` things are done; yields the function that advances it, from any thread."""
+        """A second bar while ``total`` things are done; yields the function that advances it, from
+        any thread.
+        """
         started = not self._bar.live.is_started
         if started:
             self._bar.start()

@@ -1,4 +1,6 @@
-"""What a step tells of the parts of the model: gradient norms by part, loads by layer, and how busy devices are."""
+"""What a step tells of the parts of the model: gradient norms by part, loads by layer, and how busy
+devices are.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Labels(NamedTuple):
     Attributes:
         names: in the order of the numbers.
         phase: number of the phase; -1: the run has none.
-        utilisation: MFU of one token per second, over all ranks; 0: the devices' peak rate is not known.
+        utilisation: MFU of one token per second, over all ranks; 0: the devices' peak rate is not
+            known.
     """
 
     names: tuple[str, ...] = ()
@@ -62,11 +65,13 @@ def _parts(recipe: Recipe) -> list[str]:
 
 
 def make_measure(recipe: Recipe, layout: Layout) -> Callable[[Any, Tensor, Tensor], Tensor]:
-    """``measure(grads, load, like)``: the numbers that :func:`label` names, on the device and equal on all ranks.
+    """``measure(grads, load, like)``: the numbers that :func:`label` names, on the device and equal
+    on all ranks.
 
-    Of each part the 2-norm of ``grads``, those of the parameters that this rank holds, every element counted once; of
-    each MoE layer its busiest expert's tokens over the mean, where ``load`` has those of this rank's layers over the
-    data axes. ``like`` is a number of the numbers' dtype and device.
+    Of each part the 2-norm of ``grads``, those of the parameters that this rank holds, every
+    element counted once; of each MoE layer its busiest expert's tokens over the mean, where
+    ``load`` has those of this rank's layers over the data axes. ``like`` is a number of the
+    numbers' dtype and device.
 
     Args:
         recipe: without phases.
@@ -75,7 +80,9 @@ def make_measure(recipe: Recipe, layout: Layout) -> Callable[[Any, Tensor, Tenso
     part, names, stages = find_part(recipe.model), _parts(recipe), active(layout.axes.pp)
     places = dict(tree.flatten_with_paths(layout.placements))
     index = {
-        path: names.index(part(path)) for path, s in tree.flatten_with_paths(layout.specs) if "frozen" not in s.tags
+        path: names.index(part(path))
+        for path, s in tree.flatten_with_paths(layout.specs)
+        if "frozen" not in s.tags
     }
     layers = model.moe_layers(recipe.model)
 
@@ -87,9 +94,16 @@ def make_measure(recipe: Recipe, layout: Layout) -> Callable[[Any, Tensor, Tenso
             of_part.append(torch.linalg.vector_norm(g, dtype=precision.island(g.dtype)).square())
         sums = []
         for axes, found in squares.items():
-            each = torch.stack([torch.stack(of_part).sum().to(none.dtype) if of_part else none for of_part in found])
+            each = torch.stack(
+                [
+                    torch.stack(of_part).sum().to(none.dtype) if of_part else none
+                    for of_part in found
+                ]
+            )
             sums.append(psum(each, axes) if axes else each)
-        total = torch.stack(sums).sum(0) if sums else none.expand(len(names))  # a stage in which nothing is trained
+        total = (
+            torch.stack(sums).sum(0) if sums else none.expand(len(names))
+        )  # a stage in which nothing is trained
         return (psum(total, stages) if stages else total).sqrt()
 
     def measure(grads: Any, load: Tensor, like: Tensor) -> Tensor:

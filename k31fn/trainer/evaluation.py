@@ -40,7 +40,8 @@ def heldout_loss(
         state: its state.
         scored: the rows and the number of their bytes.
         axes: of the mesh, bound to this rank.
-        progress: called with the number of rows that were just scored; what it raises ends the scoring.
+        progress: called with the number of rows that were just scored; what it raises ends the
+            scoring.
     """
     layout, share = lay_out(recipe, axes), axes.view("dp", "fsdp")
     ranks, index = axis_size(share), own_index(share)
@@ -67,7 +68,9 @@ def _pad(rows: data.Example, count: int) -> data.Example:
     images = rows.images
     if not isinstance(images, tuple):
         empty = from_grids([[]], images.pixels.shape[1])
-        empty = tree.map(lambda x, e: torch.cat([x, e.expand(missing, *e.shape[1:])]), images.patches, empty)
+        empty = tree.map(
+            lambda x, e: torch.cat([x, e.expand(missing, *e.shape[1:])]), images.patches, empty
+        )
         images = Images(pad(images.pixels, 0), empty, pad(images.slots, -1))
     return data.Example(pad(rows.tokens, 0), pad(rows.labels, losses.IGNORED), packing, images)
 
@@ -89,14 +92,20 @@ def _token_losses(recipe: Recipe, layout: Layout, state: TrainState, rows: data.
         )
         return model.lm_loss(state.params, out.hidden, rows.labels, placements=places, sh=sh)
     one = torch.ones((), dtype=torch.int64, device=rows.tokens.device)
-    batch = model.Batch(rows.tokens, rows.labels, rows.segments, num_labels=one, num_queries=one, images=rows.images)
+    batch = model.Batch(
+        rows.tokens, rows.labels, rows.segments, num_labels=one, num_queries=one, images=rows.images
+    )
     return _through_stages(recipe, layout, state, batch)
 
 
-def _through_stages(recipe: Recipe, layout: Layout, state: TrainState, batch: model.Batch) -> Tensor:
+def _through_stages(
+    recipe: Recipe, layout: Layout, state: TrainState, batch: model.Batch
+) -> Tensor:
     """Stage after stage, each rank performing its own."""
     axis, table = layout.axes.pp, layout.schedule
-    carries = stages.stage_carries(recipe.model, layout.parts, batch, recipe.precision.compute, sh=layout.sh)
+    carries = stages.stage_carries(
+        recipe.model, layout.parts, batch, recipe.precision.compute, sh=layout.sh
+    )
     wire, blocks, sums, sent = Wire(carries, table.num_ranks), [], [], []
     for s, part in zip(table.stages_of(own_index(axis)), layout.own, strict=True):
         stream, fresh = wire.parts(s, _receive(wire.message(s), axis, table.rank_of(s - 1), batch))
@@ -118,6 +127,11 @@ def _through_stages(recipe: Recipe, layout: Layout, state: TrainState, batch: mo
     return torch.stack(sums).sum()
 
 
-def _receive(likes: Sequence[Tensor], axis: tuple[Axis, ...], source: int, batch: model.Batch) -> list[Tensor]:
+def _receive(
+    likes: Sequence[Tensor], axis: tuple[Axis, ...], source: int, batch: model.Batch
+) -> list[Tensor]:
     device = batch.tokens.device
-    return [wait() for wait in [recv(x.shape, axis, source, dtype=x.dtype, device=device) for x in likes]]
+    return [
+        wait()
+        for wait in [recv(x.shape, axis, source, dtype=x.dtype, device=device) for x in likes]
+    ]

@@ -47,7 +47,10 @@ def describe(
     cpu = torch.device("cpu")
     memory = {"host": devices.memory_allocated(cpu), "host_peak": devices.peak_memory(cpu)}
     if device.type != "cpu":
-        memory |= {"device": devices.memory_allocated(device), "device_peak": devices.peak_memory(device)}
+        memory |= {
+            "device": devices.memory_allocated(device),
+            "device_peak": devices.peak_memory(device),
+        }
     return {
         "rank": rank,
         "at": mesh.coordinate(rank),

@@ -1,7 +1,7 @@
 """Run folders: ``runs/<name>/<time>/``.
 
-A run writes ``config.json``, ``metrics.jsonl``, ``loss.png``, ``checkpoints/``, ``events/`` (TensorBoard) and, where
-asked for, ``trace/`` there.
+A run writes ``config.json``, ``metrics.jsonl``, ``loss.png``, ``checkpoints/``, ``events/``
+(TensorBoard) and, where asked for, ``trace/`` there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
-_MAY_CHANGE = ("mesh", "pipeline", "trackers")  # no number of a run depends on them, but for rounding
+_MAY_CHANGE = (
+    "mesh",
+    "pipeline",
+    "trackers",
+)  # no number of a run depends on them, but for rounding
 
 
 def new(root: Path, recipe: Recipe) -> Path:
@@ -50,16 +54,21 @@ def new(root: Path, recipe: Recipe) -> Path:
         if folder != parent:
             shutil.rmtree(folder, ignore_errors=True)
         raise ValueError(
-            f"run folder {folder} cannot be made: {error.strerror}; give runs another place than {str(root)!r}"
+            f"run folder {folder} cannot be made: {error.strerror}; give runs another place than "
+            f"{str(root)!r}"
         ) from error
     return folder
 
 
 def drop_if_unused(folder: Path) -> None:
-    """Removes a run that did not begin: no step, no checkpoint, whole or damaged, and no record of a failure."""
+    """Removes a run that did not begin: no step, no checkpoint, whole or damaged, and no record of
+    a failure.
+    """
     records, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
     saved = any(p.is_dir() for p in checkpoints.iterdir()) if checkpoints.is_dir() else False
-    if not (saved or (folder / "failure").exists() or (records.exists() and records.stat().st_size)):
+    if not (
+        saved or (folder / "failure").exists() or (records.exists() and records.stat().st_size)
+    ):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -76,19 +85,25 @@ def newest(root: Path, recipe: Recipe) -> Path | None:
 def open_existing(folder: Path, recipe: Recipe) -> Path:
     """``folder`` if it is a run of ``recipe``, on whatever mesh it was.
 
-    It may have written down as the base of its adapters one of the checkpoints that ``lora.base`` can mean.
+    It may have written down as the base of its adapters one of the checkpoints that ``lora.base``
+    can mean.
 
     Raises:
         ValueError: it is no run folder, or belongs to another recipe; names the fields.
     """
-    there, here = ({k: v for k, v in to_dict(r).items() if k not in _MAY_CHANGE} for r in (recipe_of(folder), recipe))
+    there, here = (
+        {k: v for k, v in to_dict(r).items() if k not in _MAY_CHANGE}
+        for r in (recipe_of(folder), recipe)
+    )
     if there["lora"] and here["lora"] and _is_inside(there["lora"]["base"], here["lora"]["base"]):
         here["lora"]["base"] = there["lora"]["base"]
     if there != here:
         fields = _differences("", there, here)
         raise ValueError(
-            f"{folder} belongs to another config: {'; '.join(fields[:6])}{' ...' if len(fields) > 6 else ''}; "
-            f"{folder / CONFIG} alone goes on with it, a config file without --resume starts a new run"
+            f"{folder} belongs to another config: "
+            f"{'; '.join(fields[:6])}{' ...' if len(fields) > 6 else ''}; "
+            f"{folder / CONFIG} alone goes on with it, a config file without --resume starts a "
+            "new run"
         )
     return folder
 
@@ -127,12 +142,15 @@ def resolve(path: Path) -> Path:
         return path
     runs = _runs(path)
     if not runs:
-        raise ValueError(f"{path} is neither a run folder nor a folder of runs: there is no {CONFIG}")
+        raise ValueError(
+            f"{path} is neither a run folder nor a folder of runs: there is no {CONFIG}"
+        )
     return runs[-1]
 
 
 def resolve_step(path: Path) -> tuple[Path, int | None]:
-    """The run and the step of ``RUN/checkpoints/STEP``; of a path as for :func:`resolve` the newest one, None.
+    """The run and the step of ``RUN/checkpoints/STEP``; of a path as for :func:`resolve` the newest
+    one, None.
 
     Raises:
         ValueError: it is neither.
@@ -152,11 +170,17 @@ def write(file: Path, text: str) -> None:
 def _runs(folder: Path) -> list[Path]:
     """The run folders in a folder, oldest first."""
     found = [p.parent for p in folder.glob(f"*/{CONFIG}")]
-    return sorted(found, key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)])  # 10 comes after 9
+    return sorted(
+        found, key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)]
+    )  # 10 comes after 9
 
 
 def _differences(at: str, there: Any, here: Any) -> list[str]:
     if isinstance(there, dict) and isinstance(here, dict):
         names = [*there, *(n for n in here if n not in there)]
-        return [d for n in names for d in _differences(f"{at}.{n}" if at else n, there.get(n), here.get(n))]
+        return [
+            d
+            for n in names
+            for d in _differences(f"{at}.{n}" if at else n, there.get(n), here.get(n))
+        ]
     return [] if there == here else [f"{at} is {there!r} there, {here!r} here"]

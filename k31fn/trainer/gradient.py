@@ -30,8 +30,8 @@ class Sums(NamedTuple):
         kl: the indexers' KL over all layers.
         load: tokens per expert, of the MoE layers of this rank's stages.
         histogram: required biases of the same layers.
-        logits: the largest attention logits, not a sum: of the local heads of each full-attention layer of this rank's
-            stages ``[layers H]``; ``()`` unless QK-Clip asks for them.
+        logits: the largest attention logits, not a sum: of the local heads of each full-attention
+            layer of this rank's stages ``[layers H]``; ``()`` unless QK-Clip asks for them.
     """
 
     total: Tensor
@@ -48,23 +48,32 @@ def make_gradient(
     """``(state, micro_batches) -> (sums, gradients of this rank's parts)``, both over all ranks.
 
     Raises:
-        ValueError: (at the first call) a schedule that splits the backward, where that would be other work.
+        ValueError: (at the first call) a schedule that splits the backward, where that would be
+            other work.
     """
     inside = fsdp.gathers(layout.placements)
     checked = not layout.schedule.split
 
-    def gradient(state: TrainState, batches: Sequence[model.Batch]) -> tuple[Sums, model.Params[Tensor]]:
+    def gradient(
+        state: TrainState, batches: Sequence[model.Batch]
+    ) -> tuple[Sums, model.Params[Tensor]]:
         nonlocal checked
         trained, frozen = split(fsdp.enter_step(state.params, layout.placements), layout.specs)
         runs = make_stages(recipe, layout, state.balance, frozen, inside)
         weights = [_of_stage(trained, layout, part) for part in layout.own]
-        carries = stages.stage_carries(recipe.model, layout.parts, batches[0], recipe.precision.compute, sh=layout.sh)
+        carries = stages.stage_carries(
+            recipe.model, layout.parts, batches[0], recipe.precision.compute, sh=layout.sh
+        )
         how: Any = {"axis": layout.axes.pp, "carries": carries}
         if not checked and not batches[0].tokens.is_meta:
             pipeline.check_stages(layout.schedule, runs, weights, batches[0], **how)
         checked = True
         result = pipeline.run(layout.schedule, runs, weights, batches, **how)
-        grads = stages.merge(result.grads) if layout.schedule.num_chunks > 1 else next(iter(result.grads))
+        grads = (
+            stages.merge(result.grads)
+            if layout.schedule.num_chunks > 1
+            else next(iter(result.grads))
+        )
         sums = _sum(result.loss, result.sums, layout.axes)
         if there := [x for x in result.largest if isinstance(x, Tensor)]:
             sums = sums._replace(logits=pmax(torch.cat(there), layout.axes.data))
@@ -73,7 +82,9 @@ def make_gradient(
     return gradient
 
 
-def make_stages(recipe: Recipe, layout: Layout, biases: balance.State, frozen: Any, placements: Any) -> list[Stage]:
+def make_stages(
+    recipe: Recipe, layout: Layout, biases: balance.State, frozen: Any, placements: Any
+) -> list[Stage]:
     """This rank's stages as functions of their trained parameters.
 
     Args:
@@ -87,7 +98,9 @@ def make_stages(recipe: Recipe, layout: Layout, biases: balance.State, frozen: A
     cfg = reporting(cfg) if recipe.clips_logits else cfg
 
     def whole(params: model.Params[Tensor], carry: Carry, batch: model.Batch) -> StageOutput:
-        total, parts = model.loss(params, batch, cfg, balance=biases, remat=remat, placements=placements, sh=sh)
+        total, parts = model.loss(
+            params, batch, cfg, balance=biases, remat=remat, placements=placements, sh=sh
+        )
         return StageOutput(carry, total, parts._replace(logits=()), parts.logits)
 
     def make(part: stages.Part) -> Stage:
@@ -95,7 +108,9 @@ def make_stages(recipe: Recipe, layout: Layout, biases: balance.State, frozen: A
         run: Stage = whole
         if layout.schedule.num_stages > 1:
             places = _of_stage(placements, layout, part)
-            run = stages.make_stage(cfg, part, balance=biases, remat=remat, placements=places, sh=sh)
+            run = stages.make_stage(
+                cfg, part, balance=biases, remat=remat, placements=places, sh=sh
+            )
 
         def stage(trained: Any, carry: Carry, batch: model.Batch) -> StageOutput:
             with use_products(recipe.precision.products):
@@ -115,6 +130,11 @@ def _sum(total: Tensor, of_stages: Sequence[model.Losses], axes: MeshAxes) -> Su
     """Over the stages of this rank, and over the ranks that have other tokens or other layers."""
     kl = torch.stack([part.kl.sum() for part in of_stages]).sum()
     lm = torch.stack([part.lm for part in of_stages]).sum()
-    scalars = psum(torch.stack([x.to(total.dtype) for x in (total, lm, kl)]), axes.view("pp", "dp", "fsdp", "cp"))
-    counts = [torch.cat([getattr(part, name) for part in of_stages]) for name in ("load", "histogram")]
+    scalars = psum(
+        torch.stack([x.to(total.dtype) for x in (total, lm, kl)]),
+        axes.view("pp", "dp", "fsdp", "cp"),
+    )
+    counts = [
+        torch.cat([getattr(part, name) for part in of_stages]) for name in ("load", "histogram")
+    ]
     return Sums(*scalars.unbind(), *tree.map(lambda x: psum(x, axes.data), counts))

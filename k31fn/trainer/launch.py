@@ -41,8 +41,14 @@ class Process:
     @classmethod
     def of_environment(cls) -> Process:
         """As ``torchrun``, or whoever set the same variables, says."""
-        rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-        local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        rank, world = (
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))
+        )
+        local = (
+            int(os.environ.get("LOCAL_RANK", rank)),
+            int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        )
         return cls(rank, local[0], world, local[1])
 
     @contextlib.contextmanager
@@ -63,16 +69,23 @@ class Process:
         try:
             mesh.check_world(self.world_size)
         except ValueError as error:
-            raise ValueError(f"{error}; or start as many: {self.command(mesh.world_size)} {shlex.join(args)}") from None
+            raise ValueError(
+                f"{error}; or start as many: {self.command(mesh.world_size)} {shlex.join(args)}"
+            ) from None
 
     def command(self, world_size: int | None = None) -> str:
         """What starts ``train.py`` on as many processes as now, or on ``world_size`` of them."""
         n = world_size or self.world_size
         if n == 1:
             inside = os.path.relpath(sys.executable)
-            return shlex.join([sys.executable if inside.startswith(os.pardir) else inside, "train.py"])
+            return shlex.join(
+                [sys.executable if inside.startswith(os.pardir) else inside, "train.py"]
+            )
         nodes = self.world_size // self.local_world_size if n == self.world_size else 1
-        return f"torchrun {f'--nnodes={nodes} ' if nodes > 1 else ''}--nproc_per_node={n // nodes} train.py"
+        return (
+            f"torchrun {f'--nnodes={nodes} ' if nodes > 1 else ''}--nproc_per_node={n // nodes} "
+            "train.py"
+        )
 
 
 @contextlib.contextmanager

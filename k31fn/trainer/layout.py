@@ -31,7 +31,8 @@ class Layout:
         schedule: of the pipeline; one stage on one rank without one.
         parts: what each of its stages has of the model.
         own: what those of this rank have, by chunk.
-        specs: of the parameters that this rank has, of which it holds parts; what is not trained is tagged ``frozen``.
+        specs: of the parameters that this rank has, of which it holds parts; what is not trained is
+            tagged ``frozen``.
         partition: how each is split.
         placements: what becomes of each part where the model uses it.
         optimizer: of these parts.
@@ -92,11 +93,18 @@ def cut(cfg: model.Config, table: Schedule) -> tuple[Part, ...]:
 
 
 def trained_specs(recipe: Recipe) -> model.Params[ParamSpec]:
-    """The model's specs, with what the recipe does not train tagged ``frozen``; of a run of adapters, with these."""
+    """The model's specs, with what the recipe does not train tagged ``frozen``; of a run of
+    adapters, with these.
+    """
     specs = model.specs(recipe.model)
     if not isinstance(recipe.lora, tuple):
         o = recipe.lora
-        how: Any = {"rank": o.rank, "alpha": o.alpha, "held": o.held, "held_pattern": o.held_pattern}
+        how: Any = {
+            "rank": o.rank,
+            "alpha": o.alpha,
+            "held": o.held,
+            "held_pattern": o.held_pattern,
+        }
         return lora.apply(specs, pattern=o.pattern, **how)
     if recipe.trainable == "all":
         return specs
@@ -109,7 +117,9 @@ def trained_specs(recipe: Recipe) -> model.Params[ParamSpec]:
 
 
 def make_optimizer(recipe: Recipe, specs: Any, placements: Any = ()) -> optim.Transform:
-    """The recipe's optimiser for parameters declared by ``specs``, of which ``placements`` says what a rank holds."""
+    """The recipe's optimiser for parameters declared by ``specs``, of which ``placements`` says
+    what a rank holds.
+    """
     o = recipe.optimizer
     storage = optim.Storage(getattr(torch, o.state_dtype), o.offload)
     shared = {"weight_decay": o.weight_decay, "storage": storage}
@@ -118,4 +128,6 @@ def make_optimizer(recipe: Recipe, specs: Any, placements: Any = ()) -> optim.Tr
         return adamw()
     others = adamw(where=lambda path, spec: "matrix" not in spec.tags)
     ns_dtype = None if o.ns_dtype == "auto" else getattr(torch, o.ns_dtype)
-    return optim.combine(specs, optim.muon(specs, ns_dtype=ns_dtype, placements=placements, **shared), others)
+    return optim.combine(
+        specs, optim.muon(specs, ns_dtype=ns_dtype, placements=placements, **shared), others
+    )

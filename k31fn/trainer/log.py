@@ -37,13 +37,18 @@ class _Pending(NamedTuple):
 
 
 class Log:
-    """Writes the numbers of a step when the next one has been queued, so that the device always has work.
+    """Writes the numbers of a step when the next one has been queued, so that the device always has
+    work.
 
     Without a ``file`` it only looks at them: on a rank that does not write.
     """
 
     def __init__(
-        self, file: Path | None, tracker: trackers.Tracker, view: View, times: StepTimes | None = None
+        self,
+        file: Path | None,
+        tracker: trackers.Tracker,
+        view: View,
+        times: StepTimes | None = None,
     ) -> None:
         self._file, self._times = file, times or StepTimes()
         self._tracker = tracker
@@ -52,7 +57,9 @@ class Log:
         self._clock = time.perf_counter()
         self._non_finite = self._skipped = 0
 
-    def push(self, step: int, numbers: Metrics, lr: float, tokens: int, labels: Labels = _NO_LABELS) -> None:
+    def push(
+        self, step: int, numbers: Metrics, lr: float, tokens: int, labels: Labels = _NO_LABELS
+    ) -> None:
         """Keeps a step that has been queued, and writes the one before.
 
         Raises:
@@ -61,7 +68,9 @@ class Log:
         """
         read = _to_host(numbers.flat())
         before, values = self._pending, self._pending.read() if self._pending else []
-        now = time.perf_counter()  # the step before has ended: from push to push it is a step's time
+        now = (
+            time.perf_counter()
+        )  # the step before has ended: from push to push it is a step's time
         self._pending = _Pending(step, read, lr, tokens / (now - self._clock), labels)
         self._times.add(now - self._clock)
         self._clock = now
@@ -88,7 +97,9 @@ class Log:
         self._tracker.log(record["step"], record)
 
     def restart_clock(self) -> None:
-        """Leaves what was done since the last step (an evaluation, a rehearsal) out of tokens per second."""
+        """Leaves what was done since the last step (an evaluation, a rehearsal) out of tokens per
+        second.
+        """
         self._clock = time.perf_counter()
 
     def _write_step(self, pending: _Pending, numbers: list[float]) -> None:
@@ -107,7 +118,9 @@ class Log:
         record |= {"spike": 1} if values["spike"] else {}
         record |= {"max_logit": values["max_logit"]} if values["max_logit"] else {}
         record |= {"phase": labels.phase} if labels.phase >= 0 else {}
-        record |= {"mfu": pending.tokens_per_second * labels.utilisation} if labels.utilisation else {}
+        record |= (
+            {"mfu": pending.tokens_per_second * labels.utilisation} if labels.utilisation else {}
+        )
         record |= zip(labels.names, numbers[len(scalars) :], strict=bool(labels.names))
         self.write(record)
         self._view.step(record)
@@ -117,20 +130,29 @@ class Log:
             if values["non_finite"]:
                 reason = "a gradient or the loss was not finite"
             elif values["spike"]:
-                reason = f"loss {values['loss']:.4g} or gradient norm {values['grad_norm']:.4g} stands out"
-            self._view.note(f"step {pending.step} skipped ({self._skipped} so far): {reason}; nothing was changed")
+                reason = (
+                    f"loss {values['loss']:.4g} or gradient norm {values['grad_norm']:.4g} stands "
+                    "out"
+                )
+            self._view.note(
+                f"step {pending.step} skipped ({self._skipped} so far): {reason}; nothing was "
+                "changed"
+            )
         self._non_finite = self._non_finite + 1 if values["non_finite"] else 0
 
     def _check(self, step: int) -> None:
         if self._non_finite >= MAX_NON_FINITE:
             raise NonFiniteError(
-                f"{MAX_NON_FINITE} steps in a row up to step {step} were not finite and changed nothing; lower "
+                f"{MAX_NON_FINITE} steps in a row up to step {step} were not finite and changed "
+                "nothing; lower "
                 "optimizer.peak_lr, or look at the text"
             )
 
 
 def _to_host(x: Tensor) -> Callable[[], list[float]]:
-    """Starts copying ``x`` to the host, behind the work queued so far and no later work; the result waits for it."""
+    """Starts copying ``x`` to the host, behind the work queued so far and no later work; the result
+    waits for it.
+    """
     if x.is_cpu:
         return x.tolist
     copy = x.to("cpu", non_blocking=True)

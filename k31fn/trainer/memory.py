@@ -1,14 +1,15 @@
 """Bytes that a rank needs in a step, found by running its step on meta tensors.
 
-What is held between steps is added up from the specs. What a step makes besides is measured: the gradient of the loss
-runs on tensors that have shapes and no memory, and their bytes are counted as they come and go
-(:func:`k31fn.testing.live_bytes`). That is done for a model with one layer of each kind; what another layer of a kind
-keeps between forward and backward is added as often as there are layers, or their gradients, if these are more.
-Snapshots of the residual state that only a deep model has are added by hand.
+What is held between steps is added up from the specs. What a step makes besides is measured: the
+gradient of the loss runs on tensors that have shapes and no memory, and their bytes are counted as
+they come and go (:func:`k31fn.testing.live_bytes`). That is done for a model with one layer of each
+kind; what another layer of a kind keeps between forward and backward is added as often as there are
+layers, or their gradients, if these are more. Snapshots of the residual state that only a deep
+model has are added by hand.
 
-Ops run their references, but for products of routed experts, of which the results are counted. A fused implementation
-needs less. An allocator's rounding and cache, what a kernel takes for itself, and the buffers of collectives' libraries
-are not in it; nor are the stages of a pipeline.
+Ops run their references, but for products of routed experts, of which the results are counted. A
+fused implementation needs less. An allocator's rounding and cache, what a kernel takes for itself,
+and the buffers of collectives' libraries are not in it; nor are the stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ class Memory(NamedTuple):
         trained: of those that are.
         optimizer: its state of the optimiser.
         gradients: of its trained parts.
-        gathered: of the weights of two layers, those that take most, gathered as they travel; the next one's are there
-            while one runs.
-        activations: the most that a step holds besides: what is kept for the backward, and a layer at work.
+        gathered: of the weights of two layers, those that take most, gathered as they travel; the
+            next one's are there while one runs.
+        activations: the most that a step holds besides: what is kept for the backward, and a layer
+            at work.
     """
 
     frozen: int
@@ -60,7 +62,10 @@ def predict(recipe: Recipe) -> Memory:
         ValueError: ``recipe`` has a pipeline.
     """
     if recipe.mesh.pp > 1:
-        raise ValueError(f"memory: mesh.pp={recipe.mesh.pp}: stages of a pipeline are not predicted; set mesh.pp=1")
+        raise ValueError(
+            f"memory: mesh.pp={recipe.mesh.pp}: stages of a pipeline are not predicted; set "
+            "mesh.pp=1"
+        )
     held = traffic.held(recipe)
     gradients = _gradients(recipe)
     gathered = _gathered(recipe)
@@ -78,15 +83,23 @@ def predict(recipe: Recipe) -> Memory:
 def _peak(recipe: Recipe) -> int:
     """The most bytes of tensors that a gradient makes.
 
-    While the last layers run backward all is there that others keep; while the first do, the others' gradients are.
+    While the last layers run backward all is there that others keep; while the first do, the
+    others' gradients are.
     """
     kinds, known = traffic.layer_kinds(recipe.model), Remembered()
     each = list(dict.fromkeys(kinds))
     orders = [sorted(each, key=lambda kind, last=last: kind == last) for last in each]
-    largest = max(_peak_of(r, known) for r in dict.fromkeys(traffic.with_layers(recipe, order) for order in orders))
+    largest = max(
+        _peak_of(r, known)
+        for r in dict.fromkeys(traffic.with_layers(recipe, order) for order in orders)
+    )
     kept = _kept(traffic.with_layers(recipe, each), known)
     more = {kind: kinds.count(kind) - 1 for kind in each}
-    by_kind = {kind: _kept(traffic.with_layers(recipe, [*each, kind]), known) - kept for kind, n in more.items() if n}
+    by_kind = {
+        kind: _kept(traffic.with_layers(recipe, [*each, kind]), known) - kept
+        for kind, n in more.items()
+        if n
+    }
     gradients = _gradients(recipe) - _gradients(traffic.with_layers(recipe, each))
     largest += max(gradients, sum(more[kind] * size for kind, size in by_kind.items()))
     return largest + _snapshots(recipe, len(kinds)) - _snapshots(recipe, len(each))
@@ -121,7 +134,14 @@ def _snapshots(recipe: Recipe, num_layers: int) -> int:
     blocks = -(-num_layers // residual.block_size)
     rows = recipe.batch_size // (mesh.dp * mesh.fsdp * recipe.micro_batches)
     tokens = recipe.length // (mesh.cp * mesh.tp)
-    return 2 * (blocks - 1) * rows * tokens * recipe.model.hidden_size * recipe.precision.compute.itemsize
+    return (
+        2
+        * (blocks - 1)
+        * rows
+        * tokens
+        * recipe.model.hidden_size
+        * recipe.precision.compute.itemsize
+    )
 
 
 def _gathered(recipe: Recipe) -> int:

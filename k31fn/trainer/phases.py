@@ -1,7 +1,8 @@
 """A run in phases: other rows, other trained parameters, another learning rate from some step on.
 
-The state of the run has the structure of the whole recipe, in every phase: what a phase freezes is left as it is, with
-its optimiser state, and goes on in a phase that trains it again. So a checkpoint does not know the phase.
+The state of the run has the structure of the whole recipe, in every phase: what a phase freezes is
+left as it is, with its optimiser state, and goes on in a phase that trains it again. So a
+checkpoint does not know the phase.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def over_phases(recipe: Recipe, make: Callable[[Recipe], _Rows]) -> data.Rows:
-    """The rows of the run: those that ``make`` gives for a recipe without phases, phase after phase.
+    """The rows of the run: those that ``make`` gives for a recipe without phases, phase after
+    phase.
 
     Rows of one length are numbered through all phases that have it.
     """
@@ -59,7 +61,9 @@ def over_phases(recipe: Recipe, make: Callable[[Recipe], _Rows]) -> data.Rows:
         if now.length not in by_length:
             by_length[now.length] = make(now)
         first = used.get(now.length, 0)
-        parts.append(dataclasses.replace(by_length[now.length], batch_size=now.batch_size, first_row=first))
+        parts.append(
+            dataclasses.replace(by_length[now.length], batch_size=now.batch_size, first_row=first)
+        )
         starts.append(start)
         used[now.length] = first + (stop - start) * now.batch_size
     return data.Curriculum(tuple(parts), tuple(starts))
@@ -73,7 +77,9 @@ def make_phase_step(recipe: Recipe, step: int, axes: MeshAxes) -> Step:
         return run
     like = abstract_state(now, axes).opt_state
 
-    def part(state: TrainState, batches: Sequence[model.Batch], lr: float) -> tuple[TrainState, Metrics]:
+    def part(
+        state: TrainState, batches: Sequence[model.Batch], lr: float
+    ) -> tuple[TrainState, Metrics]:
         held = dict(tree.flatten_with_paths(state.opt_state))
         own = tree.map_with_path(lambda path, _: held[path], like)
         new, numbers = run(dataclasses.replace(state, opt_state=own), batches, lr)

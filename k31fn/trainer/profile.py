@@ -1,8 +1,9 @@
 """A trace of some steps: ``--profile 10:12`` records steps 10 and 11, as Python's slices do.
 
-Each rank writes ``RUN/trace/steps-10-11.rank0.json``, in the format of chrome://tracing and https://ui.perfetto.dev,
-with the scopes of :mod:`k31fn.scopes`; the first rank prints what the scopes took. Recording costs time: the steps
-recorded are slower than others. On an NPU only what its host does is in the trace.
+Each rank writes ``RUN/trace/steps-10-11.rank0.json``, in the format of chrome://tracing and
+https://ui.perfetto.dev, with the scopes of :mod:`k31fn.scopes`; the first rank prints what the
+scopes took. Recording costs time: the steps recorded are slower than others. On an NPU only what
+its host does is in the trace.
 """
 
 from __future__ import annotations
@@ -52,7 +53,12 @@ class Profile:
     """
 
     def __init__(
-        self, steps: range, folder: Path, rank: int, device: torch.device, note: Callable[[str], object]
+        self,
+        steps: range,
+        folder: Path,
+        rank: int,
+        device: torch.device,
+        note: Callable[[str], object],
     ) -> None:
         self._steps, self._device, self._note = steps, device, note
         self._folder, self._rank = folder / "trace", rank
@@ -85,11 +91,14 @@ class Profile:
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         devices.synchronize(self._device)
-        profiler = stack.enter_context(torch.profiler.profile(activities=activities, acc_events=True))
+        profiler = stack.enter_context(
+            torch.profiler.profile(activities=activities, acc_events=True)
+        )
         self._open = stack, profiler, stack.enter_context(scopes.recording())
 
     def close(self) -> None:
-        """Writes what was recorded, if the run ends before the last of its steps; a second call does nothing.
+        """Writes what was recorded, if the run ends before the last of its steps; a second call
+        does nothing.
 
         Raises:
             OSError: it cannot be written.
@@ -115,8 +124,16 @@ class Profile:
 
 
 def table(averages: Any, names: set[str]) -> list[str]:
-    """The scopes that took most, as lines: calls, and milliseconds on the host and on the device in all of them."""
-    rows = [(x.key, x.count, x.cpu_time_total / 1e3, x.device_time_total / 1e3) for x in averages if x.key in names]
+    """The scopes that took most, as lines: calls, and milliseconds on the host and on the device in
+    all of them.
+    """
+    rows = [
+        (x.key, x.count, x.cpu_time_total / 1e3, x.device_time_total / 1e3)
+        for x in averages
+        if x.key in names
+    ]
     rows.sort(key=lambda row: -max(row[2:]))
     lines = [f"{'scope':<32}{'calls':>8}{'host ms':>12}{'device ms':>12}"]
-    return lines + [f"{name:<32}{calls:>8}{host:>12.1f}{on:>12.1f}" for name, calls, host, on in rows[:_ROWS]]
+    return lines + [
+        f"{name:<32}{calls:>8}{host:>12.1f}{on:>12.1f}" for name, calls, host, on in rows[:_ROWS]
+    ]

@@ -1,13 +1,14 @@
 """QK-Clip: keeps attention logits in bounds by scaling the weights that make queries and keys.
 
-Kimi K2 (arXiv 2507.20534), for attention without positions: after a step, for each head of Gated MLA or DSA whose
-largest logit m in that step exceeded tau, with ``g = tau / m``::
+Kimi K2 (arXiv 2507.20534), for attention without positions: after a step, for each head of Gated
+MLA or DSA whose largest logit m in that step exceeded tau, with ``g = tau / m``::
 
-    its columns of W_qb:  the N dims that meet the head's own keys  *= sqrt(g),  the P dims that meet shared keys  *= g
+    its columns of W_qb:  the N dims that meet the head's own keys  *= sqrt(g),
+                           the P dims that meet shared keys  *= g
     its columns of W_kvb: the N dims of its keys                    *= sqrt(g)
 
-so every logit of the head is scaled by g exactly. What heads share (W_qa, W_kva, norms) is left alone, and so are
-values and the optimiser's moments.
+so every logit of the head is scaled by g exactly. What heads share (W_qa, W_kva, norms) is left
+alone, and so are values and the optimiser's moments.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def clip_logits(
         layout: of this rank.
         params: after the optimiser's step.
         opt_state: of them.
-        logits: the largest of the step, of its local heads: a row for each full-attention layer of its stages, an MTP
-            layer last.
+        logits: the largest of the step, of its local heads: a row for each full-attention layer of
+            its stages, an MTP layer last.
         skip: true: nothing changes.
     """
     tau, cfg = recipe.optimizer.qk_clip, _attention(recipe.model)
@@ -78,20 +79,38 @@ def clip_logits(
                 x.copy_(wide * factors[own].to(wide.dtype))
 
 
-def _columns(gamma: Float[Tensor, "H"], cfg: mla.Config) -> tuple[Float[Tensor, "HK"], Float[Tensor, "HNV"]]:
+def _columns(
+    gamma: Float[Tensor, "H"], cfg: mla.Config
+) -> tuple[Float[Tensor, "HK"], Float[Tensor, "HNV"]]:
     """What the columns of ``w_qb`` and of ``w_kvb`` are multiplied with."""
-    root, N, P, V = gamma.sqrt()[:, None], cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
+    root, N, P, V = (
+        gamma.sqrt()[:, None],
+        cfg.qk_nope_head_dim,
+        cfg.qk_rope_head_dim,
+        cfg.v_head_dim,
+    )
     query = torch.cat([root.expand(-1, N), gamma[:, None].expand(-1, P)], dim=1)
     key = torch.cat([root.expand(-1, N), torch.ones_like(root).expand(-1, V)], dim=1)
     return query.flatten(), key.flatten()
 
 
 def _attention(cfg: model.Config) -> mla.Config:
-    return cfg.full_attention.attn if isinstance(cfg.full_attention, dsa.Config) else cfg.full_attention
+    return (
+        cfg.full_attention.attn
+        if isinstance(cfg.full_attention, dsa.Config)
+        else cfg.full_attention
+    )
 
 
 def _prefixes(cfg: model.Config, parts: Sequence[Part]) -> list[str]:
-    """Paths of the attention of these stages' full-attention layers, in the order of their reports."""
+    """Paths of the attention of these stages' full-attention layers, in the order of their
+    reports.
+    """
     inner = "attn.attn" if isinstance(cfg.full_attention, dsa.Config) else "attn"
-    found = [f"layers.{i}.{inner}" for part in parts for i in part.layers if i in cfg.full_attention_layers]
+    found = [
+        f"layers.{i}.{inner}"
+        for part in parts
+        for i in part.layers
+        if i in cfg.full_attention_layers
+    ]
     return found + ([f"mtp.layer.{inner}"] if cfg.num_mtp_layers else [])

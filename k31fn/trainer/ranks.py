@@ -36,14 +36,16 @@ class Ranks:
 
     Args:
         axes: of the mesh, bound to this rank.
-        watch: looks for lost ranks while a block of it runs; closed once the ranks have agreed to end.
+        watch: looks for lost ranks while a block of it runs; closed once the ranks have agreed to
+            end.
 
     Attributes:
         axes: as given.
         watch: as given.
-        first: whether this is rank 0, which alone prints, and reads and writes files other than checkpoints.
-        together: whether the ranks are known to be at the same point: of one they are, of several when they agreed on
-            a failure.
+        first: whether this is rank 0, which alone prints, and reads and writes files other than
+            checkpoints.
+        together: whether the ranks are known to be at the same point: of one they are, of several
+            when they agreed on a failure.
     """
 
     def __init__(self, axes: MeshAxes | None = None, watch: Watch | None = None) -> None:
@@ -77,8 +79,8 @@ class Ranks:
         """``f()`` on every rank.
 
         Raises:
-            ValueError: on rank 0, when it raised a ValueError, ImportError or OSError on one of them: with what they
-                said, and where, if not all said the same.
+            ValueError: on rank 0, when it raised a ValueError, ImportError or OSError on one of
+                them: with what they said, and where, if not all said the same.
             OtherRankError: on the others, then.
         """
         value, said = [], ""
@@ -86,7 +88,9 @@ class Ranks:
             value.append(f())
         except (ValueError, ImportError, OSError) as e:
             said = str(e)
-        texts = exchange_json([own_index(self.axes.atoms), coordinate_of(self.axes), said], self.axes.atoms)
+        texts = exchange_json(
+            [own_index(self.axes.atoms), coordinate_of(self.axes), said], self.axes.atoms
+        )
         if all(text == said for *_, text in texts) and said:
             self._fail(ValueError(said) if self.first else None)
         if lines := [f"rank {r} at {where}: {text}" for r, where, text in texts if text]:
@@ -94,7 +98,8 @@ class Ranks:
         return value[0]
 
     def alike(self, f: Callable[[], _T]) -> _T:
-        """``f()`` on every rank, which communicates itself and fails on all of them for the same reason.
+        """``f()`` on every rank, which communicates itself and fails on all of them for the same
+        reason.
 
         Raises:
             Exception: on rank 0, what ``f`` raises.

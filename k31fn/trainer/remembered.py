@@ -1,13 +1,16 @@
 """Operations on meta tensors whose results are remembered.
 
-A program that runs on meta tensors to see its shapes takes the same few hundred operations thousands of times, and each
-costs a tenth of a millisecond or more, for which torch works out shapes, strides and types. Inside a
-:class:`Remembered` that is done once for each operation and kind of arguments::
+A program that runs on meta tensors to see its shapes takes the same few hundred operations
+thousands of times, and each costs a tenth of a millisecond or more, for which torch works out
+shapes, strides and types. Inside a :class:`Remembered` that is done once for each operation and
+kind of arguments::
 
-    (operation, shapes, strides and dtypes of tensors, other arguments)  ->  shapes, strides and dtypes of results
+    (operation, shapes, strides and dtypes of tensors, other arguments)
+        ->  shapes, strides and dtypes of results
 
-Left alone are operations that write, or give views or their own arguments, and those with a tensor that is not meta.
-Modes that were entered before see each result being made: a :func:`~k31fn.testing.live_bytes` outside counts the same.
+Left alone are operations that write, or give views or their own arguments, and those with a tensor
+that is not meta. Modes that were entered before see each result being made: a
+:func:`~k31fn.testing.live_bytes` outside counts the same.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class _UnknownError(Exception):
 
 
 class Remembered(TorchDispatchMode):
-    """Inside, on this thread and in backwards that start on it, results on meta tensors come from memory.
+    """Inside, on this thread and in backwards that start on it, results on meta tensors come from
+    memory.
 
     What one block learnt is known in the next one of the same object.
     """
@@ -89,13 +93,17 @@ def _key(x: Any, tensors: list[Tensor]) -> Any:
         return tuple([_key(part, tensors) for part in x])
     if isinstance(x, bool | int | float):
         return type(x), x  # 1, 1.0 and True are equal
-    if x is None or isinstance(x, str | torch.dtype | torch.device | torch.layout | torch.memory_format):
+    if x is None or isinstance(
+        x, str | torch.dtype | torch.device | torch.layout | torch.memory_format
+    ):
         return x
     raise _UnknownError
 
 
 def _kinds(result: Any, tensors: list[Tensor]) -> Any:
-    """Of the results; None if not all of them are new, each with its own memory and no more of it than it needs."""
+    """Of the results; None if not all of them are new, each with its own memory and no more of it
+    than it needs.
+    """
     if isinstance(result, tuple):
         found = tuple(_kinds(x, tensors) for x in result)
         return found if all(isinstance(kind, _Kind) for kind in found) else None

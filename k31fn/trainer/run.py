@@ -1,7 +1,8 @@
 """The training loop: data, steps, evaluation, checkpoints, clean ends.
 
-Every rank runs it alike. Each writes its part of a checkpoint; all else is read, written and printed by rank 0 alone.
-What goes wrong on one rank, and what ends a run, is agreed on before the next step: all leave the loop after the same.
+Every rank runs it alike. Each writes its part of a checkpoint; all else is read, written and
+printed by rank 0 alone. What goes wrong on one rank, and what ends a run, is agreed on before the
+next step: all leave the loop after the same.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ _METRICS, _HELDOUT, _NGRAM = "metrics.jsonl", "heldout/loss", "heldout/ngram4_lo
 
 
 class Outcome(NamedTuple):
-    """How a run ended: steps done, whether that is all of them, and the held-out losses (nats per byte) then.
+    """How a run ended: steps done, whether that is all of them, and the held-out losses (nats per
+    byte) then.
 
-    The losses are ``()`` in a run that was stopped before it had both; the second also on other ranks than the first
-    and in a run on prepared data.
+    The losses are ``()`` in a run that was stopped before it had both; the second also on other
+    ranks than the first and in a run on prepared data.
     """
 
     step: int
@@ -52,7 +54,9 @@ class Outcome(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """The run's text and images: rows to train on, and held-out rows to score during the run and at its end."""
+    """The run's text and images: rows to train on, and held-out rows to score during the run and at
+    its end.
+    """
 
     tokenizer: data.Tokenizer
     dataset: data.Rows
@@ -69,12 +73,15 @@ def load_corpus(recipe: Recipe) -> Corpus:
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
     if recipe.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"model.vocab_size={recipe.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; raise it"
+            f"model.vocab_size={recipe.model.vocab_size} is less than the tokenizer's "
+            f"{tokenizer.vocab_size}; raise it"
         )
     if isinstance(recipe.data, data.Prepared):
         return _load_prepared(recipe, recipe.data, tokenizer)
     splits = data.load(recipe.data, tokenizer)
-    dataset = over_phases(recipe, lambda r: data.Dataset(splits.train, r.batch_size, r.length, r.seed))
+    dataset = over_phases(
+        recipe, lambda r: data.Dataset(splits.train, r.batch_size, r.length, r.seed)
+    )
     some, every = (
         data.heldout(splits.heldout, tokenizer, length=recipe.length, num_bytes=n)
         for n in (recipe.eval_bytes, recipe.heldout_bytes)
@@ -84,17 +91,24 @@ def load_corpus(recipe: Recipe) -> Corpus:
 
 def _load_prepared(recipe: Recipe, cfg: data.Prepared, tokenizer: data.Tokenizer) -> Corpus:
     def rows(r: Recipe) -> data.Mixture:
-        return data.open_prepared(cfg, tokenizer, length=r.length, batch_size=r.batch_size, seed=r.seed)
+        return data.open_prepared(
+            cfg, tokenizer, length=r.length, batch_size=r.batch_size, seed=r.seed
+        )
 
-    dataset, heldout = over_phases(recipe, rows), data.open_heldout(cfg, tokenizer, length=recipe.length)
+    dataset, heldout = (
+        over_phases(recipe, rows),
+        data.open_heldout(cfg, tokenizer, length=recipe.length),
+    )
     tower, width = recipe.model.vision, heldout[0].store.patch_width
     if cfg.patches and not isinstance(tower, tuple) and width != tower.pixels_per_patch:
         raise ValueError(
-            f"data.train: patches of {width} bytes, model.vision takes {tower.pixels_per_patch}; prepare the data with "
+            f"data.train: patches of {width} bytes, model.vision takes {tower.pixels_per_patch}; "
+            "prepare the data with "
             f"patches of patch_size={tower.patch_size}"
         )
     some, every = (
-        data.heldout_rows(heldout, tokenizer, num_bytes=n) for n in (recipe.eval_bytes, recipe.heldout_bytes)
+        data.heldout_rows(heldout, tokenizer, num_bytes=n)
+        for n in (recipe.eval_bytes, recipe.heldout_bytes)
     )
     return Corpus(tokenizer, dataset, some, every)
 
@@ -113,8 +127,8 @@ def train(
 ) -> Outcome:
     """Runs ``recipe`` in its ``folder``, from its newest complete checkpoint if there is one.
 
-    However it ends, the state after the last whole step is saved. Only what breaks off a step itself (no memory, a
-    second Ctrl-C, a lost rank) leaves nothing newer than the last checkpoint.
+    However it ends, the state after the last whole step is saved. Only what breaks off a step
+    itself (no memory, a second Ctrl-C, a lost rank) leaves nothing newer than the last checkpoint.
 
     Args:
         recipe: the run; its mesh is that of ``ranks``.
@@ -125,7 +139,8 @@ def train(
         stop: of this rank.
         ranks: of the run; None: this is the only one.
         profile: steps of which a trace is written (:mod:`k31fn.trainer.profile`).
-        rehearsal: whether a step that changes nothing comes first (:func:`k31fn.trainer.warmup.rehearse`).
+        rehearsal: whether a step that changes nothing comes first
+            (:func:`k31fn.trainer.warmup.rehearse`).
 
     Raises:
         ValueError: the folder's checkpoint is not of this recipe.
@@ -148,17 +163,27 @@ def train(
     return outcome
 
 
-_FAILURES = (NonFiniteError, CheckpointError, OSError, OtherRankError)  # that leave the state as it is
+_FAILURES = (
+    NonFiniteError,
+    CheckpointError,
+    OSError,
+    OtherRankError,
+)  # that leave the state as it is
 
 
 def _joined(first: _Error | None, another: Exception) -> _Error | Exception:
-    """``first`` with the other one as its note, if there is a first and the other says more than it does.
+    """``first`` with the other one as its note, if there is a first and the other says more than it
+    does.
 
     A save that fails once more as the one before says nothing new.
     """
     if first is None:
         return another
-    again = isinstance(first, NotSavedError) and isinstance(another, NotSavedError) and another.cause == first.cause
+    again = (
+        isinstance(first, NotSavedError)
+        and isinstance(another, NotSavedError)
+        and another.cause == first.cause
+    )
     if not again and str(another) not in (str(first), *getattr(first, "__notes__", ())):
         first.add_note(str(another))
     return first
@@ -193,23 +218,35 @@ class _Run:
         self._tracker: trackers.Tracker = trackers.NoTracker()
         self._profile = Profile(profile, folder, own_index(ranks.axes.atoms), device, view.note)
         try:
-            self._saves = Saves(recipe, folder / "checkpoints", corpus.dataset.fingerprint, view, ranks)
+            self._saves = Saves(
+                recipe, folder / "checkpoints", corpus.dataset.fingerprint, view, ranks
+            )
             newest = self._saves.latest()
-            self.done = self._saved = newest or 0  # of weights that were imported, that is the step of the checkpoint
+            self.done = self._saved = (
+                newest or 0
+            )  # of weights that were imported, that is the step of the checkpoint
             scored, self._ngram = ranks.on_first(self._open)
             self._scored = dict(scored)
-            self.state: TrainState | None = self._initial() if newest is None else self._saves.restore(newest, device)
+            self.state: TrainState | None = (
+                self._initial() if newest is None else self._saves.restore(newest, device)
+            )
             self._saves.prepare(self.state)
             ranks.on_first(self._open_tracker)
         except BaseException as error:
             self._finish([lambda: self._close(ranks.together)], error)
             raise
         view.begin(recipe, folder, self.done, corpus.dataset)
-        self._log = Log(folder / _METRICS if ranks.first else None, self._tracker, view, ranks.times)
+        self._log = Log(
+            folder / _METRICS if ranks.first else None, self._tracker, view, ranks.times
+        )
 
     def _initial(self) -> TrainState:
         recipe, state = self._recipe, init_state(self._recipe, self._device, self._ranks.axes)
-        return start_from(recipe.init, recipe, state, self._ranks, self._device) if recipe.init else state
+        return (
+            start_from(recipe.init, recipe, state, self._ranks, self._device)
+            if recipe.init
+            else state
+        )
 
     def _open(self) -> list[Any]:
         """The losses that are written down, up to the step that the run goes on from."""
@@ -221,9 +258,15 @@ class _Run:
         before = self.done if (self._folder / "events").exists() else None
         warn, where = self._view.note, self._folder
         chosen = [trackers.tensorboard(where / "events", warn=warn, resumed_at=before)]
-        self._tracker = trackers.Several(chosen)  # what is open already is closed if one that follows fails
+        self._tracker = trackers.Several(
+            chosen
+        )  # what is open already is closed if one that follows fails
         for name in self._recipe.trackers:
-            names: Any = {"project": self._recipe.name, "run": where.name, "config": to_dict(self._recipe)}
+            names: Any = {
+                "project": self._recipe.name,
+                "run": where.name,
+                "config": to_dict(self._recipe),
+            }
             chosen.append(trackers.service(name, directory=where, warn=warn, **names))
             self._tracker = trackers.Several(chosen)
 
@@ -235,19 +278,31 @@ class _Run:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        """Saves what is not saved, whatever else fails; the first error is the one that is seen, others its notes."""
+        """Saves what is not saved, whatever else fails; the first error is the one that is seen,
+        others its notes.
+        """
         self._view.end()
         together = error is None or self._ranks.together  # else other ranks are elsewhere
-        ends = [self._log.flush, self._profile.close, self._tracker.close, lambda: self._close(together)]
+        ends = [
+            self._log.flush,
+            self._profile.close,
+            self._tracker.close,
+            lambda: self._close(together),
+        ]
         if together:
             ends.insert(1, self.save)
         first = self._finish(ends, error or self._error)
         if first is not None and error is None:
             raise first
 
-    def _finish(self, ends: list[Callable[[], None]], first: BaseException | None) -> BaseException | None:
+    def _finish(
+        self, ends: list[Callable[[], None]], first: BaseException | None
+    ) -> BaseException | None:
         """Does all of ``ends``; what fails is a note of ``first``, or becomes it."""
         for end in ends:
             try:
@@ -264,7 +319,9 @@ class _Run:
         rows = rows_at(self._corpus.dataset, self.done, axes)
         assert self.state is not None
         state, self.state = self.state, None
-        self.state, seconds = rehearse(self._recipe.at(self.done), step, state, rows, self._device, axes)
+        self.state, seconds = rehearse(
+            self._recipe.at(self.done), step, state, rows, self._device, axes
+        )
         self._view.note(f"rehearsed a step in {seconds:.1f} s")
         self._log.restart_clock()
 
@@ -278,11 +335,16 @@ class _Run:
                 continue
             if step_fn is None or recipe.phase_of(self.done) != phase:
                 phase, now = recipe.phase_of(self.done), recipe.at(self.done)
-                step_fn, labels = make_phase_step(recipe, self.done, axes), label(recipe, self.done, self._device)
+                step_fn, labels = (
+                    make_phase_step(recipe, self.done, axes),
+                    label(recipe, self.done, self._device),
+                )
             lr = learning_rate(recipe, self.done)
             with self._profile.step(self.done):
                 with scopes.scope("data"):
-                    batches = make_batches(now, rows_at(self._corpus.dataset, self.done, axes), self._device, axes)
+                    batches = make_batches(
+                        now, rows_at(self._corpus.dataset, self.done, axes), self._device, axes
+                    )
                 assert self.state is not None
                 state, self.state = self.state, None
                 self.state, numbers = step_fn(state, batches, lr)
@@ -291,12 +353,15 @@ class _Run:
             tokens = now.batch_size * now.length
             self._try(lambda: self._log.push(self.done - 1, numbers, lr, tokens, labels))  # noqa: B023
             if self.done % recipe.checkpoint_every == 0 or self.done == recipe.steps:
-                self._try(self._log.flush)  # a step in a checkpoint is not made again: its record must be there
+                self._try(
+                    self._log.flush
+                )  # a step in a checkpoint is not made again: its record must be there
                 self._try(self.save)
         self._view.end()
 
     def evaluate_all(self, stop: Stop) -> float | tuple[()]:
-        """The loss on the held-out text under the final state; ``()`` if the run has stopped before.
+        """The loss on the held-out text under the final state; ``()`` if the run has stopped
+        before.
 
         Then all is saved, and the ranks need each other no more.
         """
@@ -311,7 +376,9 @@ class _Run:
         return loss
 
     def score(self, heldout: float | tuple[()]) -> Outcome:
-        """The held-out loss, and of text beside it that of the 4-gram model of the bytes that the run trained on."""
+        """The held-out loss, and of text beside it that of the 4-gram model of the bytes that the
+        run trained on.
+        """
         recipe, scored = self._recipe, self._corpus.all
         if isinstance(heldout, tuple):
             return Outcome(self.done, False, (), ())
@@ -325,7 +392,9 @@ class _Run:
             seen = data.trained_on(self._corpus.dataset, recipe.steps, self._corpus.tokenizer)
             self._ngram = data.NGram.fit(seen, order=4).nats_per_byte(scored.pieces, skip=1)
             self._log.write({"step": recipe.steps - 1, _NGRAM: self._ngram})
-        self._view.note(f"{text}; Witten-Bell 4-gram model of the bytes trained on: {self._ngram:.4f}")
+        self._view.note(
+            f"{text}; Witten-Bell 4-gram model of the bytes trained on: {self._ngram:.4f}"
+        )
         return Outcome(self.done, True, heldout, self._ngram)
 
     def save(self) -> None:
@@ -337,7 +406,9 @@ class _Run:
         self._saved = self.done
 
     def _recorded(self) -> tuple[dict[int, float], float | tuple[()]]:
-        """Held-out losses that an earlier process of this run wrote down, by steps done, and the 4-gram model's."""
+        """Held-out losses that an earlier process of this run wrote down, by steps done, and the
+        4-gram model's.
+        """
         file = self._folder / _METRICS
         records = metrics.read(file) if file.exists() else []
         scored = {r["step"] + 1: r[_HELDOUT] for r in records if _HELDOUT in r}

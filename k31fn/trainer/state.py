@@ -42,9 +42,11 @@ class TrainState:
         step: steps done, int64 scalar.
         params: model parameters.
         opt_state: optimiser state.
-        balance: the routers' biases; part of the trunk, so they stay when only the indexer is trained.
+        balance: the routers' biases; part of the trunk, so they stay when only the indexer is
+            trained.
         key: of the run's random draws.
-        guard: what spikes are told by (:class:`k31fn.optim.SpikeState`); ``()`` in a run that looks for none.
+        guard: what spikes are told by (:class:`k31fn.optim.SpikeState`); ``()`` in a run that looks
+            for none.
     """
 
     step: Tensor
@@ -56,10 +58,14 @@ class TrainState:
 
 
 def split(weights: model.Params[Tensor], specs: model.Params[ParamSpec]) -> tuple[Any, Any]:
-    """``(trained, frozen)``: two trees like the parameters, each with ``()`` in place of the other's leaves."""
+    """``(trained, frozen)``: two trees like the parameters, each with ``()`` in place of the
+    other's leaves.
+    """
     kinds, structure = tree.flatten(specs)
     pairs = list(zip(tree.leaves(weights), kinds, strict=True))
-    trained, frozen = ([w if ("frozen" in s.tags) == f else () for w, s in pairs] for f in (False, True))
+    trained, frozen = (
+        [w if ("frozen" in s.tags) == f else () for w, s in pairs] for f in (False, True)
+    )
     return tree.unflatten(structure, trained), tree.unflatten(structure, frozen)
 
 
@@ -71,26 +77,38 @@ def merge(trained: Any, frozen: Any, specs: model.Params[ParamSpec]) -> model.Pa
 
 
 def init_state(recipe: Recipe, device: torch.device, axes: MeshAxes = _ONE_RANK) -> TrainState:
-    """The state before the first step: a rank draws its own part, and all parts together are equal on every mesh."""
+    """The state before the first step: a rank draws its own part, and all parts together are equal
+    on every mesh.
+    """
     key = random.key(recipe.seed, device=device)
     layout = lay_out(recipe, axes)
-    part = tiles(layout.specs, layout.partition, recipe.mesh, coordinate_of(axes)) if axes.atoms else None
+    part = (
+        tiles(layout.specs, layout.partition, recipe.mesh, coordinate_of(axes))
+        if axes.atoms
+        else None
+    )
     if recipe.lora:
         weights, biases = init_adapted(recipe, layout.specs, random.fold_in(key, 0), part)
     else:
-        weights = params.init(layout.specs, random.fold_in(key, 0), dtype=recipe.precision.param, tile=part)
+        weights = params.init(
+            layout.specs, random.fold_in(key, 0), dtype=recipe.precision.param, tile=part
+        )
         biases = model.init_balance(recipe.model, device=device)
     return first_state(recipe, weights, biases, axes)
 
 
 def saved(state: TrainState, recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> TrainState:
-    """What a checkpoint holds of a state: all, but without what is frozen if the run trains adapters."""
+    """What a checkpoint holds of a state: all, but without what is frozen if the run trains
+    adapters.
+    """
     if not recipe.lora:
         return state
     return dataclasses.replace(state, params=split(state.params, lay_out(recipe, axes).specs)[0])
 
 
-def completed(state: TrainState, recipe: Recipe, device: torch.device, axes: MeshAxes = _ONE_RANK) -> TrainState:
+def completed(
+    state: TrainState, recipe: Recipe, device: torch.device, axes: MeshAxes = _ONE_RANK
+) -> TrainState:
     """The state that :func:`saved` was given; what it left out comes from the base."""
     if not recipe.lora:
         return state
@@ -102,7 +120,9 @@ def completed(state: TrainState, recipe: Recipe, device: torch.device, axes: Mes
 def first_state(
     recipe: Recipe, weights: model.Params[Tensor], biases: balance.State, axes: MeshAxes = _ONE_RANK
 ) -> TrainState:
-    """The state before the first step from given parameters, this rank's part of them, and the routers' biases."""
+    """The state before the first step from given parameters, this rank's part of them, and the
+    routers' biases.
+    """
     device = biases.bias.device
     return TrainState(
         step=torch.zeros((), dtype=torch.int64, device=device),
@@ -115,11 +135,17 @@ def first_state(
 
 
 def abstract_state(recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> TrainState:
-    """:func:`init_state` in meta tensors. Without ``axes``: the whole state, which is what a checkpoint holds."""
+    """:func:`init_state` in meta tensors. Without ``axes``: the whole state, which is what a
+    checkpoint holds.
+    """
     layout = lay_out(recipe, axes)
     weights = params.abstract(layout.specs, dtype=recipe.precision.param)
     if axes.atoms:
-        weights = tree.map(lambda x, p: x.new_empty(local_shape(p, x.shape, recipe.mesh)), weights, layout.partition)
+        weights = tree.map(
+            lambda x, p: x.new_empty(local_shape(p, x.shape, recipe.mesh)),
+            weights,
+            layout.partition,
+        )
     return TrainState(
         step=torch.empty((), dtype=torch.int64, device="meta"),
         params=weights,
@@ -131,11 +157,17 @@ def abstract_state(recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> TrainState:
 
 
 def _guard(recipe: Recipe, device: torch.device | str) -> Any:
-    return optim.init_spikes(device=device, dtype=recipe.precision.reduce) if recipe.optimizer.spike else ()
+    return (
+        optim.init_spikes(device=device, dtype=recipe.precision.reduce)
+        if recipe.optimizer.spike
+        else ()
+    )
 
 
 def held_by(recipe: Recipe) -> dict[str, Held]:
-    """Which ranks hold each tensor of the whole state; by path, without those that all ranks hold whole."""
+    """Which ranks hold each tensor of the whole state; by path, without those that all ranks hold
+    whole.
+    """
     table, weights = make_schedule(recipe, recipe.mesh.pp), {}
     layout, parts = lay_out(recipe, _ONE_RANK), cut(recipe.model, table)
     for path, spec in tree.flatten_with_paths(layout.partition):
@@ -147,7 +179,9 @@ def held_by(recipe: Recipe) -> dict[str, Held]:
     found = {}
     for path in tree.paths(abstract_state(recipe)):
         names = path.split(".")
-        ends = (".".join(names[i:]) for i in range(1, len(names)))  # the optimiser's trees have the parameters' paths
+        ends = (
+            ".".join(names[i:]) for i in range(1, len(names))
+        )  # the optimiser's trees have the parameters' paths
         weight = next((end for end in ends if end in weights), None)
         if weight is not None:
             found[path] = weights[weight]

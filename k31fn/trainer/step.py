@@ -1,7 +1,8 @@
 """One optimisation step, a pure function of state and batch that every rank of a mesh runs.
 
-Nothing in a step waits for the device: metrics are tensors, a bad step is selected away on the device. Every sum over
-tokens is taken over all ranks, so metrics, norms and decisions have the same bits on each of them.
+Nothing in a step waits for the device: metrics are tensors, a bad step is selected away on the
+device. Every sum over tokens is taken over all ranks, so metrics, norms and decisions have the same
+bits on each of them.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class Metrics(NamedTuple):
         grad_norm: of all gradients, before clipping.
         load_max_over_mean: the busiest expert's tokens over the mean, the worst layer's.
         non_finite: 1 if a gradient or the loss was infinite or NaN, else 0.
-        skipped: 1 if nothing was changed, since the step was not finite, had no label or was a spike, else 0.
-        spike: 1 if the loss or the norm stood out (:func:`k31fn.optim.is_spike`), else 0; 0 unless that is asked for.
+        skipped: 1 if nothing was changed, since the step was not finite, had no label or was a
+            spike, else 0.
+        spike: 1 if the loss or the norm stood out (:func:`k31fn.optim.is_spike`), else 0; 0 unless
+            that is asked for.
         max_logit: the largest attention logit; 0 unless QK-Clip asks for it.
         detail: what :func:`k31fn.trainer.detail.label` names; empty if nobody measured it.
     """
@@ -60,7 +63,8 @@ class Metrics(NamedTuple):
 
 
 def rows_at(dataset: data.Rows, step: int, axes: MeshAxes = _ONE_RANK) -> data.Example:
-    """The whole rows of a step that this rank works on, if need be together with others of its context and stage.
+    """The whole rows of a step that this rank works on, if need be together with others of its
+    context and stage.
 
     They are a slice of one order, which no mesh changes.
     """
@@ -71,29 +75,43 @@ def rows_at(dataset: data.Rows, step: int, axes: MeshAxes = _ONE_RANK) -> data.E
 def make_batches(
     recipe: Recipe, rows: data.Example, device: torch.device, axes: MeshAxes = _ONE_RANK
 ) -> list[model.Batch]:
-    """A rank's rows as micro-batches with the denominators of the whole step; its slice of the tokens of each row."""
-    counts = torch.stack([(rows.labels != losses.IGNORED).sum(), segments.valid(rows.segments).sum()])
-    rows, counts = tree.map(lambda x: x.to(device, non_blocking=True), (slice_tokens(rows, axes), counts))
+    """A rank's rows as micro-batches with the denominators of the whole step; its slice of the
+    tokens of each row.
+    """
+    counts = torch.stack(
+        [(rows.labels != losses.IGNORED).sum(), segments.valid(rows.segments).sum()]
+    )
+    rows, counts = tree.map(
+        lambda x: x.to(device, non_blocking=True), (slice_tokens(rows, axes), counts)
+    )
     num_labels, num_queries = psum(counts, axes.view("dp", "fsdp"))
     size = len(rows.tokens) // recipe.micro_batches
 
     def micro(i: int) -> model.Batch:
         part = tree.map(lambda x: x[i * size : (i + 1) * size], rows)
-        return model.Batch(part.tokens, part.labels, part.segments, num_labels, num_queries, part.images)
+        return model.Batch(
+            part.tokens, part.labels, part.segments, num_labels, num_queries, part.images
+        )
 
     return [micro(i) for i in range(recipe.micro_batches)]
 
 
 def slice_tokens(rows: data.Example, axes: MeshAxes) -> data.Example:
-    """This rank's slice of rows along tokens and patches. Labels and slots were made from whole rows."""
+    """This rank's slice of rows along tokens and patches.
+
+    Labels and slots were made from whole rows.
+    """
     ranks, index = axis_size(axes.cp), own_index(axes.cp)
-    return tree.map(lambda x: x[:, index * x.shape[1] // ranks : (index + 1) * x.shape[1] // ranks], rows)
+    return tree.map(
+        lambda x: x[:, index * x.shape[1] // ranks : (index + 1) * x.shape[1] // ranks], rows
+    )
 
 
 def make_step(
     recipe: Recipe, axes: MeshAxes = _ONE_RANK
 ) -> Callable[[TrainState, Sequence[model.Batch], float], tuple[TrainState, Metrics]]:
-    """``step(state, micro_batches, lr) -> (state, metrics)``; gives up (writes into) the state that it is passed.
+    """``step(state, micro_batches, lr) -> (state, metrics)``; gives up (writes into) the state that
+    it is passed.
 
     Args:
         recipe: the run.
@@ -102,7 +120,9 @@ def make_step(
     layout = lay_out(recipe, axes)
     gradient, measure = make_gradient(recipe, layout), make_measure(recipe, layout)
 
-    def step(state: TrainState, batches: Sequence[model.Batch], lr: float) -> tuple[TrainState, Metrics]:
+    def step(
+        state: TrainState, batches: Sequence[model.Batch], lr: float
+    ) -> tuple[TrainState, Metrics]:
         with scopes.scope("gradient"):
             sums, grads = gradient(state, batches)
         clipped, norm = optim.clip_by_global_norm(
@@ -121,7 +141,9 @@ def make_step(
             skip = skip | spike
             guard = optim.remember(guard, loss, norm, spike, skip)
         with scopes.scope("optimiser"):
-            weights, opt_state = layout.optimizer.update(clipped, state.opt_state, state.params, lr=lr, skip=skip)
+            weights, opt_state = layout.optimizer.update(
+                clipped, state.opt_state, state.params, lr=lr, skip=skip
+            )
         if isinstance(sums.logits, Tensor):
             clip_logits(recipe, layout, weights, opt_state, sums.logits, skip)
         biases = state.balance
@@ -141,12 +163,16 @@ def make_step(
     return step
 
 
-def next_biases(state: balance.State, histogram: Tensor, layout: Layout, top_k: int) -> balance.State:
+def next_biases(
+    state: balance.State, histogram: Tensor, layout: Layout, top_k: int
+) -> balance.State:
     """The biases of all layers on every rank; a stage makes those of its own layers."""
     if not state.layers:
         return state
     rows = [state.layers.index(layer) for layer in layout.moe_layers]
-    bias = torch.stack([state.bias[row] for row in rows]) if rows else state.bias[:0]  # a list index would be uploaded
+    bias = (
+        torch.stack([state.bias[row] for row in rows]) if rows else state.bias[:0]
+    )  # a list index would be uploaded
     own = balance.update(balance.State(bias, layout.moe_layers), histogram, top_k=top_k).bias
     if not layout.axes.pp:
         return balance.State(own, state.layers)
@@ -156,11 +182,18 @@ def next_biases(state: balance.State, histogram: Tensor, layout: Layout, top_k: 
 
 
 def _metrics(
-    recipe: Recipe, batch: model.Batch, sums: Sums, norm: Tensor, judged: tuple[Tensor, ...], axes: MeshAxes
+    recipe: Recipe,
+    batch: model.Batch,
+    sums: Sums,
+    norm: Tensor,
+    judged: tuple[Tensor, ...],
+    axes: MeshAxes,
 ) -> Metrics:
     bad, skip, spike = (x.to(norm.dtype) for x in judged)
     load = sums.load.to(norm.dtype)
-    worst = (load.amax(1) / load.mean(1).clamp(min=1)).amax() if len(load) else torch.ones_like(norm)
+    worst = (
+        (load.amax(1) / load.mean(1).clamp(min=1)).amax() if len(load) else torch.ones_like(norm)
+    )
     return Metrics(
         loss=losses.mean(sums.lm, batch.num_labels),
         indexer_kl=losses.mean(sums.kl, batch.num_queries) / max(1, model.kl_layers(recipe.model)),
@@ -177,5 +210,9 @@ def _max_logit(recipe: Recipe, sums: Sums, like: Tensor, axes: MeshAxes) -> Tens
     """Over all layers and heads; 0 where none is reported."""
     if not recipe.clips_logits:
         return torch.zeros_like(like)
-    own = sums.logits.amax().to(like.dtype) if isinstance(sums.logits, Tensor) else torch.full_like(like, -torch.inf)
+    own = (
+        sums.logits.amax().to(like.dtype)
+        if isinstance(sums.logits, Tensor)
+        else torch.full_like(like, -torch.inf)
+    )
     return pmax(own, axes.view("pp", "tp"))

@@ -13,11 +13,13 @@ from k31fn.trainer.ranks import Ranks
 
 __all__ = ["Stop"]
 
-_TIME = 500  # what ranks tell each other of a time that is over: no signal's number, and less than a failure's
+# what ranks tell each other of a time that is over: no signal's number, and less than a failure's
+_TIME = 500
 
 
 class Stop:
-    """Set by SIGINT (Ctrl-C) and SIGTERM while a run goes on, or by its time: it ends after the step under way, saved.
+    """Set by SIGINT (Ctrl-C) and SIGTERM while a run goes on, or by its time: it ends after the
+    step under way, saved.
 
     Args:
         minutes: that the run may take, from now on.
@@ -30,12 +32,20 @@ class Stop:
     @property
     def cause(self) -> str:
         """Name of the signal that came, or the option that set the time; empty before."""
-        return "--max-minutes" if self._number == _TIME else signal.Signals(self._number).name if self._number else ""
+        return (
+            "--max-minutes"
+            if self._number == _TIME
+            else signal.Signals(self._number).name
+            if self._number
+            else ""
+        )
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Stop]:
         """Listens in the block; a second signal of the same kind acts as it did before."""
-        self._previous = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {
+            s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield self
         finally:
@@ -43,7 +53,9 @@ class Stop:
                 signal.signal(number, handler)
 
     def agree(self, ranks: Ranks, error: Exception | None) -> None:
-        """Makes the cause of one rank that of all; raises on all what failed on one (:meth:`Ranks.agree`)."""
+        """Makes the cause of one rank that of all; raises on all what failed on one
+        (:meth:`Ranks.agree`).
+        """
         if not self._number and time.monotonic() > self._until:
             self._number = _TIME
         self._number = ranks.agree(self._number, error)

@@ -1,10 +1,11 @@
 """What a rank holds and what it sends in a step, found by running that rank's step on meta tensors.
 
-A step of a deep model with many micro-batches does the same again and again, so it is run for a model with one layer of
-each kind, then with another layer of each, and for one micro-batch and two: what is added each time is added as often
-as there are layers and micro-batches. Sums of gradients, which travel many tensors at a time, matrices that the
-optimiser deals out, and messages between the stages of a pipeline, which hold blocks of earlier ones, are those of the
-whole model. Routes are taken to be balanced.
+A step of a deep model with many micro-batches does the same again and again, so it is run for a
+model with one layer of each kind, then with another layer of each, and for one micro-batch and two:
+what is added each time is added as often as there are layers and micro-batches. Sums of gradients,
+which travel many tensors at a time, matrices that the optimiser deals out, and messages between the
+stages of a pipeline, which hold blocks of earlier ones, are those of the whole model. Routes are
+taken to be balanced.
 """
 
 from __future__ import annotations
@@ -100,12 +101,16 @@ def held(recipe: Recipe, stage_rank: int = 0) -> list[Held]:
         ends = (".".join(names[i:]) for i in range(len(names)))
         of_optimizer[next((end for end in ends if end in weights), "")] += x.nbytes
     found = []
-    for (path, spec), place in zip(tree.flatten_with_paths(layout.specs), tree.leaves(layout.placements), strict=True):
+    for (path, spec), place in zip(
+        tree.flatten_with_paths(layout.specs), tree.leaves(layout.placements), strict=True
+    ):
         x = weights[path]
         wide = torch.promote_types(x.dtype, recipe.precision.reduce)
         gradient = 0 if "frozen" in spec.tags else x.numel() * wide.itemsize
         names = tuple(tuple(a.name for a in dim) for dim in place.dims)
-        found.append(Held(path, spec.shape, tuple(x.shape), names, x.nbytes, gradient, of_optimizer[path]))
+        found.append(
+            Held(path, spec.shape, tuple(x.shape), names, x.nbytes, gradient, of_optimizer[path])
+        )
     return found
 
 
@@ -133,11 +138,15 @@ class Volume(NamedTuple):
 
     def without(self, *kinds: str) -> Volume:
         """The other kinds of collectives."""
-        return Volume(*(Counter({k: n for k, n in counter.items() if k[0] not in kinds}) for counter in self))
+        return Volume(
+            *(Counter({k: n for k, n in counter.items() if k[0] not in kinds}) for counter in self)
+        )
 
 
 def volumes(recipe: Recipe) -> list[Volume]:
-    """What a rank sends in a step; for each rank of the pipeline, any of those that work on its stages."""
+    """What a rank sends in a step; for each rank of the pipeline, any of those that work on its
+    stages.
+    """
     with shapes_only(), Remembered():
         if recipe.mesh.pp == 1:
             return [_by_kinds(recipe)]
@@ -159,14 +168,19 @@ def _by_kinds(recipe: Recipe) -> Volume:
 
 
 def _by_stages(recipe: Recipe) -> list[Volume]:
-    """From a pipeline each of whose stages has a layer of each kind that it has, and what more layers of a kind add."""
+    """From a pipeline each of whose stages has a layer of each kind that it has, and what more
+    layers of a kind add.
+    """
     kinds, table = layer_kinds(recipe.model), make_schedule(recipe, recipe.mesh.pp)
     whole = [[kinds[i] for i in part.layers] for part in cut(recipe.model, table)]
     length = max(len(set(stage)) for stage in whole)
     short = [[*dict.fromkeys(stage), *[stage[-1]] * (length - len(set(stage)))] for stage in whole]
     small, known, each = with_layers(recipe, [k for stage in short for k in stage]), {}, {}
     for kind in dict.fromkeys(kinds):
-        one, two = (_by_micro_batches(with_layers(recipe, [kind] * (n * table.num_stages)), 0) for n in (1, 2))
+        one, two = (
+            _by_micro_batches(with_layers(recipe, [kind] * (n * table.num_stages)), 0)
+            for n in (1, 2)
+        )
         each[kind] = two.plus(one, -1).divided(table.num_chunks)
     result = []
     for rank in range(table.num_ranks):
@@ -205,13 +219,18 @@ def run_abstractly(recipe: Recipe, stage_rank: int = 0) -> Record:
 
 
 def gradient_abstractly(recipe: Recipe, stage_rank: int = 0) -> None:
-    """Runs the loss of a rank's step and its gradient, without the update: for those who watch what it calls."""
+    """Runs the loss of a rank's step and its gradient, without the update: for those who watch what
+    it calls.
+    """
     axes, layout, state = of_rank(recipe, stage_rank)
     make_gradient(recipe, layout)(state, _micro_batches(recipe, axes))
 
 
 def loss_abstractly(recipe: Recipe) -> Any:
-    """Runs the loss of a micro-batch. What its gradient needs lives as long as what is returned, the pullback in it."""
+    """Runs the loss of a micro-batch.
+
+    What its gradient needs lives as long as what is returned, the pullback in it.
+    """
     axes, layout, state = of_rank(recipe, 0)
     trained, frozen = split(fsdp.enter_step(state.params, layout.placements), layout.specs)
     (stage,) = make_stages(recipe, layout, state.balance, frozen, fsdp.gathers(layout.placements))
@@ -241,7 +260,9 @@ def _images(recipe: Recipe, tokens: torch.Tensor) -> Any:
 
 
 def _at_once(recipe: Recipe, stage_rank: int) -> Volume:
-    """What a step sends for all layers of the model together: gradients to sum, matrices to step, and new biases."""
+    """What a step sends for all layers of the model together: gradients to sum, matrices to step,
+    and new biases.
+    """
     _, layout, state = of_rank(recipe, stage_rank)
     grads, _ = split(state.params, layout.specs)
     shape = len(layout.moe_layers), recipe.model.moe.num_experts, NUM_BINS
@@ -257,9 +278,13 @@ def _at_once(recipe: Recipe, stage_rank: int) -> Volume:
 def _messages(recipe: Recipe, layout: Layout, rank: int) -> Volume:
     """Between the stages, by what the engine would send."""
     rows, tokens = _batch(recipe)[0] // recipe.micro_batches, recipe.length // recipe.mesh.cp
-    x, count = (torch.empty(shape, dtype=torch.int64, device=_META) for shape in ((rows, tokens), ()))
+    x, count = (
+        torch.empty(shape, dtype=torch.int64, device=_META) for shape in ((rows, tokens), ())
+    )
     batch = model.Batch(x, x, segments.Segments(x, x), count, count)
-    carries = stages.stage_carries(recipe.model, layout.parts, batch, recipe.precision.compute, sh=layout.sh)
+    carries = stages.stage_carries(
+        recipe.model, layout.parts, batch, recipe.precision.compute, sh=layout.sh
+    )
     table, wire = layout.schedule, Wire(carries, layout.schedule.num_ranks)
     volume = Volume(Counter(), Counter())
     for message in messages(table):
@@ -294,8 +319,13 @@ def with_layers(recipe: Recipe, kinds: Sequence[_Kind]) -> Recipe:
     """The recipe with a model of layers of these kinds; dense ones come first."""
     dense = [k for k in kinds if not isinstance(k[1], latent_moe.Config)]
     layers = dense + [k for k in kinds if isinstance(k[1], latent_moe.Config)]
-    full = tuple(i for i, (attention, _) in enumerate(layers) if not isinstance(attention, kda.Config))
+    full = tuple(
+        i for i, (attention, _) in enumerate(layers) if not isinstance(attention, kda.Config)
+    )
     cfg = dataclasses.replace(
-        recipe.model, num_layers=len(layers), full_attention_layers=full, num_dense_layers=len(dense)
+        recipe.model,
+        num_layers=len(layers),
+        full_attention_layers=full,
+        num_dense_layers=len(dense),
     )
     return dataclasses.replace(recipe, model=cfg)

@@ -1,9 +1,11 @@
-"""What a run does before its first step under ``train.py --warmup``: compiles its kernels, and rehearses a step.
+"""What a run does before its first step under ``train.py --warmup``: compiles its kernels, and
+rehearses a step.
 
-Which kernels follows from the recipe: each rank runs its step on meta tensors and notes the calls of operators. The
-first process of each host compiles the kernels of all ranks, in processes of its own, into a cache that the others
-load. The rehearsal is a step of rows without labels, which changes nothing: it makes the libraries of the device load
-and choose their own kernels, and the ranks connect.
+Which kernels follows from the recipe: each rank runs its step on meta tensors and notes the calls
+of operators. The first process of each host compiles the kernels of all ranks, in processes of its
+own, into a cache that the others load. The rehearsal is a step of rows without labels, which
+changes nothing: it makes the libraries of the device load and choose their own kernels, and the
+ranks connect.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Warmed(NamedTuple):
     """What a warm-up did.
 
     Attributes:
-        states: of the kernels that this process had compiled: "found", "compiled", "rebuilt"; how many of each.
+        states: of the kernels that this process had compiled: "found", "compiled", "rebuilt"; how
+            many of each.
         found_s: seconds in which it was found out what to compile.
         compiled_s: in which it was compiled.
         loaded_s: in which it was loaded.
@@ -54,21 +57,29 @@ class Warmed(NamedTuple):
     loaded_s: float
 
     def __str__(self) -> str:
-        parts = [f"{self.states[name]} {name}" for name in ("compiled", "rebuilt", "found") if self.states[name]]
+        parts = [
+            f"{self.states[name]} {name}"
+            for name in ("compiled", "rebuilt", "found")
+            if self.states[name]
+        ]
         seconds = (
-            f"{self.found_s:.1f} s to find them, {self.compiled_s:.1f} s to compile, {self.loaded_s:.1f} s to load"
+            f"{self.found_s:.1f} s to find them, {self.compiled_s:.1f} s to compile, "
+            f"{self.loaded_s:.1f} s to load"
         )
         return f"warm-up: {self.states.total()} kernels ({', '.join(parts)}); {seconds}"
 
 
 def calls_of(recipe: Recipe, stage_rank: int = 0) -> Calls:
-    """The calls of operators in a step of a rank of that stage of the pipeline, in every phase of the run."""
+    """The calls of operators in a step of a rank of that stage of the pipeline, in every phase of
+    the run.
+    """
     calls = Calls()
     starts = [span.start for span in spans(recipe.phases, recipe.steps)] or [0]
     with shapes_only(), watch_calls(calls):
         for step in starts:  # a replay of remat calls what the forward did
             now = recipe.at(step)
-            # all micro-batches are alike; an interleaved pipeline takes as many at a time as it has ranks
+            # all micro-batches are alike; an interleaved pipeline takes as many at a time as it has
+            # ranks
             count = now.mesh.pp if now.pipeline.num_chunks > 1 and now.mesh.pp > 1 else 1
             size = now.batch_size // now.micro_batches * count
             one = dataclasses.replace(now, micro_batches=count, batch_size=size, remat="none")
@@ -77,9 +88,16 @@ def calls_of(recipe: Recipe, stage_rank: int = 0) -> Calls:
 
 
 def warm_up(
-    recipe: Recipe, device: torch.device, view: View, *, ranks: Ranks, compiles: bool, processes: int = 0
+    recipe: Recipe,
+    device: torch.device,
+    view: View,
+    *,
+    ranks: Ranks,
+    compiles: bool,
+    processes: int = 0,
 ) -> Warmed | None:
-    """Compiles and loads what a step of ``recipe`` launches on ``device``, by the implementations in force.
+    """Compiles and loads what a step of ``recipe`` launches on ``device``, by the implementations
+    in force.
 
     Args:
         recipe: the run.
@@ -126,7 +144,9 @@ def warm_up(
 
 
 def of_all(own: list[Launch], ranks: Ranks) -> list[Launch]:
-    """What any rank launches: the stages of a pipeline differ, and a host may have ranks of several."""
+    """What any rank launches: the stages of a pipeline differ, and a host may have ranks of
+    several.
+    """
     found: dict[Launch, None] = {}
     for of_rank in exchange_json(own, ranks.axes.atoms):
         found |= dict.fromkeys(Launch(m, f, (t[0], t[1], t[2]), d) for m, f, t, d in of_rank)
@@ -134,7 +154,12 @@ def of_all(own: list[Launch], ranks: Ranks) -> list[Launch]:
 
 
 def rehearse(
-    recipe: Recipe, step: Step, state: TrainState, rows: data.Example, device: torch.device, axes: MeshAxes
+    recipe: Recipe,
+    step: Step,
+    state: TrainState,
+    rows: data.Example,
+    device: torch.device,
+    axes: MeshAxes,
 ) -> tuple[TrainState, float]:
     """A step of these rows without their labels, so that it is skipped; all ranks call this.
 

@@ -1,16 +1,18 @@
 """Finding the rank that a run on several ranks was lost by, and ending the others.
 
-A thread of each rank looks at three things. Does this rank get on: has it issued a collective lately? Does the next
-rank's thread live: with a device's collectives nobody learns of a death from the connection. And has a rank raised the
-alarm, because of one of these, because a collective of its failed, or because it failed itself? Then every rank that
-lives says where it is, within seconds and whatever its main thread does; one of them reports which rank
-died or hangs, and all end with status 1. What is on disk is whole at any moment, so nothing need be tidied up. What
-each rank was doing is written beside the run (:mod:`k31fn.trainer.failure`).
+A thread of each rank looks at three things. Does this rank get on: has it issued a collective
+lately? Does the next rank's thread live: with a device's collectives nobody learns of a death from
+the connection. And has a rank raised the alarm, because of one of these, because a collective of
+its failed, or because it failed itself? Then every rank that lives says where it is, within seconds
+and whatever its main thread does; one of them reports which rank died or hangs, and all end with
+status 1. What is on disk is whole at any moment, so nothing need be tidied up. What each rank was
+doing is written beside the run (:mod:`k31fn.trainer.failure`).
 
-Signals come to this thread too, by a pipe that the interpreter's handler writes to: a main thread that waits in a
-collective acts on none. ``torchrun`` sends SIGTERM to the ranks that are left when one died, and SIGKILL 30 s after it:
-from a signal on a silent rank counts as dead much sooner, and a rank that does not get on says where it stands. If
-something holds the interpreter, so that not even this thread runs, all stacks go to standard error instead.
+Signals come to this thread too, by a pipe that the interpreter's handler writes to: a main thread
+that waits in a collective acts on none. ``torchrun`` sends SIGTERM to the ranks that are left when
+one died, and SIGKILL 30 s after it: from a signal on a silent rank counts as dead much sooner, and
+a rank that does not get on says where it stands. If something holds the interpreter, so that not
+even this thread runs, all stacks go to standard error instead.
 """
 
 from __future__ import annotations
@@ -41,14 +43,17 @@ __all__ = ["Watch", "lost"]
 _POLLS = 20  # in the time after which a rank counts as hanging
 _SILENCE_S = 10.0  # after which a rank counts as dead
 _SILENCE_SIGNALLED_S = 4.0  # the same once a signal has come; torchrun, 30 s after it, kills
-_STUCK_SIGNALLED_S = 15.0  # without a collective since a signal, after which a rank says where it stands
+_STUCK_SIGNALLED_S = (
+    15.0  # without a collective since a signal, after which a rank says where it stands
+)
 _STARVED_S = 18.0  # without a turn for the thread, after which the stacks are dumped
 _GRACE_S = 3.0  # for a rank to say where it is, once the alarm is raised
 _CPU = torch.device("cpu")
 
 
 class Watch:
-    """Watches this rank and listens for the others while its block runs. An error that leaves the block ends them all.
+    """Watches this rank and listens for the others while its block runs. An error that leaves the
+    block ends them all.
 
     Args:
         store: shared by the ranks.
@@ -77,7 +82,13 @@ class Watch:
     ) -> None:
         # a connection of its own: the main thread may be waiting on the other
         self._store = dist.PrefixStore("watch", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
-        self._rank, self._mesh, self._progress, self._timeout, self._end = rank, mesh, progress, timeout, end
+        self._rank, self._mesh, self._progress, self._timeout, self._end = (
+            rank,
+            mesh,
+            progress,
+            timeout,
+            end,
+        )
         self._device, self.times = device, failure.StepTimes()
         self.folder: Path | None = None
         self._signals: tuple[int, int] | None = None  # ends of the pipe
@@ -98,7 +109,10 @@ class Watch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None and not self._over.is_set():
             self._end_with(error)
@@ -115,17 +129,25 @@ class Watch:
             self._thread.join()
             for end in self._signals or ():
                 os.close(end)
-            with contextlib.suppress(RuntimeError):  # the first rank, which may hold the store, may have ended
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the first rank, which may hold the store, may have ended
                 self._store.set(f"left {self._rank}", "")
 
     def _end_with(self, error: BaseException) -> None:
-        """Ends all ranks: this one failed, or a collective of it, for which the rank that is to blame is found."""
+        """Ends all ranks: this one failed, or a collective of it, for which the rank that is to
+        blame is found.
+        """
         if isinstance(error, CollectiveError):
             self._error = str(error)
         else:
             self._own = f"{type(error).__name__}: {error}"
             where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
-            said = "" if isinstance(error, KeyboardInterrupt) else "".join(traceback.format_exception(error))
+            said = (
+                ""
+                if isinstance(error, KeyboardInterrupt)
+                else "".join(traceback.format_exception(error))
+            )
             print(f"{said}train.py: {where} failed: {self._own}", file=sys.stderr, flush=True)
         self._call(lambda: self._store.add("alarm", 1))
         self._thread.join()
@@ -142,7 +164,10 @@ class Watch:
             if raised or self._call(lambda: self._store.add("alarm", 0)):
                 self._answer(time.monotonic() - since)
                 return
-            if self._signalled and time.monotonic() - max(since, self._since_signal) > _STUCK_SIGNALLED_S:
+            if (
+                self._signalled
+                and time.monotonic() - max(since, self._since_signal) > _STUCK_SIGNALLED_S
+            ):
                 self._stand()
         if self._signals is not None:
             faulthandler.cancel_dump_traceback_later()
@@ -161,7 +186,8 @@ class Watch:
     def _next_died(self, pause: float) -> bool:
         """Says that this rank lives, and whether the next one has said nothing for long.
 
-        Counted in pauses of this thread, not on a clock: a machine that stood still has nobody dead.
+        Counted in pauses of this thread, not on a clock: a machine that stood still has nobody
+        dead.
         """
         other = (self._rank + 1) % self._mesh.world_size
         self._call(lambda: self._store.add(f"beats {self._rank}", 1))
@@ -174,10 +200,15 @@ class Watch:
     def _stand(self) -> None:
         """Says where this rank stands though a signal asked it to end, once for each signal."""
         frame = sys._current_frames().get(self._main)
-        why = f"{self._signalled} came {time.monotonic() - self._since_signal:.0f} s ago, and no collective since"
+        why = (
+            f"{self._signalled} came {time.monotonic() - self._since_signal:.0f} s ago, and no "
+            "collective since"
+        )
         waiting = f", waits in {self._progress.waiting}" if self._progress.waiting else ""
         where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
-        print(f"train.py: {where}: {why}: at {_position(frame)}{waiting}", file=sys.stderr, flush=True)
+        print(
+            f"train.py: {where}: {why}: at {_position(frame)}{waiting}", file=sys.stderr, flush=True
+        )
         self._write_record(why)
         self._signalled = ""
 
@@ -187,7 +218,9 @@ class Watch:
         return self.folder is not None and failure.write(self.folder, failure.describe(why, *state))
 
     def _answer(self, still: float) -> None:
-        """Says where this rank is, and, for the first rank that gets so far, what the others said."""
+        """Says where this rank is, and, for the first rank that gets so far, what the others
+        said.
+        """
         frame = sys._current_frames().get(self._main)
         written = self._write_record(self._own or self._error or "a rank was lost")
         mine = {
@@ -209,14 +242,21 @@ class Watch:
             for line in lost(self._mesh, said):
                 print(f"train.py: {line}{beside}", file=sys.stderr, flush=True)
             self._call(lambda: self._store.set("reported", ""))
-        while not self._call(lambda: self._store.check(["reported"])) and time.monotonic() < deadline + 1:
+        while (
+            not self._call(lambda: self._store.check(["reported"]))
+            and time.monotonic() < deadline + 1
+        ):
             time.sleep(0.05)
         sys.stdout.flush()
         self._end(1)
 
     def _said(self) -> dict[int, dict[str, Any]]:
         names = {r: f"rank {r}" for r in range(self._mesh.world_size)}
-        there = [r for r, name in names.items() if self._call(lambda name=name: self._store.check([name]))]
+        there = [
+            r
+            for r, name in names.items()
+            if self._call(lambda name=name: self._store.check([name]))
+        ]
         return {r: json.loads(self._store.get(names[r])) for r in there}
 
     def _call(self, ask: Callable[[], Any]) -> Any:
@@ -226,7 +266,9 @@ class Watch:
         except RuntimeError:
             if not self._answered:  # else the others know, and have ended already
                 where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
-                holder = f"rank 0 at {self._mesh.coordinate(0)} or its torchrun, which held it, died"
+                holder = (
+                    f"rank 0 at {self._mesh.coordinate(0)} or its torchrun, which held it, died"
+                )
                 said = f"the store of the process group is gone: {holder}"
                 beside = f"; what this rank did: {self.folder}" if self._write_record(said) else ""
                 print(f"train.py: {where}: {said}{beside}", file=sys.stderr, flush=True)
@@ -236,14 +278,17 @@ class Watch:
 def lost(mesh: Mesh, said: dict[int, dict[str, Any]]) -> list[str]:
     """What to report, from where the ranks that live say they are.
 
-    A rank that failed has reported itself. One that says nothing died. Of ranks that all live, those hang that wait for
-    no other; on a device, whose collectives nobody waits for, those that issued fewer than others of their stage.
+    A rank that failed has reported itself. One that says nothing died. Of ranks that all live,
+    those hang that wait for no other; on a device, whose collectives nobody waits for, those that
+    issued fewer than others of their stage.
     """
     if any(state["failed"] for state in said.values()):
         return []
     names = {r: f"rank {r} at {mesh.coordinate(r)}" for r in range(mesh.world_size)}
     waiting = sorted({state["waiting"] for state in said.values() if state["waiting"]})
-    meanwhile = f"; the others wait in {waiting[0].splitlines()[-1].removeprefix('in ')}" if waiting else ""
+    meanwhile = (
+        f"; the others wait in {waiting[0].splitlines()[-1].removeprefix('in ')}" if waiting else ""
+    )
     dead = [r for r in names if r not in said]
     if dead:
         return [f"{names[r]} died: it says nothing any more{meanwhile}" for r in dead]
@@ -251,7 +296,9 @@ def lost(mesh: Mesh, said: dict[int, dict[str, Any]]) -> list[str]:
     if not waiting or not hanging:
         hanging = [r for r in said if _behind(r, mesh, said)] or list(said)
     return [
-        f"{names[r]} hangs: no collective for {said[r]['still']} s, at {said[r]['where']}{meanwhile}" for r in hanging
+        f"{names[r]} hangs: no collective for {said[r]['still']} s, at "
+        f"{said[r]['where']}{meanwhile}"
+        for r in hanging
     ]
 
 

@@ -74,7 +74,10 @@ DIFFERENTIATE = {
 @pytest.mark.parametrize("hold", HOLDS)
 def test_a_captured_tensor_is_refused(hold: str, by: str):
     x = normal(3)
-    with pytest.raises(ValueError, match=r"captured a differentiated tensor of shape \(3,\).*Pass it as an argument"):
+    with pytest.raises(
+        ValueError,
+        match=r"captured a differentiated tensor of shape \(3,\).*Pass it as an argument",
+    ):
         DIFFERENTIATE[by](lambda w: remat(closures(w)[hold])(x))(normal(3))
 
 
@@ -86,7 +89,8 @@ def test_a_captured_constant_is_no_fault(hold: str):
 
 
 @pytest.mark.parametrize(
-    "f", [lambda m: m, lambda m: m.forward, lambda m: lambda x: m(x), lambda m: functools.partial(m)]
+    "f",
+    [lambda m: m, lambda m: m.forward, lambda m: lambda x: m(x), lambda m: functools.partial(m)],
 )
 def test_a_captured_module_is_refused(f: Callable[..., Any]):
     module = Scale()
@@ -114,11 +118,18 @@ def test_a_captured_global_is_refused():
 
 def test_rules_refuse_captured_tensors_too():
     """Also through a function passed as a static argument."""
-    scale = lambda w: custom_vjp(torch.mul, name="scale").defvjp(lambda x: (x * w, w), lambda r, ct: (ct * r,))  # noqa: E731
+
+    def scale(w):
+        op = custom_vjp(torch.mul, name="scale")
+        return op.defvjp(lambda x: (x * w, w), lambda r, ct: (ct * r,))
+
     apply = custom_vjp(lambda f, x: f(x), nondiff_argnums=(0,), name="apply").defvjp(
         lambda f, x: (f(x), x), lambda f, res, ct: (ct * f(res),)
     )
-    for f in (lambda w: scale(w)(normal(3)).sum(), lambda w: apply(lambda x: w * x, normal(3)).sum()):
+    for f in (
+        lambda w: scale(w)(normal(3)).sum(),
+        lambda w: apply(lambda x: w * x, normal(3)).sum(),
+    ):
         for by in (grad, value_and_grad):
             with pytest.raises(ValueError, match="captured a differentiated tensor"):
                 by(f)(normal(3))
@@ -127,7 +138,11 @@ def test_rules_refuse_captured_tensors_too():
 def test_a_mask_made_inside_a_transform_is_an_argument():
     def loss(x: Tensor, give: bool) -> Tensor:
         mask = x.detach() > 0
-        return remat(lambda x, m: (x * m).sum())(x, mask) if give else remat(lambda x: (x * mask).sum())(x)
+        return (
+            remat(lambda x, m: (x * m).sum())(x, mask)
+            if give
+            else remat(lambda x: (x * mask).sum())(x)
+        )
 
     x = normal(2, 3)
     close(vmap(grad(lambda x: loss(x, True)))(x), (x > 0).to(F64))

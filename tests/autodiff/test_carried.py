@@ -1,4 +1,6 @@
-"""A backward on another thread, as autograd runs it for tensors on a device, finds what its forward found."""
+"""A backward on another thread, as autograd runs it for tensors on a device, finds what its forward
+found.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def level(monkeypatch: pytest.MonkeyPatch) -> contextvars.ContextVar[int]:
 def elsewhere(f: Callable[..., Any], *args: Any) -> Any:
     """The result of a call on a thread of its own, where every context variable has its default."""
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: contextvars.Context().run(lambda: found.append(f(*args))))
+    thread = threading.Thread(
+        target=lambda: contextvars.Context().run(lambda: found.append(f(*args)))
+    )
     thread.start()
     thread.join()
     return found[0]
@@ -54,7 +58,9 @@ def test_a_backward_reads_what_its_forward_read(level: contextvars.ContextVar[in
     assert elsewhere(level.get) == 0
 
 
-def test_an_implementation_that_was_asked_for_runs_in_a_backward_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_implementation_that_was_asked_for_runs_in_a_backward_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("k31fn.kernels.registry.OPS", {})
     inner = Op("inner", lambda x: 3 * x)
     inner.register(Implementation("other", (), lambda x: 4 * x, on_request=("cpu",)))

@@ -72,9 +72,15 @@ def test_custom_vjp_under_every_reverse_transform(argnum: int):
     ours, theirs = flat(by_rule, p), flat(by_torch, p)
     close(grad(ours, argnum)(*args), grad(theirs, argnum)(*args))
     close(value_and_grad(ours, argnum)(*args), (theirs(*args), grad(theirs, argnum)(*args)))
-    close(vjp(ours, *args)[1](torch.tensor(2.0, dtype=F64)), vjp(theirs, *args)[1](torch.tensor(2.0, dtype=F64)))
+    close(
+        vjp(ours, *args)[1](torch.tensor(2.0, dtype=F64)),
+        vjp(theirs, *args)[1](torch.tensor(2.0, dtype=F64)),
+    )
     close(hessian(ours, argnum)(*args), jacrev(jacrev(theirs, argnum), argnum)(*args))
-    close(jacrev(hessian(ours, argnum), argnum)(*args), jacrev(jacrev(jacrev(theirs, argnum), argnum), argnum)(*args))
+    close(
+        jacrev(hessian(ours, argnum), argnum)(*args),
+        jacrev(jacrev(jacrev(theirs, argnum), argnum), argnum)(*args),
+    )
     rows, expected = (flat(lambda *a, f=f: f(*a, 3, "s").product, p) for f in (ruled, product))
     close(jacrev(rows, argnum)(*args), jacrev(expected, argnum)(*args))
     inputs = [a.clone().requires_grad_() for a in args]
@@ -91,15 +97,22 @@ def test_custom_vjp_under_vmap_of_grad(in_dims: tuple[int | None, ...]):
         for a, d in zip((p.w, p.rest["b"], x), in_dims, strict=True)
     ]
     every = (0, 1, 2)
-    close(vmap(grad(flat(by_rule, p), every), in_dims)(*args), vmap(grad(flat(by_torch, p), every), in_dims)(*args))
+    close(
+        vmap(grad(flat(by_rule, p), every), in_dims)(*args),
+        vmap(grad(flat(by_torch, p), every), in_dims)(*args),
+    )
     total = lambda f: lambda *a: vmap(flat(f, p), in_dims)(*a).sum()  # noqa: E731
     close(grad(total(by_rule), every)(*args), grad(total(by_torch), every)(*args))
     close(value_and_grad(total(by_rule), every)(*args)[1], grad(total(by_torch), every)(*args))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, remat], ids=["rule", "remat of the rule"])
-def test_an_unbatched_output_beside_a_batched_one_is_not_counted_per_sample(wrap: Callable[..., Any]):
-    """torch's own generated rule would: grad over vmap gives 3 * 3 * 2 for the first part (torch 2.11, 2.13)."""
+def test_an_unbatched_output_beside_a_batched_one_is_not_counted_per_sample(
+    wrap: Callable[..., Any],
+):
+    """torch's own generated rule would: grad over vmap gives 3 * 3 * 2 for the first part (torch
+    2.11, 2.13).
+    """
     rule = wrap(
         custom_vjp(lambda w, x: 0).defvjp(
             lambda w, x: ((2 * w, w * x), (w, x)),
@@ -136,19 +149,23 @@ def test_static_arguments_reach_both_rules_by_position():
 
 def test_python_leaves_and_integer_leaves_pass_through():
     rule = custom_vjp(lambda args: args).defvjp(
-        lambda a: ((a["x"] * a["k"], a["i"] + 1), a), lambda r, ct: ({"i": None, "k": None, "x": ct[0] * r["k"]},)
+        lambda a: ((a["x"] * a["k"], a["i"] + 1), a),
+        lambda r, ct: ({"i": None, "k": None, "x": ct[0] * r["k"]},),
     )
     i = torch.arange(3)
     out, pull = autodiff.vjp(lambda x: rule({"x": x, "k": 2.5, "i": i}), normal(3))
     assert torch.equal(out[1], i + 1)
-    same_bits(pull((torch.ones(3, dtype=F64), torch.zeros_like(i))), (torch.full((3,), 2.5, dtype=F64),))
+    same_bits(
+        pull((torch.ones(3, dtype=F64), torch.zeros_like(i))), (torch.full((3,), 2.5, dtype=F64),)
+    )
 
 
 def test_more_than_a_hundred_leaves():
     names = [f"k{i}" for i in range(150)]
     tensors = {n: normal(2) for n in names}
     rule = custom_vjp(lambda a: a).defvjp(
-        lambda a: ({n: v**2 for n, v in a.items()}, a), lambda r, ct: ({n: 2 * r[n] * ct[n] for n in r},)
+        lambda a: ({n: v**2 for n, v in a.items()}, a),
+        lambda r, ct: ({n: 2 * r[n] * ct[n] for n in r},),
     )
     for f in (rule, remat(rule)):
         gradient = grad(lambda a, f=f: sum(v.sum() for v in f(a).values()))(tensors)
@@ -188,16 +205,23 @@ def test_second_derivatives_flow_through_inputs_and_outputs_only(by: Callable[..
     for keep in ("input", "output"):
         f = exponential(keep)
         close(hessian(lambda x, f=f: f(x).sum())(x), torch.diag(x.exp()))
-    with pytest.raises(RuntimeError, match="exponential: a second derivative needs the gradient of a residual"):
+    with pytest.raises(
+        RuntimeError, match="exponential: a second derivative needs the gradient of a residual"
+    ):
         by(lambda x: exponential("neither")(x).sum())(x)
 
 
 def test_an_output_may_be_an_input_and_may_appear_twice():
-    same = custom_vjp(lambda x: x).defvjp(lambda x: ((x, x, x[1:]), ()), lambda res, ct: (ct[0] + ct[1],))
+    same = custom_vjp(lambda x: x).defvjp(
+        lambda x: ((x, x, x[1:]), ()), lambda res, ct: (ct[0] + ct[1],)
+    )
     squared = remat(lambda x: (lambda y: (y, y))(x * x))
     x = normal(3)
     for transform in (grad, lambda f: lambda x: value_and_grad(f)(x)[1]):
-        close(transform(lambda x: (2 * same(x)[0] + 3 * same(x)[1]).sum())(x), torch.full((3,), 5.0, dtype=F64))
+        close(
+            transform(lambda x: (2 * same(x)[0] + 3 * same(x)[1]).sum())(x),
+            torch.full((3,), 5.0, dtype=F64),
+        )
         close(transform(lambda x: (squared(x)[0] + 2 * squared(x)[1]).sum())(x), 6 * x)
 
 
@@ -235,7 +259,9 @@ def plain_second_order(f: Callable[..., Tensor]) -> Callable[..., Any]:
 SECOND_ORDER = {
     "hessian": hessian,
     "jacrev of grad": lambda f: jacrev(grad(f)),
-    "nested value_and_grad": lambda f: value_and_grad(lambda w, x: value_and_grad(f)(w, x)[1].sum()),
+    "nested value_and_grad": lambda f: value_and_grad(
+        lambda w, x: value_and_grad(f)(w, x)[1].sum()
+    ),
     "plain autograd": plain_second_order,
     "value_and_grad of grad": lambda f: value_and_grad(lambda w, x: grad(f)(w, x).sum()),
     "grad of value_and_grad": lambda f: grad(lambda w, x: value_and_grad(f)(w, x)[1].sum()),
@@ -243,14 +269,18 @@ SECOND_ORDER = {
 
 
 @pytest.mark.parametrize("by", SECOND_ORDER)
-@pytest.mark.parametrize("wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"]
+)
 def test_an_opaque_rule_raises_at_second_order(by: str, wrap: Callable[..., Any]):
     f = wrap(lambda w, x: fused(w, x).pow(2).sum())
     with pytest.raises(RuntimeError, match=r"fused is first order only.*reference implementation"):
         SECOND_ORDER[by](f)(normal(4, 4), normal(4))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"]
+)
 def test_an_opaque_rule_at_first_order_gives_no_false_alarm(wrap: Callable[..., Any]):
     f = wrap(lambda w, x: fused(w, x).pow(2).sum())
     w, x = normal(4, 4), normal(4)
@@ -263,7 +293,10 @@ def test_an_opaque_rule_at_first_order_gives_no_false_alarm(wrap: Callable[..., 
         vmap(grad(f, (0, 1)), (None, 0))(w, samples),
         tuple(
             torch.stack(g)
-            for g in zip(*[grad(lambda w, x: (w @ x).pow(2).sum(), (0, 1))(w, s) for s in samples], strict=True)
+            for g in zip(
+                *[grad(lambda w, x: (w @ x).pow(2).sum(), (0, 1))(w, s) for s in samples],
+                strict=True,
+            )
         ),
     )
     w_plain = w.clone().requires_grad_()
@@ -272,7 +305,9 @@ def test_an_opaque_rule_at_first_order_gives_no_false_alarm(wrap: Callable[..., 
 
 def test_a_second_derivative_that_does_not_pass_through_the_opaque_rule_is_allowed():
     w, x = normal(4, 4), normal(4)
-    close(hessian(lambda x: x.pow(3).sum() + fused(w, stop_gradient(x)).sum())(x), torch.diag(6 * x))
+    close(
+        hessian(lambda x: x.pow(3).sum() + fused(w, stop_gradient(x)).sum())(x), torch.diag(6 * x)
+    )
 
 
 def test_an_opaque_rule_may_give_no_gradient_and_integers():
@@ -285,7 +320,9 @@ def test_an_opaque_rule_may_give_no_gradient_and_integers():
 
 
 def noting(seen: list[Any]) -> Callable[..., Any]:
-    """``w["a"] x + w["b"] + n`` by a rule that notes what it was asked for and gives nothing else."""
+    """``w["a"] x + w["b"] + n`` by a rule that notes what it was asked for and gives nothing
+    else.
+    """
 
     def bwd(needs: Any, res: Any, ct: Tensor) -> Any:
         w, x = res
@@ -303,13 +340,17 @@ BY_SUBSET = {
     "jacrev": lambda f, x: jacrev(f)(x),
     "value_and_grad": lambda f, x: value_and_grad(f)(x)[1],
     "vmap of grad": lambda f, x: vmap(grad(f))(torch.stack([x, x]))[1],
-    "plain autograd": lambda f, x: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf)[0],
+    "plain autograd": lambda f, x: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf)[
+        0
+    ],
     "second order": lambda f, x: grad(lambda x: (grad(f)(x) * x).sum())(x),
 }
 
 
 @pytest.mark.parametrize("by", BY_SUBSET)
-@pytest.mark.parametrize("wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"]
+)
 def test_a_rule_learns_whose_gradients_are_used(by: str, wrap: Callable[..., Any]):
     seen: list[Any] = []
     f = wrap(noting(seen))
@@ -325,8 +366,12 @@ def test_a_rule_learns_whose_gradients_are_used(by: str, wrap: Callable[..., Any
 
 
 def test_what_a_rule_gives_unasked_is_dropped():
-    rule = custom_vjp(torch.mul).defvjp(lambda a, b: (a * b, (a, b)), lambda r, ct: (ct * r[1], ct[:1]))
+    rule = custom_vjp(torch.mul).defvjp(
+        lambda a, b: (a * b, (a, b)), lambda r, ct: (ct * r[1], ct[:1])
+    )
     a, b = normal(3), normal(3)
     close(grad(lambda a: rule(a, b).sum())(a), b)
-    with pytest.raises(ValueError, match=r"bwd returned a gradient of shape \(1,\) for an input of shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"bwd returned a gradient of shape \(1,\) for an input of shape \(3,\)"
+    ):
         grad(lambda b: rule(a, b).sum())(b)

@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from k31fn.autodiff import custom_vjp, decision, hessian, record_decisions, remat, replay_decisions
-from tests.autodiff.functions import F64, close, normal, same_bits, their_value_and_grad, value_and_grad
+from tests.autodiff.functions import (
+    F64,
+    close,
+    normal,
+    same_bits,
+    their_value_and_grad,
+    value_and_grad,
+)
 
 TIED = torch.tensor([1.0, 3.0, 3.0], dtype=F64)
 
@@ -39,7 +46,9 @@ def test_ties_are_decided_once(wrap: Callable[..., Any], by: str):
         value.backward()
         gradient = leaf.grad
     else:
-        value, gradient = (value_and_grad if by == "value_and_grad" else their_value_and_grad)(f, 1)(TIED, values)
+        value, gradient = (value_and_grad if by == "value_and_grad" else their_value_and_grad)(
+            f, 1
+        )(TIED, values)
     assert len(calls) == 1
     same_bits(value.detach(), values[1] ** 2)
     same_bits(gradient, 2 * values * torch.tensor([0.0, 1.0, 0.0]))
@@ -88,7 +97,9 @@ def two_choices(x: Tensor) -> Tensor:
     return x[decision("max", lambda s: s.argmax(), x)] * x[decision("min", lambda s: s.argmin(), x)]
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"]
+)
 def test_recorded_decisions_are_replayed_at_another_point(wrap: Callable[..., Any]):
     x, other = torch.tensor([1.0, 5.0, -2.0]), torch.tensor([4.0, 3.0, 2.0])
     f = wrap(two_choices)
@@ -106,7 +117,9 @@ def test_a_replay_that_asks_for_more_raises():
     with record_decisions() as made:
         two_choices(x)
     with (
-        pytest.raises(RuntimeError, match="replay asks for 'max', which the forward did not record"),
+        pytest.raises(
+            RuntimeError, match="replay asks for 'max', which the forward did not record"
+        ),
         replay_decisions(made),
     ):
         two_choices(two_choices(x) * x)

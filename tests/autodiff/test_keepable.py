@@ -1,4 +1,6 @@
-"""Functions whose output and graph a remat keeps: same bits, not run again, nothing of their arguments held."""
+"""Functions whose output and graph a remat keeps: same bits, not run again, nothing of their
+arguments held.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def branch(w: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def layer(w: Any, x: Tensor, ids: Tensor) -> Tensor:
     RUNS.append("layer")
-    later = decision("later", lambda x: x.sum(-1, keepdim=True) > 0, x)  # before and after those of the branch
+    later = decision(
+        "later", lambda x: x.sum(-1, keepdim=True) > 0, x
+    )  # before and after those of the branch
     y, ids = keepable("branch", branch)(w["branch"], torch.sin(x) * w["norm"], ids)
     after = decision("after", lambda y: y > 0.5, y)
     return x * later + torch.where(after, 2 * y, y) + ids[0]
@@ -42,7 +46,10 @@ def layer(w: Any, x: Tensor, ids: Tensor) -> Tensor:
 def weights(n: int = 3) -> list[Any]:
     torch.manual_seed(0)
     flat = torch.randn(n, 2 * D * D)  # both matrices of a layer in one storage
-    branches = [{"up": f[: D * D].view(D, D), "down": f[D * D :].view(D, D), "gate": torch.randn(D)} for f in flat]
+    branches = [
+        {"up": f[: D * D].view(D, D), "down": f[D * D :].view(D, D), "gate": torch.randn(D)}
+        for f in flat
+    ]
     return [{"norm": torch.randn(D), "branch": b} for b in branches]
 
 
@@ -70,7 +77,9 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
-@pytest.mark.parametrize("wrap", [kept, lambda f: remat(kept(f)), lambda f: kept(remat(f))], ids=["", "in", "around"])
+@pytest.mark.parametrize(
+    "wrap", [kept, lambda f: remat(kept(f)), lambda f: kept(remat(f))], ids=["", "in", "around"]
+)
 def test_no_bit_changes_and_a_branch_runs_once(wrap: Any) -> None:
     expected = value_and_grad(deep(plain), (0, 1))(weights(), X)
     RUNS.clear()
@@ -124,9 +133,13 @@ def held(wrap: Any, differentiate: Any = vjp, num_layers: int = 3) -> tuple[floa
 
 @pytest.mark.parametrize("differentiate", [vjp, split_vjp])
 def test_only_the_output_and_the_inside_are_held(differentiate: Any) -> None:
-    """Of a layer: what goes in, what comes out of the branch, and two states of its inside (and some signs)."""
+    """Of a layer: what goes in, what comes out of the branch, and two states of its inside (and
+    some signs).
+    """
     between, after = held(kept, differentiate)
-    inside = 2 + 1 / 4 + 1 / 4 + 1 / (4 * D)  # two states; the signs inside and after; a bool per row
+    inside = (
+        2 + 1 / 4 + 1 / 4 + 1 / (4 * D)
+    )  # two states; the signs inside and after; a bool per row
     # with the last layer's output and without the first one's input; some integers and scalars
     assert between == pytest.approx(3 * (1 + 1 + inside), abs=0.1)
     assert after == 0  # no cycle
@@ -150,12 +163,18 @@ def test_gathered_weights_are_not_held(wrap: Any) -> None:
 
 def first_of_its_storage(self: Any, x: Tensor) -> Any:
     for i, whole in self._known.get(graph_inputs._storage(x), ()):
-        return graph_inputs._View(i, x.shape, x.stride(), int(x.storage_offset() - whole.storage_offset()))
+        return graph_inputs._View(
+            i, x.shape, x.stride(), int(x.storage_offset() - whole.storage_offset())
+        )
     return x.detach()
 
 
-@pytest.mark.parametrize("pack", [graph_inputs.Inputs.pack, first_of_its_storage], ids=["by place", "mutant"])
-def test_inputs_that_share_a_storage_are_told_apart(pack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "pack", [graph_inputs.Inputs.pack, first_of_its_storage], ids=["by place", "mutant"]
+)
+def test_inputs_that_share_a_storage_are_told_apart(
+    pack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At first both matrices lie in one storage, in the replay each in its own."""
     monkeypatch.setattr(graph_inputs.Inputs, "pack", pack)
     runs: list[int] = []
@@ -188,7 +207,9 @@ def test_an_impure_surrounding_is_found() -> None:
 
 
 def test_a_second_pullback_is_refused() -> None:
-    """What the first one used up is gone: without the check the weights of the branch would have no gradient."""
+    """What the first one used up is gone: without the check the weights of the branch would have no
+    gradient.
+    """
     ws = tree.map(lambda w: w.requires_grad_(), weights())
     loss = deep(kept)(ws, X)
     torch.autograd.grad(loss, tree.leaves(ws), retain_graph=True)
@@ -212,13 +233,17 @@ def test_higher_derivatives_by_transform_and_a_refusal_without() -> None:
     expected = hessian(lambda x: deep(plain)(ws, x))(x)
     torch.testing.assert_close(hessian(lambda x: deep(kept)(ws, x))(x), expected)
     xs = torch.stack([x, 2 * x])
-    per_sample = [torch.func.vmap(torch.func.grad(deep(f)), (None, 0))(ws, xs) for f in (kept, plain)]
+    per_sample = [
+        torch.func.vmap(torch.func.grad(deep(f)), (None, 0))(ws, xs) for f in (kept, plain)
+    ]
     assert_close_trees(*per_sample, rtol=1e-12, atol=1e-12)
 
     def squared(x: Tensor) -> Tensor:
         return value_and_grad(lambda x: deep(kept)(ws, x))(x)[1].square().sum()
 
-    with pytest.raises(RuntimeError, match=r"keepable is first order only.*remat='none' or 'layer'"):
+    with pytest.raises(
+        RuntimeError, match=r"keepable is first order only.*remat='none' or 'layer'"
+    ):
         value_and_grad(squared)(x)
 
 
@@ -235,4 +260,6 @@ def test_frozen_weights_cost_nothing() -> None:
     with FlopCounterMode(display=False) as flops:
         grads = value_and_grad(f, (0, 1))(weights(1), X)[1]
     assert not any(g.any() for g in tree.leaves(grads[0][0]["branch"]))
-    assert flops.get_total_flops() == 2 * (2 * ROWS * D * D) * 2  # two products, forward and for their input
+    assert (
+        flops.get_total_flops() == 2 * (2 * ROWS * D * D) * 2
+    )  # two products, forward and for their input

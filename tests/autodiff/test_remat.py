@@ -58,11 +58,15 @@ def test_remat_changes_no_bit_under_any_transform(wrap: str):
 def test_remat_takes_trees_strings_numbers_and_integers():
     def f(p: Params, options: dict[str, Any], empty: tuple[()]) -> Pair:
         y = p.w[p.rest["steps"]] * options["scale"]
-        return Pair(y if options["name"] == "a" else -y, {"index": p.rest["steps"] + 1, "b": p.rest["b"]})
+        return Pair(
+            y if options["name"] == "a" else -y, {"index": p.rest["steps"] + 1, "b": p.rest["b"]}
+        )
 
     p = params()
     same_bits(remat(f)(p, {"scale": 3, "name": "a"}, ()), f(p, {"scale": 3, "name": "a"}, ()))
-    gradient = value_and_grad(lambda p: remat(f)(p, {"scale": 3, "name": "a"}, ()).product.sum())(p)[1]
+    gradient = value_and_grad(lambda p: remat(f)(p, {"scale": 3, "name": "a"}, ()).product.sum())(
+        p
+    )[1]
     close(gradient.w, torch.tensor([3.0, 3.0, 0.0, 0.0], dtype=F64)[:, None].expand(4, 4).clone())
     assert gradient.rest["steps"] == ()
 
@@ -70,7 +74,9 @@ def test_remat_takes_trees_strings_numbers_and_integers():
 def test_remat_of_a_function_without_gradient():
     same_bits(remat(lambda i: i + 1)(torch.arange(3)), torch.arange(1, 4))
     close(
-        grad(lambda x: (remat(lambda x, i: x[i].detach())(x, torch.arange(2)) * x[0]).sum())(normal(3))[1:],
+        grad(lambda x: (remat(lambda x, i: x[i].detach())(x, torch.arange(2)) * x[0]).sum())(
+            normal(3)
+        )[1:],
         torch.zeros(2, dtype=F64),
     )
 
@@ -110,7 +116,9 @@ def tripling() -> Any:
 
 
 @pytest.mark.parametrize("wrap", [remat, lambda f: remat(remat(f))], ids=["remat", "nested"])
-@pytest.mark.parametrize("backward_on", [lambda f: f(), on_another_thread], ids=["same thread", "another thread"])
+@pytest.mark.parametrize(
+    "backward_on", [lambda f: f(), on_another_thread], ids=["same thread", "another thread"]
+)
 def test_a_replay_uses_the_implementation_of_its_forward(tripling: Op, wrap: Any, backward_on: Any):
     x = normal(3)
     f = wrap(lambda x: tripling(x).pow(2).sum())
@@ -141,7 +149,9 @@ def test_a_replay_runs_in_the_context_of_its_forward():
     assert float(value) > 0
 
 
-@pytest.mark.parametrize("backward_on", [lambda f: f(), on_another_thread], ids=["same thread", "another thread"])
+@pytest.mark.parametrize(
+    "backward_on", [lambda f: f(), on_another_thread], ids=["same thread", "another thread"]
+)
 @pytest.mark.parametrize("forward_in", [True, False], ids=["autocast", "no autocast"])
 def test_a_replay_runs_under_the_autocast_of_its_forward(forward_in: bool, backward_on: Any):
     w, x = torch.randn(8, 8), torch.randn(8, 8)
@@ -172,7 +182,9 @@ def counted(keep: str = "input") -> tuple[list[int], Callable[..., Any]]:
         y = res[1] if keep == "both" else (static * res[0]).exp()
         return (ct * static * y,)
 
-    return runs, make_saveable("exp", custom_vjp(torch.exp, nondiff_argnums=(1,), name="exp").defvjp(fwd, bwd))
+    return runs, make_saveable(
+        "exp", custom_vjp(torch.exp, nondiff_argnums=(1,), name="exp").defvjp(fwd, bwd)
+    )
 
 
 @pytest.mark.parametrize("keep", ["input", "both"])
@@ -195,7 +207,10 @@ def test_in_nested_remats_the_innermost_says_what_is_saved():
     x = normal(3)
     for inner, outer, expected in ((("exp",), ("exp",), 2), ((), ("exp",), 3), (("exp",), (), 2)):
         runs, exp = counted()
-        f = remat(lambda x, exp=exp, inner=inner: remat(lambda x: exp(x, 1.0).sum(), save=inner)(x), save=outer)
+        f = remat(
+            lambda x, exp=exp, inner=inner: remat(lambda x: exp(x, 1.0).sum(), save=inner)(x),
+            save=outer,
+        )
         close(value_and_grad(f)(x)[1], x.exp())
         assert len(runs) == expected
 
@@ -204,7 +219,9 @@ def test_a_second_derivative_through_kept_residuals_is_right_or_refused():
     x = normal(3)
     for keep in ("input", "both"):
         _, exp = counted(keep)
-        with pytest.raises(RuntimeError, match="second derivative needs the gradient of a residual"):
+        with pytest.raises(
+            RuntimeError, match="second derivative needs the gradient of a residual"
+        ):
             hessian(remat(lambda x, exp=exp: exp(2 * x, 1.0).sum(), save=("exp",)))(x)
     _, exp = counted()
     close(hessian(remat(lambda x: exp(2 * x, 1.0).sum()))(x), torch.diag(4 * (2 * x).exp()))

@@ -1,4 +1,6 @@
-"""Counts that a function returns and never reads: right in the forward, neither kept by a remat nor made again."""
+"""Counts that a function returns and never reads: right in the forward, neither kept by a remat nor
+made again.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def test_made_once_and_not_kept(save: str) -> None:
     CALLS[0] = 0
     with live_bytes() as live:
         out, pull, counts = vjp(lambda w, x: f(w, x), w, x, has_aux=True)
-        assert counts.tolist() == [int((x > 0 if save != "keepable" else torch.sin(x) > 0).sum())] * CELLS
+        assert (
+            counts.tolist()
+            == [int((x > 0 if save != "keepable" else torch.sin(x) > 0).sum())] * CELLS
+        )
         del counts
         assert live.current < CELLS
         pull(torch.ones_like(out))
@@ -81,8 +86,12 @@ def test_nested_pinned_and_under_transforms() -> None:
     (w, x), f = arguments(), remat(remat(inner))
     expected = value_and_grad(lambda w: inner(w, x)[0].sum())(w)
     assert_close_trees(value_and_grad(lambda w: f(w, x)[0].sum())(w), expected, rtol=0, atol=0)
-    assert_close_trees(torch.func.grad(lambda w: f(w, x)[0].sum())(w), expected[1], rtol=1e-14, atol=0)
-    batched = torch.func.vmap(torch.func.grad(lambda w, x: f(w, x)[0].sum()), (None, 0))(w, torch.stack([x, -x]))
+    assert_close_trees(
+        torch.func.grad(lambda w: f(w, x)[0].sum())(w), expected[1], rtol=1e-14, atol=0
+    )
+    batched = torch.func.vmap(torch.func.grad(lambda w, x: f(w, x)[0].sum()), (None, 0))(
+        w, torch.stack([x, -x])
+    )
     assert_close_trees(batched[0], expected[1], rtol=1e-14, atol=0)
     with record_decisions() as made:
         _, first = f(w, x)
@@ -93,7 +102,10 @@ def test_nested_pinned_and_under_transforms() -> None:
 def test_experts_keep_their_routes_and_no_histogram() -> None:
     """Of 64 experts a histogram has 256 kB, a layer's input 1 kB."""
     cfg = latent_moe.Config(8, latent_size=8, expert_size=4, shared_size=0, num_experts=64, top_k=2)
-    p, x = init(latent_moe.specs(cfg), random.key(0), dtype=torch.float32), random.normal(random.key(1), (1, 32, 8))
+    p, x = (
+        init(latent_moe.specs(cfg), random.key(0), dtype=torch.float32),
+        random.normal(random.key(1), (1, 32, 8)),
+    )
 
     def layer(p: Any, x: Tensor) -> tuple[Tensor, Any]:
         out = latent_moe.apply(p, x, cfg, bias=torch.zeros(64))

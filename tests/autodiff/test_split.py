@@ -7,7 +7,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import balance, segments, tree
-from k31fn.autodiff import check_split, custom_vjp, deferred, remat, split_vjp, stop_gradient, vjp, weight_product
+from k31fn.autodiff import (
+    check_split,
+    custom_vjp,
+    deferred,
+    remat,
+    split_vjp,
+    stop_gradient,
+    vjp,
+    weight_product,
+)
 from k31fn.layers import block, kda, latent_moe, linear, mlp
 from k31fn.model import layer_configs
 from k31fn.params import LowRank, Quantized
@@ -59,11 +68,15 @@ def shared(ps, x):
     p = ps[0]
     x = rematted([p, p], x) + (p["up"] @ p["down"]).sum()
     left, right = p["up"].split([4, 6], dim=1)
-    return x + linear.linear(torch.cat([linear.linear(x, left), linear.linear(x, right)], -1), p["down"])
+    return x + linear.linear(
+        torch.cat([linear.linear(x, left), linear.linear(x, right)], -1), p["down"]
+    )
 
 
 def made_in_steps(ps, x):
-    """Weights that are made of others that are also used as they are, and of what only weights make."""
+    """Weights that are made of others that are also used as they are, and of what only weights
+    make.
+    """
     p = ps[0]
     bias = torch.tanh(p["norm"] * ps[1]["norm"]) + p["norm"]
     x = linear.linear(x + bias, p["up"] * bias[:, None])
@@ -83,10 +96,16 @@ def test_the_parts_give_the_whole_s_gradients_with_its_work(f):
 
 @pytest.mark.parametrize("f", [plain, rematted, nested])
 def test_every_product_s_weight_gradient_is_put_off_and_nothing_else(f):
-    """By the closed form: a product of N rows has 2 N D F operations, and as many for each of its two gradients."""
+    """By the closed form: a product of N rows has 2 N D F operations, and as many for each of its
+    two gradients.
+    """
     one = 2 * N * D * F
     replays = {plain: 0, rematted: 1, nested: 2}[f]
-    assert check_split(f, weights(3), draw(N, D)) == (6 * one * (2 + replays), 6 * one * (1 + replays), 6 * one)
+    assert check_split(f, weights(3), draw(N, D)) == (
+        6 * one * (2 + replays),
+        6 * one * (1 + replays),
+        6 * one,
+    )
 
 
 def test_other_leaves_of_weights():
@@ -124,7 +143,9 @@ def test_frozen_weights_and_inputs_without_gradient():
         dp = backward_weight()
     expected = vjp(f, p, x)[1](torch.ones(N, D, dtype=torch.float64))
     assert_close_trees((dp, dx), expected, rtol=1e-12, atol=1e-12)
-    assert first.get_total_flops() + second.get_total_flops() == (2 + 2 + 2) * one  # replay, inputs, weights a and b
+    assert (
+        first.get_total_flops() + second.get_total_flops() == (2 + 2 + 2) * one
+    )  # replay, inputs, weights a and b
 
 
 def test_without_other_arguments_and_behind_a_stop():
@@ -155,7 +176,9 @@ def test_what_passes_through_and_what_depends_on_nothing():
     out, backward_input = split_vjp(f, ps, x, y)
     (dx, dy), backward_weight = backward_input(tree.map(torch.ones_like, out))
     grads = backward_weight()["a"], dx, dy
-    assert_close_trees(grads, (torch.ones_like(ps["a"]), torch.ones_like(x), torch.zeros_like(y)), rtol=0, atol=0)
+    assert_close_trees(
+        grads, (torch.ones_like(ps["a"]), torch.ones_like(x), torch.zeros_like(y)), rtol=0, atol=0
+    )
     _, backward_input = split_vjp(lambda ps, x: torch.ones(2), ps, x)
     (dx,), backward_weight = backward_input(torch.ones(2))
     assert not dx.any()
@@ -170,7 +193,9 @@ def test_integers_aux_and_leaves_without_influence():
     out, backward_input, aux = split_vjp(f, p, x, n, has_aux=True)
     (dx, dn), backward_weight = backward_input(torch.ones_like(out))
     assert (aux["rows"], dn) == (n, ())
-    assert_close_trees(backward_weight()["unused"], torch.zeros(2, dtype=torch.float64), rtol=0, atol=0)
+    assert_close_trees(
+        backward_weight()["unused"], torch.zeros(2, dtype=torch.float64), rtol=0, atol=0
+    )
     assert_close_trees(dx, 3 * p["a"].sum(1).expand(N, D), rtol=1e-12, atol=1e-12)
 
 
@@ -193,7 +218,9 @@ def test_the_parts_may_run_on_other_threads():
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_weight_that_was_made_does_not_wait_for_its_gradient(again):
-    """Between the parts live the products' inputs and cotangents; a weight gathered from shards, say, does not."""
+    """Between the parts live the products' inputs and cotangents; a weight gathered from shards,
+    say, does not.
+    """
     wide, rows = 64, 2
     ps, x = [draw(wide, wide) for _ in range(3)], draw(rows, wide)
     activation, weight = x.nbytes, ps[0].nbytes
@@ -216,7 +243,7 @@ def test_a_weight_that_was_made_does_not_wait_for_its_gradient(again):
     assert of_args[0].shape == x.shape
 
 
-# ------------------------------------------------------------------------------------------------------- K3.1's layers
+# ------------------------------------------------------------------------------------ K3.1's layers
 def of_layer(number):
     cfg = small.config()
     layer_cfg, p = layer_configs(cfg)[number], small.weights(cfg).layers[number]
@@ -263,11 +290,15 @@ def test_the_layers_of_the_model_split(number, again, monkeypatch):
     assert expected > 0.15 * work.whole
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------------------------------- refusals
 def test_a_product_that_does_its_work_twice_is_refused_with_the_figures():
     """A rule whose backward always computes both gradients."""
-    both = custom_vjp(torch.matmul).defvjp(lambda x, w: (x @ w, (x, w)), lambda r, ct: (ct @ r[1].mT, r[0].mT @ ct))
-    with pytest.raises(ValueError, match=r"inputs 1440 [+] weights 1440 = 2880 operations, the whole 1440"):
+    both = custom_vjp(torch.matmul).defvjp(
+        lambda x, w: (x @ w, (x, w)), lambda r, ct: (ct @ r[1].mT, r[0].mT @ ct)
+    )
+    with pytest.raises(
+        ValueError, match=r"inputs 1440 [+] weights 1440 = 2880 operations, the whole 1440"
+    ):
         check_split(lambda w, x: weight_product(both, x, w), draw(D, 12), draw(N, D))
 
 
@@ -278,15 +309,21 @@ def test_a_split_that_puts_nothing_off_is_refused():
 
 def test_a_lost_gradient_is_found(monkeypatch):
     monkeypatch.setattr(
-        deferred.Tape, "gradients", lambda self, wanted: [p.compute() for p in self.products] and [None]
+        deferred.Tape,
+        "gradients",
+        lambda self, wanted: [p.compute() for p in self.products] and [None],
     )
     with pytest.raises(ValueError, match="gradient of 0 differs"):
         check_split(lambda w, x: linear.linear(x, w), draw(D, 12), draw(N, D))
 
 
 def test_a_weight_made_of_the_input_is_refused():
-    _, backward_input = split_vjp(lambda w, x: linear.linear(x, w * x.sum()), draw(D, D), draw(N, D))
-    with pytest.raises(ValueError, match=r"weight of a product depends on an argument of shape \[5, 6\]"):
+    _, backward_input = split_vjp(
+        lambda w, x: linear.linear(x, w * x.sum()), draw(D, D), draw(N, D)
+    )
+    with pytest.raises(
+        ValueError, match=r"weight of a product depends on an argument of shape \[5, 6\]"
+    ):
         backward_input(draw(N, D))
 
 

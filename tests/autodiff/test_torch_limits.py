@@ -31,12 +31,15 @@ def library_exp(x: Tensor) -> Tensor:
 
 
 library_exp.register_autograd(
-    lambda ctx, ct: ct * ctx.saved_tensors[0], setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output)
+    lambda ctx, ct: ct * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 
 FAILING = {
     "checkpoint": lambda x: torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False),
-    "reentrant checkpoint": lambda x: torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=True),
+    "reentrant checkpoint": lambda x: torch.utils.checkpoint.checkpoint(
+        torch.exp, x, use_reentrant=True
+    ),
     "old-style Function": OldStyle.apply,
     "library op": library_exp,
 }
@@ -60,4 +63,7 @@ def test_writing_into_fresh_zeros_fails_under_vmap_and_stacking_does_not():
     x = normal(2, 3)
     with pytest.raises(RuntimeError, match="vmap"):
         vmap(written)(x)
-    close(vmap(lambda x: torch.cat([x.new_zeros(1), x[1:]]))(x), torch.stack([written(row) for row in x]))
+    close(
+        vmap(lambda x: torch.cat([x.new_zeros(1), x[1:]]))(x),
+        torch.stack([written(row) for row in x]),
+    )

@@ -31,11 +31,16 @@ def test_vjp_returns_zeros_for_unused_leaves_and_nothing_for_integers():
     out, pull = autodiff.vjp(lambda p, x: {"y": p.w @ x, "n": p.rest["steps"] + 1}, p, x)
     assert not out["y"].requires_grad
     dp, dx = pull({"y": torch.ones(4, dtype=F64), "n": torch.zeros(2, dtype=torch.int64)})
-    close(dp, Params(x.expand(4, 4).clone(), {"b": torch.zeros(4, dtype=F64), "steps": (), "none": ()}))
+    close(
+        dp,
+        Params(x.expand(4, 4).clone(), {"b": torch.zeros(4, dtype=F64), "steps": (), "none": ()}),
+    )
     close(dx, p.w.sum(0))
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, lambda f: lambda x: vmap(f)(x[None])[0]], ids=["plain", "vmap"])
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, lambda f: lambda x: vmap(f)(x[None])[0]], ids=["plain", "vmap"]
+)
 def test_a_pullback_runs_once(transform: Callable[..., Any]):
     def twice(x: Tensor) -> Tensor:
         out, pull = autodiff.vjp(torch.sin, x)
@@ -98,7 +103,9 @@ def test_integer_outputs_under_transforms():
     close(torch.stack([f(x[0]), f(x[1])]), 2 * x)
 
 
-@pytest.mark.parametrize("value", [lambda x: x, lambda x: x.argmax(), lambda x: 3.0, lambda x: (x.sum(),)])
+@pytest.mark.parametrize(
+    "value", [lambda x: x, lambda x: x.argmax(), lambda x: 3.0, lambda x: (x.sum(),)]
+)
 def test_the_value_must_be_a_floating_scalar(value: Callable[..., Any]):
     with pytest.raises(ValueError, match="must return a floating scalar"):
         value_and_grad(value)(normal(3))
@@ -116,7 +123,9 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, remat, lambda f: remat(remat(f))], ids=["plain", "remat", "nested"]
+)
 @pytest.mark.parametrize("nesting", NESTED)
 @pytest.mark.parametrize("argnum", [0, 1])
 def test_second_order_by_nesting(argnum: int, nesting: str, wrap: Callable[..., Any]):
@@ -130,7 +139,10 @@ def test_second_order_by_nesting(argnum: int, nesting: str, wrap: Callable[..., 
 
     outer, inner = NESTED[nesting]
     args = normal(4, 4), normal(4)
-    close(outer(penalty(inner, wrap(f)), (0, 1))(*args)[1], grad(penalty(their_value_and_grad, f), (0, 1))(*args))
+    close(
+        outer(penalty(inner, wrap(f)), (0, 1))(*args)[1],
+        grad(penalty(their_value_and_grad, f), (0, 1))(*args),
+    )
 
 
 @pytest.mark.parametrize("nesting", NESTED)
@@ -174,11 +186,17 @@ def test_stop_gradient_is_zero_at_every_order_and_level():
     close(value_and_grad(f)(x)[1], 2 * x * x)
     close(hessian(f)(x), torch.diag(2 * x))
     close(vmap(grad(f))(torch.stack([x, -x])), torch.stack([2 * x * x, -2 * x * x * -1]))
-    close(jacrev(lambda y: grad(lambda x: (stop_gradient(y) * x.pow(2)).sum())(x))(x), torch.zeros(4, 4, dtype=F64))
+    close(
+        jacrev(lambda y: grad(lambda x: (stop_gradient(y) * x.pow(2)).sum())(x))(x),
+        torch.zeros(4, 4, dtype=F64),
+    )
     plain = x.clone().requires_grad_()
     f(plain).backward()
     close(plain.grad, 2 * x * x)
-    same_bits(stop_gradient({"x": x, "i": torch.arange(2), "k": 3}), {"x": x, "i": torch.arange(2), "k": 3})
+    same_bits(
+        stop_gradient({"x": x, "i": torch.arange(2), "k": 3}),
+        {"x": x, "i": torch.arange(2), "k": 3},
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,7 +204,9 @@ def test_stop_gradient_is_zero_at_every_order_and_level():
     [remat(torch.sin), exponential("input"), lambda x: fused(torch.eye(3, dtype=F64), x)],
     ids=["remat", "custom_vjp", "opaque"],
 )
-@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script:DeprecationWarning")  # torch's own first use of jvp
+@pytest.mark.filterwarnings(
+    r"ignore:`torch\.jit\.script:DeprecationWarning"
+)  # torch's own first use of jvp
 def test_forward_mode_raises_and_says_what_to_use(f: Callable[[Tensor], Tensor]):
     x = normal(3)
     for forward in (
@@ -194,5 +214,8 @@ def test_forward_mode_raises_and_says_what_to_use(f: Callable[[Tensor], Tensor])
         lambda: torch.func.jacfwd(f)(x),
         lambda: torch.func.hessian(lambda x: f(x).sum())(x),
     ):
-        with pytest.raises(RuntimeError, match=r"forward-mode differentiation.*reverse-mode only.*autodiff\.hessian"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"forward-mode differentiation.*reverse-mode only.*autodiff\.hessian",
+        ):
             forward()

@@ -1,4 +1,6 @@
-"""A session whose writer runs in the process of the tests: the same requests and files, and no start of seconds."""
+"""A session whose writer runs in the process of the tests: the same requests and files, and no
+start of seconds.
+"""
 
 from __future__ import annotations
 

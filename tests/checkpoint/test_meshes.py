@@ -1,4 +1,6 @@
-"""Saved on one mesh and restored on another, bit by bit; every rank is a thread, without a process for its writer."""
+"""Saved on one mesh and restored on another, bit by bit; every rank is a thread, without a process
+for its writer.
+"""
 
 import contextlib
 import importlib.util
@@ -36,13 +38,17 @@ def direct(monkeypatch):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Of 400 bytes: larger tensors have several, cut along different dimensions; and files of few blocks."""
+    """Of 400 bytes: larger tensors have several, cut along different dimensions; and files of few
+    blocks.
+    """
     monkeypatch.setattr(files, "BLOCK_BYTES", 400)
     monkeypatch.setattr("k31fn.checkpoint.arrays._FILE_BYTES", 2000)
 
 
 def state():
-    """Every kind of leaf: scalars, odd dtypes, a negative zero and a NaN, one of each stage, one that is empty."""
+    """Every kind of leaf: scalars, odd dtypes, a negative zero and a NaN, one of each stage, one
+    that is empty.
+    """
     w = torch.arange(768, dtype=torch.float32).reshape(8, 96)
     w[0, 0], w[3, 3] = -0.0, float("nan")
     return {
@@ -83,7 +89,9 @@ def local(mesh, coordinate):
 
 
 def bits(x):
-    return tree.map(lambda t: (str(t.dtype), t.contiguous().flatten().view(torch.uint8).tolist()), x)
+    return tree.map(
+        lambda t: (str(t.dtype), t.contiguous().flatten().view(torch.uint8).tolist()), x
+    )
 
 
 def save(folder, mesh, step=1, **how):
@@ -108,13 +116,22 @@ def restored(folder, mesh, step=1, on_damage=pytest.fail):
     return each_rank(go, mesh, lambda c: (c,))
 
 
-MESHES = [Mesh(), Mesh(fsdp=2, tp=2), Mesh(fsdp=2, ep=2), Mesh(pp=2), Mesh(pp=2, tp=2), Mesh(dp=2, cp=2)]
+MESHES = [
+    Mesh(),
+    Mesh(fsdp=2, tp=2),
+    Mesh(fsdp=2, ep=2),
+    Mesh(pp=2),
+    Mesh(pp=2, tp=2),
+    Mesh(dp=2, cp=2),
+]
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("saved", [Mesh(fsdp=4), Mesh(), Mesh(pp=2, fsdp=2)], ids=str)
 def test_from_any_mesh_to_any_mesh(tmp_path, saved):
-    """All leaves bit-equal, dtypes kept; a checkpoint of one rank is read with no word of a mesh."""
+    """All leaves bit-equal, dtypes kept; a checkpoint of one rank is read with no word of a
+    mesh.
+    """
     save(tmp_path, saved)
     assert len(list(tmp_path.glob("1/0/state/ocdbt.process_0/d/*"))) > 2, "several files"
     for mesh in MESHES:
@@ -122,17 +139,23 @@ def test_from_any_mesh_to_any_mesh(tmp_path, saved):
             assert bits(got) == bits(expected), mesh
     with Checkpointer(tmp_path, read_only=True) as ckpt:
         assert bits(ckpt.restore(1, state())) == bits(state())
-        assert bits(ckpt.restore(1, {"last": state()["last"]}, partial=True)) == bits({"last": state()["last"]})
+        assert bits(ckpt.restore(1, {"last": state()["last"]}, partial=True)) == bits(
+            {"last": state()["last"]}
+        )
         assert ckpt.metadata(1) == {"at": 1}
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=4), Mesh(pp=2, fsdp=2), Mesh(dp=2, tp=2), Mesh(fsdp=2, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(fsdp=4), Mesh(pp=2, fsdp=2), Mesh(dp=2, tp=2), Mesh(fsdp=2, ep=2)], ids=str
+)
 def test_each_element_is_written_once_by_a_rank_that_holds_it(mesh):
     """Replicas share the work: of two data-parallel ranks, neither writes all."""
     counts = {name: torch.zeros(x.shape, dtype=torch.int64) for name, x in state().items()}
     writers = set()
     for coordinate, parts in zip(
-        mesh.coordinates(), each_rank(lambda axes: layout(mesh).parts(axes), mesh, lambda _: ()), strict=True
+        mesh.coordinates(),
+        each_rank(lambda axes: layout(mesh).parts(axes), mesh, lambda _: ()),
+        strict=True,
     ):
         assert {n: tuple(x.shape) for n, x in local(mesh, coordinate).items()} == {
             n: p.box.shape for n, p in parts.items()
@@ -146,14 +169,20 @@ def test_each_element_is_written_once_by_a_rank_that_holds_it(mesh):
 
 
 def test_a_rank_reads_the_blocks_that_it_wants_and_no_others(tmp_path, monkeypatch):
-    """Of a matrix that one rank wrote, a quarter of the rows or of the columns is a quarter of the bytes."""
+    """Of a matrix that one rank wrote, a quarter of the rows or of the columns is a quarter of the
+    bytes.
+    """
     monkeypatch.setattr(files, "BLOCK_BYTES", 4 << 10)
     whole = {"x": torch.arange(128 * 128, dtype=torch.float32).reshape(128, 128)}
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, whole)
     read = []
     load = reading.load
-    monkeypatch.setattr(reading, "load", lambda folder, blocks: load(folder, [b for b in blocks if not read.append(b)]))
+    monkeypatch.setattr(
+        reading,
+        "load",
+        lambda folder, blocks: load(folder, [b for b in blocks if not read.append(b)]),
+    )
     for spec in (P("fsdp"), P(None, "fsdp")):
         lay = Layout(tree.map(lambda x: x.to("meta"), whole), {"x": Held(spec)}, Mesh(fsdp=4))
 
@@ -161,7 +190,9 @@ def test_a_rank_reads_the_blocks_that_it_wants_and_no_others(tmp_path, monkeypat
             part = whole["x"][tile(spec, (128, 128), lay.mesh, coordinate)]
             with Checkpointer(tmp_path, axes=axes, read_only=True) as ckpt:
                 got = ckpt.restore(1, {"x": part.to("meta")}, layout=lay)
-                assert os.fstat(ckpt._session._buffer.descriptor).st_size < 2 * part.nbytes  # not the whole tensor
+                assert (
+                    os.fstat(ckpt._session._buffer.descriptor).st_size < 2 * part.nbytes
+                )  # not the whole tensor
             return torch.equal(got["x"], part)
 
         read.clear()
@@ -184,7 +215,9 @@ def flipped(folder, x):
 
 
 def test_a_flipped_byte_is_named_whoever_wrote_it(tmp_path):
-    """The leaf, the part of it, and the rank; on every rank that restores, also on one that did not want it."""
+    """The leaf, the part of it, and the rank; on every rank that restores, also on one that did not
+    want it.
+    """
     mesh, lines = Mesh(fsdp=2), []
     save(tmp_path, mesh, step=1)
     save(tmp_path, mesh, step=2)
@@ -198,7 +231,9 @@ def test_a_flipped_byte_is_named_whoever_wrote_it(tmp_path):
         restored(tmp_path, mesh, 2, on_damage=None)
     with (
         flipped(tmp_path / "2", state()["w"][:4]),
-        pytest.raises(DamagedCheckpointError, match=r"damaged: 'w' \[0:4, 0:96\], block 'w.0' of 0/state"),
+        pytest.raises(
+            DamagedCheckpointError, match=r"damaged: 'w' \[0:4, 0:96\], block 'w.0' of 0/state"
+        ),
     ):
         restored(tmp_path, Mesh(), 2, on_damage=None)
 
@@ -214,7 +249,9 @@ def test_a_flipped_byte_is_named_whoever_wrote_it(tmp_path):
 
 
 def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path, monkeypatch):
-    """Said on every rank, with its place; nothing is left, older steps are there, and the next save is made."""
+    """Said on every rank, with its place; nothing is left, older steps are there, and the next save
+    is made.
+    """
     mesh = Mesh(fsdp=2)
     do, full = Direct._do, {"on": False}
 
@@ -241,7 +278,10 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path, monkeypatch):
 
     for said in each_rank(go, mesh, lambda c: (c,)):
         (line,) = said
-        assert "step 2 is not saved: rank 1 at {'fsdp': 1}: No space left on device; complete steps: [1]" in line
+        assert (
+            "step 2 is not saved: rank 1 at {'fsdp': 1}: No space left on device; complete steps: "
+            "[1]" in line
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1", "2"]
 
 
@@ -253,7 +293,8 @@ def test_parts_that_do_not_make_up_a_tensor_are_not_a_checkpoint(tmp_path, monke
             Layout,
             "parts",
             lambda self, axes, parts=parts, writes=writes: {
-                n: p._replace(writes=writes if n == "key" else p.writes) for n, p in parts(self, axes).items()
+                n: p._replace(writes=writes if n == "key" else p.writes)
+                for n, p in parts(self, axes).items()
             },
         )
         with pytest.raises(CheckpointError, match=f"step 1 is not saved: .*{message} 'key'"):
@@ -274,16 +315,23 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
                 with pytest.raises(ValueError, match=r"the layout gives this rank") as error:
                     ckpt.save(2, wrong, layout=layout(mesh))
                 said.append(str(error.value))
-            with pytest.raises(ValueError, match=r"rank 1 at \{'fsdp': 1\}: metadata is not JSON data"):
+            with pytest.raises(
+                ValueError, match=r"rank 1 at \{'fsdp': 1\}: metadata is not JSON data"
+            ):
                 ckpt.save(2, mine, {"x": ckpt} if coordinate["fsdp"] else {}, layout=layout(mesh))
             with pytest.raises(ValueError, match="step=1 is complete"):
                 ckpt.save(1, mine, layout=layout(mesh))
         return said
 
     for said in each_rank(go, mesh, lambda c: (c,)):
-        assert "'w' is torch.float32 [3, 96], its part of the layout torch.float32 [4, 96]" in said[0]
+        assert (
+            "'w' is torch.float32 [3, 96], its part of the layout torch.float32 [4, 96]" in said[0]
+        )
         assert "gives this rank no 'other'" in said[1]
-        assert "'narrow' is torch.float32 [4, 8], its part of the layout torch.bfloat16 [4, 8]" in said[2]
+        assert (
+            "'narrow' is torch.float32 [4, 8], its part of the layout torch.bfloat16 [4, 8]"
+            in said[2]
+        )
 
 
 def test_without_a_layout_all_ranks_hold_the_same(tmp_path):
@@ -314,7 +362,11 @@ def test_two_runs_in_one_folder(tmp_path, monkeypatch):
         (files.Keep(2), {}, [40, 50]),
         (files.Keep(1, every=20), {}, [20, 40, 50]),
         (files.Keep(1, best=2), {10: 3.0, 20: 1.0, 30: float("nan"), 40: 2.0}, [20, 40, 50]),
-        (files.Keep(1, best=1), {10: 1.0, 20: 2.0, 30: 3.0, 40: 4.0, 50: 5.0}, [10, 50]),  # ever worse
+        (
+            files.Keep(1, best=1),
+            {10: 1.0, 20: 2.0, 30: 3.0, 40: 4.0, 50: 5.0},
+            [10, 50],
+        ),  # ever worse
         (files.Keep(2, every=30, best=9), {60: 0.0}, [30, 40, 50]),
     ],
 )
@@ -323,7 +375,10 @@ def test_what_stays(keep, scores, stays):
 
 
 def test_retention_with_scores_that_come_after_the_save(tmp_path):
-    """As in training: a step's held-out loss is known only once it is saved. A worsening one costs no new step."""
+    """As in training: a step's held-out loss is known only once it is saved.
+
+    A worsening one costs no new step.
+    """
     scores = {}
     with Checkpointer(tmp_path, keep=1, keep_best=1) as ckpt:
         for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 5.0), (5, 6.0)):

@@ -1,4 +1,6 @@
-"""Checkpoints: bit-exact values, and nothing lost or silently wrong when a disk, a bit or a process fails."""
+"""Checkpoints: bit-exact values, and nothing lost or silently wrong when a disk, a bit or a process
+fails.
+"""
 
 import contextlib
 import importlib.util
@@ -39,15 +41,29 @@ class Moments(NamedTuple):
 
 
 def make_state(seed: float = 0.0) -> State:
-    """Every kind of node and of supported dtype, 0-d, empty, strided, with a gradient, and bits of a NaN."""
+    """Every kind of node and of supported dtype, 0-d, empty, strided, with a gradient, and bits of
+    a NaN.
+    """
     bits = torch.arange(48, dtype=torch.uint8) + 1
-    quiet = torch.tensor([0x7FC00001, 0x7F800002, -1], dtype=torch.int32).view(torch.float32)  # NaNs with a payload
+    quiet = torch.tensor([0x7FC00001, 0x7F800002, -1], dtype=torch.int32).view(
+        torch.float32
+    )  # NaNs with a payload
     dtypes = [f"{sign}int{n}" for sign in ("", "u") for n in (8, 16, 32, 64)]
-    dtypes += ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
+    dtypes += [
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+    ]
     return State(
         step=torch.tensor(7 + int(seed)),
         params={
-            "layers": [{"w_q": torch.randn(6, 4) + seed, "b/é %": torch.randn(5, requires_grad=True)}],
+            "layers": [
+                {"w_q": torch.randn(6, 4) + seed, "b/é %": torch.randn(5, requires_grad=True)}
+            ],
             "strided": torch.randn(4, 6).t()[1:],
             "nan": quiet,
             "empty": torch.zeros(0, 3, dtype=torch.bfloat16),
@@ -75,7 +91,10 @@ def assert_same_bits(a: Any, b: Any) -> None:
 
 
 class Shared(NamedTuple):
-    """One checkpointer for many tests: its writer takes seconds to start. Each test uses steps of its own."""
+    """One checkpointer for many tests: its writer takes seconds to start.
+
+    Each test uses steps of its own.
+    """
 
     ckpt: Checkpointer
     steps: "Iterator[int]"
@@ -110,7 +129,9 @@ def stopped(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_room(pid: int) -> Iterator[None]:
-    """The process can write no file of more than 100 bytes inside the block; an error like that of a full disk."""
+    """The process can write no file of more than 100 bytes inside the block; an error like that of
+    a full disk.
+    """
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
@@ -146,7 +167,7 @@ def file_with(folder: Path, pattern: bytes) -> Path:
     return next(f for f in sorted(folder.rglob("*")) if f.is_file() and pattern in f.read_bytes())
 
 
-# ------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 
 
 def test_state_and_metadata_come_back_bit_for_bit(shared: Shared) -> None:
@@ -184,7 +205,11 @@ def test_the_writer_writes_from_the_shared_memory_and_copies_nothing(shared: Sha
     process = Path(f"/proc/{writer_pid(shared.ckpt)}")
 
     def kilobytes(name: str) -> int:
-        return int(next(s for s in (process / "status").read_text().splitlines() if s.startswith(name)).split()[1])
+        return int(
+            next(
+                s for s in (process / "status").read_text().splitlines() if s.startswith(name)
+            ).split()[1]
+        )
 
     (process / "clear_refs").write_text("5")  # the peak begins anew
     before = kilobytes("VmRSS:")
@@ -207,13 +232,22 @@ def test_the_next_save_waits_for_the_one_before(shared: Shared) -> None:
         shared.ckpt.save(step, {"x": torch.full((100,), step)})
     shared.ckpt.wait()
     for step in steps:
-        assert shared.ckpt.restore(step, {"x": torch.zeros(100, dtype=torch.int64)})["x"].eq(step).all()
+        assert (
+            shared.ckpt.restore(step, {"x": torch.zeros(100, dtype=torch.int64)})["x"]
+            .eq(step)
+            .all()
+        )
 
 
 def test_all_differences_are_listed_in_one_error(shared: Shared) -> None:
     saved = {"a": torch.zeros(2, 3), "b": torch.zeros(4), "c": torch.zeros(1), "d": torch.zeros(1)}
     step = shared.saved(saved)
-    like = {"a": torch.zeros(3, 2), "b": torch.zeros(4).bfloat16(), "c": torch.zeros(1), "e": torch.zeros(1)}
+    like = {
+        "a": torch.zeros(3, 2),
+        "b": torch.zeros(4).bfloat16(),
+        "c": torch.zeros(1),
+        "e": torch.zeros(1),
+    }
     with pytest.raises(ValueError, match="differs from the state to restore") as error:
         shared.ckpt.restore(step, like)
     text = str(error.value)
@@ -269,14 +303,20 @@ def test_a_complete_step_is_not_overwritten(shared: Shared) -> None:
     assert shared.ckpt.restore(step, {"x": torch.zeros(2)})["x"].eq(1).all()
 
 
-def test_a_second_writer_says_that_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once and before it waits: the first one lets go when it hears of it, or the second is refused."""
+def test_a_second_writer_says_that_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once and before it waits: the first one lets go when it hears of it, or the second is
+    refused.
+    """
     said: list[str] = []
     monkeypatch.setattr(lock, "_WAIT_S", 0.35)
     held = f"{tmp_path}: another process is writing checkpoints here"
     with (
         Checkpointer(tmp_path, on_wait=said.append),
-        pytest.raises(CheckpointError, match=rf"^{held}; end that run, or start one in another folder$"),
+        pytest.raises(
+            CheckpointError, match=rf"^{held}; end that run, or start one in another folder$"
+        ),
     ):
         Checkpointer(tmp_path, on_wait=said.append)
     assert said == [f"{held}; waiting for its end, 0 s at most"]
@@ -285,7 +325,9 @@ def test_a_second_writer_says_that_it_waits(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_only_one_process_writes_but_others_may_read(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_process_writes_but_others_may_read(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = shared.saved({"x": torch.ones(2)})
     monkeypatch.setattr(lock, "_WAIT_S", 0.05)
     with pytest.raises(CheckpointError, match="another process is writing"):
@@ -300,7 +342,7 @@ def test_only_one_process_writes_but_others_may_read(shared: Shared, monkeypatch
     assert not reader.directory.exists()
 
 
-# ------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------- damage
 
 
 def test_a_flipped_bit_is_named_and_an_older_step_is_only_taken_when_asked(shared: Shared) -> None:
@@ -309,7 +351,8 @@ def test_a_flipped_bit_is_named_and_an_older_step_is_only_taken_when_asked(share
     pattern = raw(state["layers.0.w"])
     flip_bit(file_with(shared.ckpt.directory / str(damaged), pattern), pattern)
     with pytest.raises(
-        DamagedCheckpointError, match=rf"{damaged}: damaged: 'layers.0.w' \[0:500\], block 'layers.0.w.0' of 0/state$"
+        DamagedCheckpointError,
+        match=rf"{damaged}: damaged: 'layers.0.w' \[0:500\], block 'layers.0.w.0' of 0/state$",
     ):
         shared.ckpt.restore(damaged, state)
     assert shared.ckpt.latest() == damaged  # never another step in silence
@@ -345,7 +388,10 @@ def test_a_damaged_manifest_is_an_error(shared: Shared) -> None:
 @pytest.mark.timeout(600)
 def test_no_flipped_bit_or_cut_file_gives_wrong_values(tmp_path: Path) -> None:
     """Anywhere in any file: an error, or the very values (bits that nothing reads)."""
-    state, metadata = {f"w{i}": torch.randn(20, 40) for i in range(8)} | {"step": torch.tensor(7)}, {"m": [1, 2.5]}
+    state, metadata = (
+        {f"w{i}": torch.randn(20, 40) for i in range(8)} | {"step": torch.tensor(7)},
+        {"m": [1, 2.5]},
+    )
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state, metadata)
     draw = random.Random(0)
@@ -361,7 +407,9 @@ def test_no_flipped_bit_or_cut_file_gives_wrong_values(tmp_path: Path) -> None:
             outcomes[False] += 1
 
     with Checkpointer(tmp_path, read_only=True) as reader:
-        for file in (f for f in sorted((tmp_path / "1").rglob("*")) if f.is_file() and f.stat().st_size):
+        for file in (
+            f for f in sorted((tmp_path / "1").rglob("*")) if f.is_file() and f.stat().st_size
+        ):
             data = file.read_bytes()
             for offset in {0, len(data) - 1, *(draw.randrange(len(data)) for _ in range(12))}:
                 flip_bit(file, offset=offset, bit=draw.randrange(8))
@@ -377,7 +425,7 @@ def test_no_flipped_bit_or_cut_file_gives_wrong_values(tmp_path: Path) -> None:
     assert outcomes[False] > 50
 
 
-# ----------------------------------------------------------------------------------------------------- failures
+# ----------------------------------------------------------------------------------------- failures
 
 
 def test_a_failed_write_is_reported_once_and_the_step_can_be_saved_again(shared: Shared) -> None:
@@ -387,7 +435,9 @@ def test_a_failed_write_is_reported_once_and_the_step_can_be_saved_again(shared:
     for report in (shared.ckpt.wait, lambda: shared.ckpt.save(failing + 1, state)):
         with no_room(writer_pid(shared.ckpt)):
             shared.ckpt.save(failing, state)
-            with pytest.raises(CheckpointError, match=f"step {failing} is not saved: .*File too large"):
+            with pytest.raises(
+                CheckpointError, match=f"step {failing} is not saved: .*File too large"
+            ):
                 report()
         shared.ckpt.wait()  # said once
         assert shared.ckpt.latest() == step
@@ -406,7 +456,9 @@ def test_leaving_the_block_reports_a_failed_write_and_a_killed_writer(tmp_path: 
         with stopped(writer_pid(ckpt)):
             ckpt.save(2, state)
             os.kill(writer_pid(ckpt), signal.SIGKILL)
-        with pytest.raises(CheckpointError, match="step 2 is not saved: the writer process was killed by SIGKILL"):
+        with pytest.raises(
+            CheckpointError, match="step 2 is not saved: the writer process was killed by SIGKILL"
+        ):
             ckpt.wait()
         assert ckpt.latest() == 1
         ckpt.save(2, state)  # a new writer
@@ -423,7 +475,9 @@ def test_leaving_the_block_reports_a_failed_write_and_a_killed_writer(tmp_path: 
 
     with pytest.raises(CheckpointError, match="step 3 is not saved"):
         lose_a_save()
-    with pytest.raises(KeyError, match="mine") as error:  # the first error stays the one that is seen
+    with pytest.raises(
+        KeyError, match="mine"
+    ) as error:  # the first error stays the one that is seen
         lose_a_save(KeyError("mine"))
     assert any("step 3 is not saved" in note for note in error.value.__notes__)
     with Checkpointer(tmp_path, read_only=True) as reader:
@@ -443,12 +497,17 @@ def test_retention_signals_and_what_a_killed_writer_left(tmp_path: Path) -> None
             ckpt.wait()
             os.kill(writer_pid(ckpt), signal.SIGTERM)
         assert ckpt.steps() == [5, 7]
-        ckpt.save(4, {"x": torch.zeros(2)})  # older than what is kept: what was just saved is not what goes
+        ckpt.save(
+            4, {"x": torch.zeros(2)}
+        )  # older than what is kept: what was just saved is not what goes
         ckpt.wait()
         assert ckpt.steps() == [4, 5, 7]
         pid = writer_pid(ckpt)
     ckpt.close()  # a second time: nothing
-    for call in (lambda: ckpt.save(8, {"x": torch.zeros(2)}), lambda: ckpt.latest(on_damage=pytest.fail)):
+    for call in (
+        lambda: ckpt.save(8, {"x": torch.zeros(2)}),
+        lambda: ckpt.latest(on_damage=pytest.fail),
+    ):
         with pytest.raises(ValueError, match="is closed"):
             call()
     assert not alive(pid)
@@ -466,7 +525,8 @@ ckpt = Checkpointer(sys.argv[1])
 ckpt.save(1, state, {"at": 1})
 ckpt.wait()
 assert ckpt.restore(1, state)["x"].equal(state["x"])
-jax = sorted(m for m in sys.modules if m.partition(".")[0] in ("jax", "jaxlib", "orbax", "tensorstore", "pickle5"))
+banned = ("jax", "jaxlib", "orbax", "tensorstore", "pickle5")
+jax = sorted(m for m in sys.modules if m.partition(".")[0] in banned)
 if sys.argv[3:] == ["stop"]:
     os.kill(ckpt._session.writer.pid, signal.SIGSTOP)
 ckpt.save(2, state)
@@ -523,7 +583,9 @@ def test_orbax_alone_reads_it_and_does_not_notice_a_flipped_bit(tmp_path: Path) 
 
     def orbax() -> str:
         command = [sys.executable, "-W", "ignore", "-c", READ_WITH_ORBAX, str(tmp_path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=100
+        ).stdout.strip()
 
     assert orbax() == raw(x).hex()
     flip_bit(file_with(tmp_path, raw(x)), raw(x))
@@ -550,7 +612,9 @@ def test_a_full_or_read_only_disk_is_reported_and_the_newest_step_stays(small_di
     with Checkpointer(small_disk) as ckpt:
         ckpt.save(1, small)
         ckpt.save(2, large)
-        with pytest.raises(CheckpointError, match=r"step 2 is not saved: .*No space left .*complete steps: \[1\]"):
+        with pytest.raises(
+            CheckpointError, match=r"step 2 is not saved: .*No space left .*complete steps: \[1\]"
+        ):
             ckpt.wait()
         ckpt.save(2, small)  # what the failed try took is free again
         ckpt.wait()
@@ -564,7 +628,9 @@ def test_a_full_or_read_only_disk_is_reported_and_the_newest_step_stays(small_di
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["writer", "trainer"])
-def test_killed_at_any_moment_the_newest_complete_step_is_there(tmp_path: Path, victim: str) -> None:
+def test_killed_at_any_moment_the_newest_complete_step_is_there(
+    tmp_path: Path, victim: str
+) -> None:
     draw = random.Random(0)
     seen = set()
     cut_short = 0

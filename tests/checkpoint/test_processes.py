@@ -1,4 +1,7 @@
-"""Several ranks with their writers, killed together or one by one. Ranks are threads here, writers are processes."""
+"""Several ranks with their writers, killed together or one by one.
+
+Ranks are threads here, writers are processes.
+"""
 
 import contextlib
 import importlib.util
@@ -27,7 +30,10 @@ SIZE = 2_000_000
 
 
 def layout(size=SIZE):
-    whole = {"x": torch.empty(size, device="meta"), "step": torch.empty((), dtype=torch.int64, device="meta")}
+    whole = {
+        "x": torch.empty(size, device="meta"),
+        "step": torch.empty((), dtype=torch.int64, device="meta"),
+    }
     return Layout(whole, {"x": Held(P("fsdp"))}, MESH)
 
 
@@ -67,7 +73,10 @@ def test_a_killed_writer_fails_the_save_on_all_ranks_and_is_replaced(tmp_path):
 
     for said in each_rank(go, MESH, lambda c: (c,)):
         (line,) = said
-        assert "step 2 is not saved: rank 1 at {'fsdp': 1}: the writer process was killed by SIGKILL" in line
+        assert (
+            "step 2 is not saved: rank 1 at {'fsdp': 1}: the writer process was killed by SIGKILL"
+            in line
+        )
         assert "complete steps: [1]" in line
     assert sorted(os.listdir(tmp_path)) == [".lock", "3", "4"]
     check(tmp_path, 4, 1000)
@@ -101,12 +110,17 @@ each_rank(go, MESH, lambda c: (c,))
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_at_any_moment_on_a_mesh_the_newest_complete_step_is_there(tmp_path, seed):
-    """Ten kills: of the ranks alone, or of them and some of their writers. No step that was complete is lost."""
+    """Ten kills: of the ranks alone, or of them and some of their writers.
+
+    No step that was complete is lost.
+    """
     draw, newest, cut_short = random.Random(seed), 0, 0
     for _ in range(10):
         command = [sys.executable, "-c", TRAINER, str(tmp_path)]
         writers = set()
-        with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        ) as process:
             for line in process.stdout:
                 step, pid = json.loads(line)
                 writers.add(pid)

@@ -16,8 +16,8 @@ class Case:
 
     Attributes:
         name: shown in the test id.
-        make: ``(key, dtype) -> (f, args)``: ``f(*args, segments=Segments)`` returns tensors; ``args`` are trees of
-            floating tensors. ``segments`` is optional for the caller.
+        make: ``(key, dtype) -> (f, args)``: ``f(*args, segments=Segments)`` returns tensors;
+            ``args`` are trees of floating tensors. ``segments`` is optional for the caller.
         packed: whether ``f`` takes ``segments`` at all.
         shape: ``(B, T)`` of the inputs, for making packings.
     """

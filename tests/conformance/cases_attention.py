@@ -1,7 +1,8 @@
 """Gated MLA and Gated DSA as the conformance suite sees them.
 
-Finite differences see through stop_gradient, so Gated DSA is two cases: its output as a function of everything, and its
-indexer's loss as a function of the indexer's parameters, with the trunk that teaches it held fixed.
+Finite differences see through stop_gradient, so Gated DSA is two cases: its output as a function of
+everything, and its indexer's loss as a function of the indexer's parameters, with the trunk that
+teaches it held fixed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from tests.conformance.case import Case
 
 B, T, D = 2, 5, 6
 MLA = mla.Config(
-    D, num_heads=2, q_lora_rank=4, kv_lora_rank=3, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=3, init_std=0.5
+    D,
+    num_heads=2,
+    q_lora_rank=4,
+    kv_lora_rank=3,
+    qk_nope_head_dim=2,
+    qk_rope_head_dim=2,
+    v_head_dim=3,
+    init_std=0.5,
 )
 INDEXER = indexer.Config(D, q_lora_rank=4, num_heads=2, head_dim=3, init_std=0.5)
 Made = tuple[Callable[..., Any], tuple[Any, ...]]

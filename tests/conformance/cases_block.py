@@ -1,4 +1,6 @@
-"""A decoder layer and the multi-token-prediction layer: the parts of the other cases, put together."""
+"""A decoder layer and the multi-token-prediction layer: the parts of the other cases, put
+together.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ B, T, D, Z = 2, 5, 6, 9
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
 
 LAYERS = {
-    "block.kda_moe": block.Config(cases_kda.CFG, cases_moe.MOE, attn_res.Config(query_std=1.0), opens_block=True),
+    "block.kda_moe": block.Config(
+        cases_kda.CFG, cases_moe.MOE, attn_res.Config(query_std=1.0), opens_block=True
+    ),
     "block.mla_dense": block.Config(cases_attention.MLA, mlp.Config(D, 4), plain_residual.Config()),
 }
 """Gated DSA is not here: finite differences see through its stop_gradient."""
@@ -40,7 +44,9 @@ def _block(cfg: block.Config) -> Callable[[Tensor, torch.dtype], Made]:
 
         def f(p: tuple[Any, Any], x: Tensor, segments: Segments | None = None) -> Tensor:
             bias = torch.linspace(-0.2, 0.2, 4)
-            carry, _ = block.apply(p[0], scheme.start(x, cfg.residual), cfg, segments=segments, bias=bias)
+            carry, _ = block.apply(
+                p[0], scheme.start(x, cfg.residual), cfg, segments=segments, bias=bias
+            )
             return scheme.finish(p[1], carry, cfg.residual)
 
         specs = (block.specs(cfg), scheme.specs_out(cfg.residual, D))

@@ -18,7 +18,10 @@ B, T, D, R = 2, 5, 6, 2
 
 
 def draw(key: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    return [random.normal(k, s, dtype=dtype) for k, s in zip(random.split(key, len(shapes)), shapes, strict=True)]
+    return [
+        random.normal(k, s, dtype=dtype)
+        for k, s in zip(random.split(key, len(shapes)), shapes, strict=True)
+    ]
 
 
 def low_rank(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
@@ -57,13 +60,18 @@ def routed(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     def f(w: Tensor, norm: Tensor, x: Tensor) -> dict[str, Tensor]:
         scores = linear(rms_norm(x, norm, 1e-6), w)
         chosen = autodiff.decision("routed", lambda s: s.topk(2).indices, scores)
-        return {"weights": torch.softmax(scores.gather(-1, chosen), -1), "chosen": chosen, "mean": scores.mean()}
+        return {
+            "weights": torch.softmax(scores.gather(-1, chosen), -1),
+            "chosen": chosen,
+            "mean": scores.mean(),
+        }
 
     return f, (w, norm, x)
 
 
 cube = autodiff.custom_vjp(lambda x, y: x**3 * y, name="cube").defvjp(
-    lambda x, y: (x**3 * y, (x, y)), lambda res, ct: (3 * ct * res[0] ** 2 * res[1], ct * res[0] ** 3)
+    lambda x, y: (x**3 * y, (x, y)),
+    lambda res, ct: (3 * ct * res[0] ** 2 * res[1], ct * res[0] ** 3),
 )
 
 

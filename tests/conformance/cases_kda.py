@@ -21,12 +21,22 @@ CFG = kda.Config(D, H, K, decay_rank=2, conv_width=3, init_std=0.5)
 
 
 def draw(key: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    return [random.normal(k, s, dtype=dtype) for k, s in zip(random.split(key, len(shapes)), shapes, strict=True)]
+    return [
+        random.normal(k, s, dtype=dtype)
+        for k, s in zip(random.split(key, len(shapes)), shapes, strict=True)
+    ]
 
 
 def operator(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     """Two tiles, K and V unlike, an initial state, both results."""
-    shapes = [(B, LONG, H, K), (B, LONG, H, K), (B, LONG, H, V), (B, LONG, H, K), (B, LONG, H), (B, H, K, V)]
+    shapes = [
+        (B, LONG, H, K),
+        (B, LONG, H, K),
+        (B, LONG, H, V),
+        (B, LONG, H, K),
+        (B, LONG, H),
+        (B, H, K, V),
+    ]
     one = segments.whole(B, LONG)
 
     def f(inputs: tuple[Tensor, ...], state: Tensor, segments: Segments = one) -> KdaOut:
@@ -47,7 +57,9 @@ def fragment(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
         k = k / (k.square().sum(-1, keepdim=True) + 0.1).sqrt()
         return kda_fragment(k, v, -0.2 * torch.sigmoid(g), torch.sigmoid(beta), segments.ids)
 
-    return f, (tuple(draw(key, dtype, (B, LONG, H, K), (B, LONG, H, V), (B, LONG, H, K), (B, LONG, H))),)
+    return f, (
+        tuple(draw(key, dtype, (B, LONG, H, K), (B, LONG, H, V), (B, LONG, H, K), (B, LONG, H))),
+    )
 
 
 def norm(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
@@ -75,7 +87,9 @@ def decoding(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     x = random.normal(random.fold_in(key, 1), (B, 3, D), dtype=dtype)
     weights = params.init(kda.specs(CFG), key, dtype=dtype)
     zero = kda.init_state(CFG, B, dtype=dtype)
-    state = tree.map(lambda s: random.normal(random.fold_in(key, 2), tuple(s.shape), dtype=dtype), zero)
+    state = tree.map(
+        lambda s: random.normal(random.fold_in(key, 2), tuple(s.shape), dtype=dtype), zero
+    )
 
     def f(p: Any, x: Tensor, state: kda.State) -> Any:
         first, state = kda.extend(p, x[:, :2], CFG, state)

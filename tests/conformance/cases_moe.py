@@ -18,7 +18,10 @@ B, T, D = 2, 5, 6
 def _weights(specs: Any, key: Tensor, dtype: torch.dtype) -> Any:
     """Matrices of order one, so that no activation sits at zero; norms about one."""
     drawn = params.init(specs, random.fold_in(key, 0), dtype=dtype)
-    return tree.map(lambda w: 25 * w if w.ndim > 1 else w + 0.1 * torch.linspace(-1, 1, len(w), dtype=dtype), drawn)
+    return tree.map(
+        lambda w: 25 * w if w.ndim > 1 else w + 0.1 * torch.linspace(-1, 1, len(w), dtype=dtype),
+        drawn,
+    )
 
 
 def _tokens(key: Tensor, dtype: torch.dtype) -> Tensor:
@@ -27,12 +30,18 @@ def _tokens(key: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _norm(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     cfg = norm.Config(D)
-    return lambda p, x: norm.apply(p, x, cfg), (_weights(norm.specs(cfg), key, dtype), _tokens(key, dtype))
+    return lambda p, x: norm.apply(p, x, cfg), (
+        _weights(norm.specs(cfg), key, dtype),
+        _tokens(key, dtype),
+    )
 
 
 def _mlp(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     cfg = mlp.Config(D, 4)
-    return lambda p, x: mlp.apply(p, x, cfg), (_weights(mlp.specs(cfg), key, dtype), _tokens(key, dtype))
+    return lambda p, x: mlp.apply(p, x, cfg), (
+        _weights(mlp.specs(cfg), key, dtype),
+        _tokens(key, dtype),
+    )
 
 
 def _bias(num_experts: int) -> Tensor:
@@ -63,13 +72,19 @@ def _adapted_moe(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]
     base = _weights(latent_moe.specs(MOE), key, dtype)
 
     def f(adapters: Any, x: Any, segments: Any = None) -> Tensor:
-        experts = mlp.Params(*(LowRank(w, *ab) for w, ab in zip(tree.leaves(base.experts), adapters, strict=True)))
-        p = latent_moe.Params(base.router, base.latent_down, experts, base.norm, base.latent_up, base.shared)
+        experts = mlp.Params(
+            *(LowRank(w, *ab) for w, ab in zip(tree.leaves(base.experts), adapters, strict=True))
+        )
+        p = latent_moe.Params(
+            base.router, base.latent_down, experts, base.norm, base.latent_up, base.shared
+        )
         return latent_moe.apply(p, x, MOE, bias=_bias(4), segments=segments).y
 
     shapes = [w.shape for w in tree.leaves(base.experts)]
     draw = lambda i, *s: random.normal(random.fold_in(key, i), s).to(dtype)  # noqa: E731
-    adapters = tuple((draw(10 + i, e, n, 1), draw(20 + i, e, 1, m)) for i, (e, n, m) in enumerate(shapes))
+    adapters = tuple(
+        (draw(10 + i, e, n, 1), draw(20 + i, e, 1, m)) for i, (e, n, m) in enumerate(shapes)
+    )
     return f, (adapters, _tokens(key, dtype))
 
 

@@ -28,7 +28,11 @@ def _normal(key: Tensor, name: int, *shape: int, dtype: torch.dtype) -> Tensor:
 def _mix(key: Tensor, dtype: torch.dtype) -> Made:
     sources = tuple(_normal(key, i, B, T, D, dtype=dtype) for i in range(3))
     query, norm = (_normal(key, i, D, dtype=dtype) for i in (3, 4))
-    return (lambda sources, query, norm: attn_res_op(sources, query, norm, EPS)), (sources, query, norm)
+    return (lambda sources, query, norm: attn_res_op(sources, query, norm, EPS)), (
+        sources,
+        query,
+        norm,
+    )
 
 
 def _two_phase(key: Tensor, dtype: torch.dtype) -> Made:
@@ -40,9 +44,11 @@ def _two_phase(key: Tensor, dtype: torch.dtype) -> Made:
 
 
 def _scheme(module: ModuleType, cfg: Any) -> Callable[[Tensor, torch.dtype], Made]:
-    """Three sublayers ``tanh(RMSNorm(h))``, the first and third of which open a block, and the last read.
+    """Three sublayers ``tanh(RMSNorm(h))``, the first and third of which open a block, and the last
+    read.
 
-    The first reads without a mix, so the first two share parameters: a leaf of gradient zero is slow to check.
+    The first reads without a mix, so the first two share parameters: a leaf of gradient zero is
+    slow to check.
     """
 
     def make(key: Tensor, dtype: torch.dtype) -> Made:
@@ -50,7 +56,9 @@ def _scheme(module: ModuleType, cfg: Any) -> Callable[[Tensor, torch.dtype], Mad
         params = []
         for i, mix in enumerate(mixes):
             shapes = [spec.shape for spec in tree.leaves(mix)]
-            leaves = [_normal(key, 10 * i + j, *shape, dtype=dtype) for j, shape in enumerate(shapes)]
+            leaves = [
+                _normal(key, 10 * i + j, *shape, dtype=dtype) for j, shape in enumerate(shapes)
+            ]
             params.append(type(mix)(*leaves))
 
         def f(trees: tuple[tuple[Any, ...], tuple[Tensor, ...]], x: Tensor) -> Tensor:
@@ -59,7 +67,11 @@ def _scheme(module: ModuleType, cfg: Any) -> Callable[[Tensor, torch.dtype], Mad
             for i, weight in enumerate(weights):
                 mix = params[max(i - 1, 0)]
                 carry, _ = module.connect(
-                    mix, carry, cfg, lambda h, w=weight: (torch.tanh(rms_norm(h, w, EPS)), ()), opens_block=i % 2 == 0
+                    mix,
+                    carry,
+                    cfg,
+                    lambda h, w=weight: (torch.tanh(rms_norm(h, w, EPS)), ()),
+                    opens_block=i % 2 == 0,
                 )
             return module.finish(params[-1], carry, cfg)
 

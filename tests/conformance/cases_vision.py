@@ -13,8 +13,12 @@ from k31fn.layers import projector, vision, vision_block
 from k31fn.layers.patches import Grid, from_grids
 from tests.conformance.case import Case
 
-BLOCK = vision_block.Config(hidden_size=4, num_heads=2, head_dim=4, intermediate_size=3, init_std=0.5)
-TOWER = vision.Config(BLOCK, num_layers=1, patch_size=1, num_channels=2, table_size=(2, 3), num_frames=2)
+BLOCK = vision_block.Config(
+    hidden_size=4, num_heads=2, head_dim=4, intermediate_size=3, init_std=0.5
+)
+TOWER = vision.Config(
+    BLOCK, num_layers=1, patch_size=1, num_channels=2, table_size=(2, 3), num_frames=2
+)
 PROJECTOR = projector.Config(3, 4)
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
 IMAGES: list[list[Grid]] = [[(1, 2, 2)], []]
@@ -38,7 +42,10 @@ def _tower(rows: list[list[Grid]], max_frames: int) -> Callable[[Tensor, torch.d
 
 def _projector(key: Tensor, dtype: torch.dtype) -> Made:
     x = random.normal(random.fold_in(key, 1), (2, 3, 3)).to(dtype)
-    return lambda p, x: projector.apply(p, x, PROJECTOR), (params.init(projector.specs(PROJECTOR), key, dtype=dtype), x)
+    return lambda p, x: projector.apply(p, x, PROJECTOR), (
+        params.init(projector.specs(PROJECTOR), key, dtype=dtype),
+        x,
+    )
 
 
 CASES = [

@@ -1,4 +1,7 @@
-"""What every layer must do, one function per promise. Each takes a prepared case and raises AssertionError."""
+"""What every layer must do, one function per promise.
+
+Each takes a prepared case and raises AssertionError.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ class Prepared:
     def paths(self) -> list[str]:
         return [tree.paths(self.args)[i] for i in self.index]
 
-    def call(self, *leaves: Tensor, f: Callable[..., Any] | None = None, packing: Segments | None = None) -> list[Any]:
+    def call(
+        self, *leaves: Tensor, f: Callable[..., Any] | None = None, packing: Segments | None = None
+    ) -> list[Any]:
         values, structure = tree.flatten(self.args)
         for i, leaf in zip(self.index, leaves, strict=True):
             values[i] = leaf
@@ -66,7 +71,9 @@ class Prepared:
 
     @property
     def small(self) -> int:
-        """The leaf for which whole Jacobians and Hessians are computed: the smallest of at least two elements."""
+        """The leaf for which whole Jacobians and Hessians are computed: the smallest of at least
+        two elements.
+        """
         sizes = [leaf.numel() for leaf in self.leaves]
         return min(self.argnums, key=lambda i: (sizes[i] < 2, sizes[i]))
 
@@ -78,7 +85,11 @@ class Prepared:
 @functools.cache
 def prepare(case: Case) -> Prepared:
     f, args = case.make(random.key(0), torch.float64)
-    index = [i for i, v in enumerate(tree.leaves(args)) if isinstance(v, Tensor) and v.is_floating_point()]
+    index = [
+        i
+        for i, v in enumerate(tree.leaves(args))
+        if isinstance(v, Tensor) and v.is_floating_point()
+    ]
     out = tree.leaves(f(*args))
     keys = random.split(random.key(1), len(out))
     cts = [
@@ -93,7 +104,9 @@ def same_bits(p: Prepared, actual: Any, expected: Any) -> None:
 
 
 def close(p: Prepared, actual: Any, expected: Any) -> None:
-    """Equal up to another order of summation: a few hundred float64 roundings of the largest gradient."""
+    """Equal up to another order of summation: a few hundred float64 roundings of the largest
+    gradient.
+    """
     scale = max(float(e.abs().max()) for e in expected)
     assert_close_trees(named(p, actual), named(p, expected), rtol=1e-10, atol=1e-12 * scale)
 
@@ -110,15 +123,25 @@ def four_ways_to_the_gradient_agree(p: Prepared) -> None:
     assert torch.equal(value, p.scalar(*p.leaves))
     same_bits(p, ours, functional)
     out, pull = autodiff.vjp(p.call, *p.leaves)
-    same_bits(p, pull([torch.zeros_like(o) if c is None else c for o, c in zip(out, p.cts, strict=True)]), functional)
+    same_bits(
+        p,
+        pull([torch.zeros_like(o) if c is None else c for o, c in zip(out, p.cts, strict=True)]),
+        functional,
+    )
     inputs = [x.clone().requires_grad_() for x in p.leaves]
-    plain = torch.autograd.grad(p.scalar(*inputs), inputs, allow_unused=True, materialize_grads=True)
+    plain = torch.autograd.grad(
+        p.scalar(*inputs), inputs, allow_unused=True, materialize_grads=True
+    )
     same_bits(p, plain, functional)
 
 
 @check
 def vmap_over_inputs_equals_the_loop(p: Prepared) -> None:
-    samples = [p.leaves, [0.75 * x for x in p.leaves], [x.roll(1, 0) if x.ndim else x for x in p.leaves]]
+    samples = [
+        p.leaves,
+        [0.75 * x for x in p.leaves],
+        [x.roll(1, 0) if x.ndim else x for x in p.leaves],
+    ]
     stacked = [torch.stack(s) for s in zip(*samples, strict=True)]
     batched = vmap(grad(p.scalar, p.argnums))(*stacked)
     for i, sample in enumerate(samples):
@@ -147,7 +170,9 @@ def packings(batch: int, length: int) -> list[Segments]:
         [[2, length - 2], [1, length - 1]],
         [[length - 1], [1, 1, length - 3]],
     ]
-    return [segments.from_lengths([row[i % len(row)] for i in range(batch)], length) for row in rows]
+    return [
+        segments.from_lengths([row[i % len(row)] for i in range(batch)], length) for row in rows
+    ]
 
 
 @check
@@ -156,7 +181,9 @@ def vmap_over_packings_equals_the_loop(p: Prepared) -> None:
         return
     each = packings(*p.case.shape)
     stacked = tree.map(lambda *t: torch.stack(t), *each)
-    batched = vmap(lambda packing: grad(functools.partial(p.scalar, packing=packing), p.argnums)(*p.leaves))(stacked)
+    batched = vmap(
+        lambda packing: grad(functools.partial(p.scalar, packing=packing), p.argnums)(*p.leaves)
+    )(stacked)
     for i, packing in enumerate(each):
         close(p, [g[i] for g in batched], p.grads(p.leaves, packing=packing))
 
@@ -164,7 +191,9 @@ def vmap_over_packings_equals_the_loop(p: Prepared) -> None:
 @check
 def jacrev_rows_are_pullbacks(p: Prepared) -> None:
     def flat(*leaves: Tensor) -> Tensor:
-        return torch.cat([o.flatten() for o, c in zip(p.call(*leaves), p.cts, strict=True) if c is not None])
+        return torch.cat(
+            [o.flatten() for o, c in zip(p.call(*leaves), p.cts, strict=True) if c is not None]
+        )
 
     x = p.leaves[p.small]
     jacobian = jacrev(p.of_small(flat))(x)
@@ -174,7 +203,9 @@ def jacrev_rows_are_pullbacks(p: Prepared) -> None:
     assert_close_trees(torch.tensordot(ct, jacobian, 1), expected, rtol=1e-10, atol=1e-12 * scale)
     row = torch.zeros_like(ct)
     row[0] = 1.0
-    assert_close_trees(jacobian[0], autodiff.vjp(p.of_small(flat), x)[1](row)[0], rtol=1e-10, atol=1e-14)
+    assert_close_trees(
+        jacobian[0], autodiff.vjp(p.of_small(flat), x)[1](row)[0], rtol=1e-10, atol=1e-14
+    )
 
 
 @check
@@ -183,9 +214,13 @@ def hessian_is_symmetric_and_equals_jacrev_of_grad(p: Prepared) -> None:
     n = x.numel()
     hessian = autodiff.hessian(scalar)(x).reshape(n, n)
     scale = float(hessian.abs().max())
-    assert_close_trees(hessian, jacrev(grad(scalar))(x).reshape(n, n), rtol=1e-10, atol=1e-12 * scale)
+    assert_close_trees(
+        hessian, jacrev(grad(scalar))(x).reshape(n, n), rtol=1e-10, atol=1e-12 * scale
+    )
     assert_close_trees(hessian, hessian.T.contiguous(), rtol=1e-9, atol=1e-11 * scale)
-    _, by_tape = autodiff.value_and_grad(lambda x: autodiff.value_and_grad(scalar)(x)[1].flatten()[0])(x)
+    _, by_tape = autodiff.value_and_grad(
+        lambda x: autodiff.value_and_grad(scalar)(x)[1].flatten()[0]
+    )(x)
     assert_close_trees(by_tape.flatten(), hessian[0], rtol=1e-10, atol=1e-12 * scale)
 
 
@@ -207,7 +242,9 @@ def inputs_are_unchanged(p: Prepared) -> None:
 
 @check
 def forward_mode_says_reverse_mode(p: Prepared) -> None:
-    """It raises and says so. (Or is right: nothing raises in a layer without a weight or an operator.)"""
+    """It raises and says so. (Or is right: nothing raises in a layer without a weight or an
+    operator.)
+    """
     ones = tuple(torch.ones_like(x) for x in p.leaves)
     expected = sum(float(g.sum()) for g in p.grads(p.leaves))
     with warnings.catch_warnings():

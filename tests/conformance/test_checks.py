@@ -1,4 +1,6 @@
-"""Each check of the suite fails on a layer that breaks its promise, and passes the same layer unbroken."""
+"""Each check of the suite fails on a layer that breaks its promise, and passes the same layer
+unbroken.
+"""
 
 from __future__ import annotations
 

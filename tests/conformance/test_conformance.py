@@ -1,4 +1,6 @@
-"""Every layer, every promise: one test for each pair of a case (``cases_*.py``) and a check (``checks.py``)."""
+"""Every layer, every promise: one test for each pair of a case (``cases_*.py``) and a check
+(``checks.py``).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from tests.conformance.checks import CHECKS, prepare
 
 def collect() -> list[Case]:
     names = sorted(path.stem for path in Path(__file__).parent.glob("cases_*.py"))
-    return [case for name in names for case in importlib.import_module(f"tests.conformance.{name}").CASES]
+    return [
+        case
+        for name in names
+        for case in importlib.import_module(f"tests.conformance.{name}").CASES
+    ]
 
 
 CASES = collect()

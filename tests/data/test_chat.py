@@ -43,7 +43,9 @@ TOOLS = [
         "role": "assistant",
         "content": None,
         "reasoning_content": "hm",
-        "tool_calls": [{"function": {"name": "find", "arguments": '{"city": "Ü", "days": 2, "all": true}'}}],
+        "tool_calls": [
+            {"function": {"name": "find", "arguments": '{"city": "Ü", "days": 2, "all": true}'}}
+        ],
     },
     {"role": "tool", "content": "rain"},
     {"role": "assistant", "content": "It rains."},
@@ -58,7 +60,8 @@ def test_the_format():
         "",
         """
         <|open|>message role="system"<|sep|>Be brief.<|close|>message<|sep|><|end_of_msg|>
-        <|open|>message role="user" name="O&quot;N&amp;l"<|sep|>a "b" <|close|><|close|>message<|sep|><|end_of_msg|>
+        <|open|>message role="user" name="O&quot;N&amp;l"<|sep|>a "b" <|close|>
+        <|close|>message<|sep|><|end_of_msg|>
         <|open|>message role="assistant"<|sep|><|open|>think<|sep|>hm<|close|>think<|sep|>
         <|open|>response<|sep|><|close|>response<|sep|>
         <|open|>tools<|sep|><|open|>call tool="find" index="1"<|sep|>
@@ -66,14 +69,18 @@ def test_the_format():
         <|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|>
         <|open|>argument key="all" type="boolean"<|sep|>true<|close|>argument<|sep|>
         <|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>
-        <|open|>message role="tool" tool="find" index="1"<|sep|>rain<|close|>message<|sep|><|end_of_msg|>
+        <|open|>message role="tool" tool="find" index="1"<|sep|>rain
+        <|close|>message<|sep|><|end_of_msg|>
         <|open|>message role="assistant"<|sep|>
-        <|open|>response<|sep|>It rains.<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>
+        <|open|>response<|sep|>It rains.<|close|>response<|sep|>
+        <|close|>message<|sep|><|end_of_msg|>
         """,
     )
     assert shown(found.tokens) == text
     written = found.tokens[found.tokens >= 257]
-    assert (written == TOKENIZER.special_tokens["<|close|>"]).sum() == text.count("<|close|>") - 1  # one is the user's
+    assert (written == TOKENIZER.special_tokens["<|close|>"]).sum() == text.count(
+        "<|close|>"
+    ) - 1  # one is the user's
     assert found.answers == [False, False, True, False, True]
     assert [found.ends[-1], len(found.learnt)] == [len(found.tokens)] * 2
 
@@ -83,7 +90,9 @@ def test_what_is_learnt():
     found = encode(TOOLS)
     text, at, expected = shown(found.tokens), 0, []
     marks = np.zeros(len(text), bool)
-    for answer in re.finditer(r'role="assistant"<\|sep\|><\|open\|>\w+<\|sep\|>(.*?<\|end_of_msg\|>)', text):
+    for answer in re.finditer(
+        r'role="assistant"<\|sep\|><\|open\|>\w+<\|sep\|>(.*?<\|end_of_msg\|>)', text
+    ):
         marks[slice(*answer.span(1))] = True
     for token in found.tokens.tolist():
         expected.append(bool(marks[at]))
@@ -103,8 +112,10 @@ def test_images_stand_where_the_messages_have_them():
     picture = images.decode(png(56, 28), "p", images.Config())
     parts = [{"type": "text", "text": "see "}, {"type": "image"}]
     found = encode([{"role": "user", "content": parts}, *ask("", "ok")[1:]], [picture])
-    assert "see <|media_begin|>image 56x28<|media_content|><|media_pad|><|media_pad|><|media_end|><|close|>" in shown(
-        found.tokens
+    assert (
+        "see <|media_begin|>image "
+        "56x28<|media_content|><|media_pad|><|media_pad|><|media_end|><|close|>"
+        in shown(found.tokens)
     )
 
 
@@ -118,9 +129,15 @@ def test_images_stand_where_the_messages_have_them():
         (ask("x"), "no message has the role 'assistant'"),
         ([{"role": "user", "content": 3}], r"messages\[0\]: content is text, or a list of parts"),
         ([*ask("x", "y"), {"role": "tool", "content": "z"}], r"messages\[2\] answers no call"),
-        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "arguments of a call are not JSON"),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
+            "arguments of a call are not JSON",
+        ),
         ([{"role": "user", "content": "x", "audio": "y"}], r"messages\[0\] has \['audio'\]"),
-        ([{"role": "user", "content": [{"type": "image"}]}, *ask("", "y")[1:]], "more images than the 0"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}, *ask("", "y")[1:]],
+            "more images than the 0",
+        ),
     ],
 )
 def test_bad_conversations_are_named(messages: Any, complaint: str):
@@ -129,22 +146,33 @@ def test_bad_conversations_are_named(messages: Any, complaint: str):
 
 
 def test_a_tokenizer_without_the_special_tokens():
-    with pytest.raises(ValueError, match=r"no <\|open\|>, <\|close\|>, <\|sep\|>, <\|end_of_msg\|>"):
+    with pytest.raises(
+        ValueError, match=r"no <\|open\|>, <\|close\|>, <\|sep\|>, <\|end_of_msg\|>"
+    ):
         chat.prompt("x", ByteTokenizer())
     assert open_tokenizer("bytes+media+chat") == TOKENIZER
     assert open_tokenizer("bytes+chat").vocab_size == 261
 
 
-# -------------------------------------------------------------------------------------------------------------- stores
+# ------------------------------------------------------------------------------------------- stores
 def stored(tmp_path: Path, talks: list[Any], **changes: Any) -> Path:
     lines = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
-    cfg = Config(str(tmp_path / "a.jsonl"), "bytes+media+chat", chat="messages", heldout_fraction=0.0, **changes)
+    cfg = Config(
+        str(tmp_path / "a.jsonl"),
+        "bytes+media+chat",
+        chat="messages",
+        heldout_fraction=0.0,
+        **changes,
+    )
     prepare(cfg, tmp_path / "out")
     return tmp_path / "out" / "train"
 
 
-TALKS = [ask(f"q{i}" * (1 + i % 5), f"a{i}" * (1 + i % 7), "more?", "yes " * (i % 4) + "!") for i in range(12)]
+TALKS = [
+    ask(f"q{i}" * (1 + i % 5), f"a{i}" * (1 + i % 7), "more?", "yes " * (i % 4) + "!")
+    for i in range(12)
+]
 
 
 def test_rows_have_labels_of_answers_only(tmp_path: Path):
@@ -161,7 +189,9 @@ def test_rows_have_labels_of_answers_only(tmp_path: Path):
             learnt.append(shown(target[marks]))
         assert (labels[ids == 0] == -100).all()
     tail = "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
-    assert sorted(learnt) == sorted(f"{a['content']}{tail}{b['content']}{tail}" for _, a, _, b in TALKS)
+    assert sorted(learnt) == sorted(
+        f"{a['content']}{tail}{b['content']}{tail}" for _, a, _, b in TALKS
+    )
 
 
 def test_held_out_are_the_bytes_of_answers(tmp_path: Path):
@@ -172,21 +202,43 @@ def test_held_out_are_the_bytes_of_answers(tmp_path: Path):
     assert sorted(TOKENIZER.decode(scored.rows.labels)) == sorted("".join(answers))
 
 
-def test_long_conversations_end_with_an_answer_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_long_conversations_end_with_an_answer_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     talk = ask("a", "b", "c" * 30, "d", "e")
     whole = encode(talk)
-    for length, kept in ((whole.ends[3], 4), (whole.ends[3] - 1, 2), (whole.ends[1], 2), (whole.ends[1] - 1, 0)):
+    for length, kept in (
+        (whole.ends[3], 4),
+        (whole.ends[3] - 1, 2),
+        (whole.ends[1], 2),
+        (whole.ends[1] - 1, 0),
+    ):
         assert whole.fitting(length) == kept
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in (talk, ask("x" * 99, "y"))))
-    arguments = ["prepare", str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--chat", "--tokenizer", "bytes+chat"]
-    assert main([*arguments, "--max-length", str(whole.ends[1] + 1), "--heldout", "0", "--workers", "1"]) == 0
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": t}) + "\n" for t in (talk, ask("x" * 99, "y")))
+    )
+    arguments = [
+        "prepare",
+        str(tmp_path / "a.jsonl"),
+        str(tmp_path / "out"),
+        "--chat",
+        "--tokenizer",
+        "bytes+chat",
+    ]
+    assert (
+        main(
+            [*arguments, "--max-length", str(whole.ends[1] + 1), "--heldout", "0", "--workers", "1"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "documents left out: 1 length" in said
     assert "1 conversations shortened, 5 messages dropped" in said
     store = open_store(tmp_path / "out" / "train")
     assert store.lengths.tolist() == [whole.ends[1]]
     with pytest.raises(
-        ValueError, match=rf"conversation of {whole.ends[1]} tokens .* prepare the data with --max-length 9"
+        ValueError,
+        match=rf"conversation of {whole.ends[1]} tokens .* prepare the data with --max-length 9",
     ):
         PackedDataset(store, Shape(9))
 
@@ -207,7 +259,9 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, complain
         prepare(Config(str(path), "bytes+chat", chat="messages"), tmp_path / "out")
     path.with_suffix(".txt").write_text("x")
     with pytest.raises(ValueError, match=r"talk\.txt is a text file"):
-        prepare(Config(str(path.with_suffix(".txt")), "bytes+chat", chat="messages"), tmp_path / "other")
+        prepare(
+            Config(str(path.with_suffix(".txt")), "bytes+chat", chat="messages"), tmp_path / "other"
+        )
 
 
 def test_the_example_asks_about_the_standard_library(monkeypatch: pytest.MonkeyPatch):

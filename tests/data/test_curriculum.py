@@ -12,7 +12,11 @@ CORPUS = Corpus.of([np.arange(i, i + 20 + i, dtype=np.uint8) for i in range(30)]
 
 def curriculum():
     """3 steps of 4 x 16, 2 of 2 x 32, then 5 x 16 from row 12 on."""
-    parts = (Dataset(CORPUS, 4, 16, seed=3), Dataset(CORPUS, 2, 32, seed=3), Dataset(CORPUS, 5, 16, 3, first_row=12))
+    parts = (
+        Dataset(CORPUS, 4, 16, seed=3),
+        Dataset(CORPUS, 2, 32, seed=3),
+        Dataset(CORPUS, 5, 16, 3, first_row=12),
+    )
     return Curriculum(parts, (0, 3, 5))
 
 
@@ -23,8 +27,14 @@ def test_a_step_is_a_function_of_its_number_alone():
     for a, b in zip(forwards, backwards, strict=True):
         assert torch.equal(a.tokens, b.tokens)
         assert torch.equal(a.labels, b.labels)
-    assert [tuple(x.tokens.shape) for x in forwards] == [(4, 16)] * 3 + [(2, 32)] * 2 + [(5, 16)] * 3
-    parts = [dataset.batch_at(1, rank=r, num_ranks=2, micro=m, num_micro=2).tokens for r in (0, 1) for m in (0, 1)]
+    assert [tuple(x.tokens.shape) for x in forwards] == [(4, 16)] * 3 + [(2, 32)] * 2 + [
+        (5, 16)
+    ] * 3
+    parts = [
+        dataset.batch_at(1, rank=r, num_ranks=2, micro=m, num_micro=2).tokens
+        for r in (0, 1)
+        for m in (0, 1)
+    ]
     assert torch.equal(torch.cat(parts), forwards[1].tokens)
 
 

@@ -22,7 +22,11 @@ SMALL = images.Config(max_patches=256, max_side=16)
         ((1, 1), CFG, (1, 1, (1, 2, 2))),
         ((100, 60), CFG, (100, 60, (1, 6, 8))),
         ((448, 448), SMALL, (224, 224, (1, 16, 16))),  # 32 x 32 patches, scale sqrt(256 / 1024)
-        ((2240, 28), SMALL, (224, 2, (1, 2, 16))),  # by the side: 160 patches, scale 1 / 10, height 2.8
+        (
+            (2240, 28),
+            SMALL,
+            (224, 2, (1, 2, 16)),
+        ),  # by the side: 160 patches, scale 1 / 10, height 2.8
         ((300, 200), SMALL, (224, 149, (1, 12, 16))),  # by the side: scale 16 x 14 / 300
         ((10, 71_680), CFG, (1, 7168, (1, 512, 2))),
     ],
@@ -34,7 +38,9 @@ def test_size_rule(size, cfg, expected):
 
 
 def test_limits_hold_for_every_size():
-    """Within what padding adds: a row and a column of cells. Never enlarged, and the shape is kept."""
+    """Within what padding adds: a row and a column of cells. Never enlarged, and the shape is
+    kept.
+    """
     generator = np.random.default_rng(0)
     for width, height in generator.integers(1, 5000, (500, 2)):
         w, h, (t, rows, columns) = images.fit(int(width), int(height), SMALL)
@@ -80,7 +86,11 @@ def test_a_large_image_is_shrunk():
     assert picture.grid == (1, 8, 16)
     assert (picture.width, picture.height) == (700, 350)
     colours = picture.patches.reshape(-1, 3, 196)
-    assert [set(colours[:, c].ravel().tolist()) for c in range(3)] == [{10}, {20}, {30}]  # 224 x 112, no padding
+    assert [set(colours[:, c].ravel().tolist()) for c in range(3)] == [
+        {10},
+        {20},
+        {30},
+    ]  # 224 x 112, no padding
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
@@ -93,7 +103,9 @@ def test_formats_and_modes(kind):
 
 @pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "CMYK"])
 def test_other_colours_become_rgb(mode):
-    data = file(pil.new("RGB", (28, 28), (255, 255, 255)).convert(mode), "TIFF" if mode == "CMYK" else "PNG")
+    data = file(
+        pil.new("RGB", (28, 28), (255, 255, 255)).convert(mode), "TIFF" if mode == "CMYK" else "PNG"
+    )
     assert (images.decode(data, "a", CFG).patches == 255).all()
 
 
@@ -101,26 +113,37 @@ def bomb() -> bytes:
     """A PNG whose header promises 60000 x 60000 pixels in a few bytes."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
     return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(100)))
+        + chunk(b"IEND", b"")
     )
 
 
 def test_transparent_pixels_show_the_board():
-    """8 pixel squares, white at the top left; drawn after shrinking; half of it shows through alpha 128."""
-    clear = images.decode(file(pil.new("RGBA", (56, 28), (9, 9, 9, 0)), "PNG"), "a", CFG).patches.reshape(8, 3, 14, 14)
+    """8 pixel squares, white at the top left; drawn after shrinking; half of it shows through alpha
+    128.
+    """
+    clear = images.decode(
+        file(pil.new("RGBA", (56, 28), (9, 9, 9, 0)), "PNG"), "a", CFG
+    ).patches.reshape(8, 3, 14, 14)
     assert clear[0, :, 0, :].tolist() == [[255] * 8 + [180] * 6] * 3
     assert clear[0, 0, 8:, 0].tolist() == [180] * 6
     assert clear[0, 0, 8:, 8].tolist() == [255] * 6
-    half = images.decode(file(pil.new("RGBA", (28, 28), (0, 0, 0, 128)), "PNG"), "a", CFG).patches.reshape(4, 3, 14, 14)
+    half = images.decode(
+        file(pil.new("RGBA", (28, 28), (0, 0, 0, 128)), "PNG"), "a", CFG
+    ).patches.reshape(4, 3, 14, 14)
     assert abs(int(half[0, 0, 0, 0]) - 127) <= 1
     assert abs(int(half[0, 0, 0, 8]) - 90) <= 1
-    large = images.decode(file(pil.new("RGBA", (560, 560), (0, 0, 0, 0)), "PNG"), "a", SMALL).patches.reshape(
-        -1, 3, 14, 14
-    )
+    large = images.decode(
+        file(pil.new("RGBA", (560, 560), (0, 0, 0, 0)), "PNG"), "a", SMALL
+    ).patches.reshape(-1, 3, 14, 14)
     assert large[0, 0, 0].tolist() == [255] * 8 + [180] * 6
 
 
@@ -137,7 +160,12 @@ BAD = {
     "corrupt": (b"not an image", "cannot be decoded"),
     "huge": (bomb(), "."),
     "animated": (
-        file(pil.new("RGB", (28, 28)), "GIF", save_all=True, append_images=[pil.new("RGB", (28, 28), (9, 9, 9))]),
+        file(
+            pil.new("RGB", (28, 28)),
+            "GIF",
+            save_all=True,
+            append_images=[pil.new("RGB", (28, 28), (9, 9, 9))],
+        ),
         "several frames",
     ),
     "unsupported": (file(pil.fromarray(np.full((28, 28), 70_000, np.int32)), "TIFF"), "8 bits"),
@@ -164,7 +192,9 @@ def test_truncated_files_are_corrupt(kind, part):
 
 def test_the_limit_of_pixels_is_the_configs():
     assert images.decode(png(30, 30), "a", images.Config(max_pixels=900)).grid == (1, 4, 4)
-    with pytest.raises(images.ImageError, match=r"30 x 30 pixels are more than images\.max_pixels=899") as caught:
+    with pytest.raises(
+        images.ImageError, match=r"30 x 30 pixels are more than images\.max_pixels=899"
+    ) as caught:
         images.decode(png(30, 30), "a", images.Config(max_pixels=899))
     assert caught.value.reason == "huge"
 

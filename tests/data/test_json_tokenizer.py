@@ -8,7 +8,9 @@ import pytest
 from k31fn.data import ByteTokenizer, Tokenizer
 from k31fn.data.tokenizer_files import open_tokenizer
 
-tokenizers = pytest.importorskip("tokenizers", reason="tokenizers (the extra `data`) is not installed")
+tokenizers = pytest.importorskip(
+    "tokenizers", reason="tokenizers (the extra `data`) is not installed"
+)
 
 TEXT = "Hello, naïve wörld! 你好 <|end|>\n\n  x"
 
@@ -53,7 +55,9 @@ def test_special_tokens_are_never_read_from_text(path: Path):
 
 
 def test_the_end_token_beside_the_file(path: Path):
-    (path.parent / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|media_pad|>"}}))
+    (path.parent / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|media_pad|>"}})
+    )
     assert open_tokenizer(path.parent).end_token == 1
 
 

@@ -46,11 +46,20 @@ def test_images_side_by_side():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<|media_pad|>" * 3, r"^x has 3 image placeholders; its 2 images need one each, or 2 \+ 4 = 6"),
+        (
+            "<|media_pad|>" * 3,
+            r"^x has 3 image placeholders; its 2 images need one each, or 2 \+ 4 = 6",
+        ),
         ("none", "^x has 0 image placeholders"),
         (media.PLACEHOLDER * 3, "^x has more .* than its 2 images"),
-        ("<|media_pad|>" * 3 + "a" + "<|media_pad|>" * 3, "^x: its placeholders are interrupted after 3"),
-        ("<|media_pad|>" * 4 + "a" + "<|media_pad|>" * 2, "^x: its placeholders are interrupted after 4"),
+        (
+            "<|media_pad|>" * 3 + "a" + "<|media_pad|>" * 3,
+            "^x: its placeholders are interrupted after 3",
+        ),
+        (
+            "<|media_pad|>" * 4 + "a" + "<|media_pad|>" * 2,
+            "^x: its placeholders are interrupted after 4",
+        ),
     ],
 )
 def test_counts_that_do_not_fit_name_the_document(text, message):

@@ -30,7 +30,9 @@ class Plain:
 
     def nats(self, documents):
         n = self.order - 1
-        return [-math.log(self.p(d[max(t - n, 0) : t], d[t])) for d in documents for t in range(len(d))]
+        return [
+            -math.log(self.p(d[max(t - n, 0) : t], d[t])) for d in documents for t in range(len(d))
+        ]
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
@@ -60,8 +62,13 @@ def test_probabilities_sum_to_one(context):
 
 
 def test_documents_are_apart():
-    assert not np.allclose(NGram.fit([b"ab", b"cd"]).nats([b"abcd"]), NGram.fit([b"abcd"]).nats([b"abcd"]))
-    assert np.allclose(NGram.fit([b"ab", b"cd"]).nats([b"ab", b"cd"]), NGram.fit([b"cd", b"ab"]).nats([b"ab", b"cd"]))
+    assert not np.allclose(
+        NGram.fit([b"ab", b"cd"]).nats([b"abcd"]), NGram.fit([b"abcd"]).nats([b"abcd"])
+    )
+    assert np.allclose(
+        NGram.fit([b"ab", b"cd"]).nats([b"ab", b"cd"]),
+        NGram.fit([b"cd", b"ab"]).nats([b"ab", b"cd"]),
+    )
 
 
 def test_more_context_predicts_source_code_better():

@@ -60,25 +60,38 @@ def test_pieces_are_documents_cut_by_rows_alone():
 
 def test_labels_stay_in_the_document():  # D07
     rows = Dataset(of_texts(b"\1\2\3", b"\4\5"), batch_size=1, length=7).rows(np.arange(40))
-    pairs = [(int(a), int(b)) for a, b in zip(rows.tokens.flatten(), rows.labels.flatten(), strict=True) if b >= 0]
+    pairs = [
+        (int(a), int(b))
+        for a, b in zip(rows.tokens.flatten(), rows.labels.flatten(), strict=True)
+        if b >= 0
+    ]
     assert set(pairs) == {(1, 2), (2, 3), (3, 256), (4, 5), (5, 256)}
-    # Each end is trained in each of 40 epochs of one row, but where the row happens to begin with it.
+    # Each end is trained in each of 40 epochs of one row, but where the row happens to begin with
+    # it.
     assert (rows.labels == 256).sum() == 80 - (rows.tokens[:, 0] == 256).sum() > 60
 
 
 def test_epochs_and_seeds_differ_in_order_and_cuts():
     corpus = numbered([100] * 50)
     dataset = Dataset(corpus, batch_size=1, length=16)
-    first = [epoch(dataset, n).tokens[:, 0] for n in range(3)] + [epoch(Dataset(corpus, 1, 16, seed=1), 0).tokens[:, 0]]
+    first = [epoch(dataset, n).tokens[:, 0] for n in range(3)] + [
+        epoch(Dataset(corpus, 1, 16, seed=1), 0).tokens[:, 0]
+    ]
     for i in range(4):
         for j in range(i):
             assert (first[i] == first[j]).float().mean() < 0.05
-            assert len(set(first[i].tolist()) & set(first[j].tolist())) < 100  # of 313: cut at other places
+            assert (
+                len(set(first[i].tolist()) & set(first[j].tolist())) < 100
+            )  # of 313: cut at other places
     rows = first[0] // 16
-    assert (rows.diff().abs() <= 2).float().mean() < 0.1  # neighbours of the corpus are not neighbours of a batch
+    assert (
+        rows.diff().abs() <= 2
+    ).float().mean() < 0.1  # neighbours of the corpus are not neighbours of a batch
 
 
-@pytest.mark.parametrize(("num_ranks", "num_micro"), [(1, 1), (2, 1), (1, 3), (2, 3), (6, 1), (12, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_micro"), [(1, 1), (2, 1), (1, 3), (2, 3), (6, 1), (12, 1)]
+)
 def test_ranks_and_micro_batches_share_the_batch(num_ranks, num_micro):
     dataset = Dataset(numbered(LENGTHS), batch_size=12, length=5)
     for step in (0, 2, 7):  # the epoch has 29 rows: the third batch lies in two epochs
@@ -126,12 +139,21 @@ def test_permutation_of_a_huge_range():
 
 @pytest.mark.parametrize(("rounds", "uniform"), [(8, True), (1, False)])
 def test_permutation_is_uniform(rounds, uniform):
-    """Where element 0, and where a pair of neighbours, goes over 4000 keys: chi-square over 20 places and 20 gaps."""
-    outs = np.array([permute(np.arange(20), 20, np.random.Philox(key=k).random_raw(rounds)) for k in range(4000)])
+    """Where element 0, and where a pair of neighbours, goes over 4000 keys: chi-square over 20
+    places and 20 gaps.
+    """
+    outs = np.array(
+        [
+            permute(np.arange(20), 20, np.random.Philox(key=k).random_raw(rounds))
+            for k in range(4000)
+        ]
+    )
     place = np.bincount(outs[:, 0], minlength=20)
     gap = np.bincount((outs[:, 1] - outs[:, 0]) % 20, minlength=20)[1:]
     chi = [((c - c.mean()) ** 2 / c.mean()).sum() for c in (place, gap)]
-    assert (max(chi) < 50) == uniform  # 19 and 18 degrees of freedom: above 50 with probability 1e-4
+    assert (
+        max(chi) < 50
+    ) == uniform  # 19 and 18 degrees of freedom: above 50 with probability 1e-4
 
 
 def test_pieces():
@@ -141,7 +163,10 @@ def test_pieces():
     assert sorted(b"".join(found)) == list(b"abcdefgh")
     assert all(f in b"abcdef" or f in b"gh" for f in found)
     # An end token cut off from its document is a piece of no bytes; it is left out.
-    assert all(list(pieces(Dataset(of_texts(b"a"), 1, 8, seed=s).batch_at(0), TOKENIZER)) == [b"a"] for s in range(9))
+    assert all(
+        list(pieces(Dataset(of_texts(b"a"), 1, 8, seed=s).batch_at(0), TOKENIZER)) == [b"a"]
+        for s in range(9)
+    )
 
 
 def test_wide_vocabulary():
@@ -173,7 +198,9 @@ def test_errors():
     with pytest.raises(ValueError, match=r"data\.seed=-1"):
         Dataset(corpus, 1, 4, seed=-1)
     dataset = Dataset(corpus, 6, 4)
-    with pytest.raises(ValueError, match=r"data.batch_size=6 must be a multiple of num_ranks=2 \* num_micro=2"):
+    with pytest.raises(
+        ValueError, match=r"data.batch_size=6 must be a multiple of num_ranks=2 \* num_micro=2"
+    ):
         dataset.batch_at(0, num_ranks=2, num_micro=2)
     for bad in ({"step": -1}, {"step": 0, "rank": 2, "num_ranks": 2}, {"step": 0, "micro": -1}):
         with pytest.raises(ValueError, match="must be at least 0, rank="):

@@ -51,11 +51,15 @@ def lines(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "lines.jsonl", [{"text": text} for text in LINES])
 
 
-# ------------------------------------------------------------------------------------------------------------- sources
+# ------------------------------------------------------------------------------------------ sources
 @pytest.mark.parametrize("unit", [1, 37, 100, 1000, 10**6])
-def test_lines_are_read_once_wherever_the_file_is_cut(lines: Path, unit: int, monkeypatch: pytest.MonkeyPatch):
+def test_lines_are_read_once_wherever_the_file_is_cut(
+    lines: Path, unit: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(records, "UNIT_BYTES", unit)
-    found = [r for u in records.units(lines, []) for r in records.read_unit(u, text="text", images="")]
+    found = [
+        r for u in records.units(lines, []) for r in records.read_unit(u, text="text", images="")
+    ]
     assert [r.text.decode() for r in found] == LINES
     offsets = [int(r.name.partition("@")[2]) for r in found]
     data = lines.read_bytes()
@@ -95,11 +99,16 @@ def test_a_saved_dataset_with_images(tmp_path: Path):
     pa = pytest.importorskip("pyarrow")
     root = tmp_path / "saved"
     root.mkdir()
-    table = pa.table({
-        "caption": [f"{media.PLACEHOLDER} red", "no image"],
-        "image": [[{"bytes": png(28, 28), "path": "a.png"}], []],
-    })  # fmt: skip
-    with pa.OSFile(str(root / "data-0.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+    table = pa.table(
+        {
+            "caption": [f"{media.PLACEHOLDER} red", "no image"],
+            "image": [[{"bytes": png(28, 28), "path": "a.png"}], []],
+        }
+    )
+    with (
+        pa.OSFile(str(root / "data-0.arrow"), "wb") as out,
+        pa.ipc.new_stream(out, table.schema) as writer,
+    ):
         writer.write_table(table)
     (root / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
     (root / "dataset_info.json").write_text("{}")
@@ -112,7 +121,7 @@ def test_a_saved_dataset_with_images(tmp_path: Path):
     assert (document.patches[0].reshape(4, 3, 196)[:, 0] == 255).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------------------------- text
 def test_every_document_is_in_one_store(lines: Path, tmp_path: Path):
     result = prepare(Config(str(lines), heldout_fraction=0.3), tmp_path / "out")
     assert both(tmp_path / "out") == sorted(t.encode() for t in LINES)
@@ -126,28 +135,38 @@ def test_every_document_is_in_one_store(lines: Path, tmp_path: Path):
 def test_equal_documents_are_held_out_together(tmp_path: Path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in LINES + LINES[::-1]])
     prepare(Config(str(tmp_path / "a.jsonl"), heldout_fraction=0.5), tmp_path / "out")
-    train, held = (set(texts(open_store(tmp_path / "out" / split))) for split in ("train", "heldout"))
+    train, held = (
+        set(texts(open_store(tmp_path / "out" / split))) for split in ("train", "heldout")
+    )
     assert train
     assert held
     assert not train & held
 
 
-def test_more_processes_write_the_same(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_more_processes_write_the_same(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(records, "UNIT_BYTES", 400)
     seen: list[Progress] = []
     for workers in (1, 2):
         prepare(Config(str(lines)), tmp_path / str(workers), workers=workers, report=seen.append)
-    files = [sorted(p.relative_to(tmp_path / w) for p in (tmp_path / w).rglob("*")) for w in ("1", "2")]
+    files = [
+        sorted(p.relative_to(tmp_path / w) for p in (tmp_path / w).rglob("*")) for w in ("1", "2")
+    ]
     assert files[0] == files[1]
     for name in files[0]:
         if (tmp_path / "1" / name).is_file():
-            assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes(), name
+            assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes(), (
+                name
+            )
     assert seen[-1].done == seen[-1].total > 3
     assert not list((tmp_path / "2").glob(".*"))
 
 
-# ------------------------------------------------------------------------------------------------------------- resuming
-def test_it_goes_on_where_it_was_stopped(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+# ----------------------------------------------------------------------------------------- resuming
+def test_it_goes_on_where_it_was_stopped(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(records, "UNIT_BYTES", 400)
     cfg = Config(str(lines))
     prepare(cfg, tmp_path / "whole")
@@ -172,16 +191,27 @@ def test_it_goes_on_where_it_was_stopped(lines: Path, tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 1000 + str(i)} for i in range(200_000)])
-    command = [sys.executable, "-m", "k31fn.data", "prepare", str(tmp_path / "a.jsonl"), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "k31fn.data",
+        "prepare",
+        str(tmp_path / "a.jsonl"),
+        str(tmp_path / "out"),
+    ]
     for delay in (4, 6, 8):
-        process = subprocess.Popen([*command, "--workers", "2"], stderr=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            [*command, "--workers", "2"], stderr=subprocess.DEVNULL, start_new_session=True
+        )
         try:
             process.wait(delay)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     assert main(command[3:]) == 0
-    assert sum(open_store(tmp_path / "out" / s).num_documents for s in ("train", "heldout")) == 200_000
+    assert (
+        sum(open_store(tmp_path / "out" / s).num_documents for s in ("train", "heldout")) == 200_000
+    )
 
 
 def test_other_settings_are_refused(lines: Path, tmp_path: Path):
@@ -198,21 +228,33 @@ def test_other_settings_are_refused(lines: Path, tmp_path: Path):
         prepare(Config(str(lines)), tmp_path / "mine")
 
 
-# -------------------------------------------------------------------------------------------------------------- images
+# ------------------------------------------------------------------------------------------- images
 def with_images(tmp_path: Path) -> Path:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "blue.png").write_bytes(png(30, 60, (0, 0, 255)))
     blue, place = "pictures/blue.png", file(pil.fromarray(coordinates(56, 28)), "PNG")
     rows = [
-        {"text": f"A {media.PLACEHOLDER} and {media.PLACEHOLDER}.", "images": [blue, {"bytes": None, "path": blue}]},
+        {
+            "text": f"A {media.PLACEHOLDER} and {media.PLACEHOLDER}.",
+            "images": [blue, {"bytes": None, "path": blue}],
+        },
         {"text": "none", "images": None},
-        {"text": "x<|media_pad|>y", "images": "data:image/png;base64," + base64.b64encode(place).decode()},
+        {
+            "text": "x<|media_pad|>y",
+            "images": "data:image/png;base64," + base64.b64encode(place).decode(),
+        },
     ]
     return write_jsonl(tmp_path / "a.jsonl", rows)
 
 
 def test_images_are_stored_as_patches(tmp_path: Path):
-    cfg = Config(str(with_images(tmp_path)), "bytes+media", images="images", heldout_fraction=0.0, image=PIXELS)
+    cfg = Config(
+        str(with_images(tmp_path)),
+        "bytes+media",
+        images="images",
+        heldout_fraction=0.0,
+        image=PIXELS,
+    )
     result = prepare(cfg, tmp_path / "out")
     assert result.counts["images"] == 3
     store = open_store(tmp_path / "out" / "train")
@@ -221,7 +263,9 @@ def test_images_are_stored_as_patches(tmp_path: Path):
     assert first.grids == [(1, 6, 4)] * 2
     assert TOKENIZER.decode(first.tokens) == "A image 30x60 and image 30x60."
     assert (first.tokens == 260).sum() == 12
-    assert [[int(first.tokens[a]), int(first.tokens[b - 1])] for a, b in first.spans] == [[257, 259]] * 2
+    assert [[int(first.tokens[a]), int(first.tokens[b - 1])] for a, b in first.spans] == [
+        [257, 259]
+    ] * 2
     assert (first.patches[1].reshape(24, 3, 196)[0] == [[0], [0], [255]]).all()
     assert (second.grids, len(second.spans)) == ([], 0)
     assert third.tokens.tolist() == [120, 260, 260, 121, 256]
@@ -236,11 +280,25 @@ def test_bad_images_are_refused_by_name_or_counted(tmp_path: Path):
     cut = good[:50]
     (tmp_path / "empty.png").write_bytes(b"")
     animated = io.BytesIO()
-    pil.new("RGB", (28, 28)).save(animated, "GIF", save_all=True, append_images=[pil.new("RGB", (28, 28), (9, 9, 9))])
-    urls = ["data:image/png;base64," + base64.b64encode(d).decode() for d in (good, cut, animated.getvalue())]
-    rows = [{"text": text, "images": i} for i in (*urls, "empty.png", "absent.png", "data:text/plain,x", urls[0])]
+    pil.new("RGB", (28, 28)).save(
+        animated, "GIF", save_all=True, append_images=[pil.new("RGB", (28, 28), (9, 9, 9))]
+    )
+    urls = [
+        "data:image/png;base64," + base64.b64encode(d).decode()
+        for d in (good, cut, animated.getvalue())
+    ]
+    rows = [
+        {"text": text, "images": i}
+        for i in (*urls, "empty.png", "absent.png", "data:text/plain,x", urls[0])
+    ]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    cfg = Config(str(path), "bytes+media", images="images", heldout_fraction=0.0, image=images.Config(on_bad="skip"))
+    cfg = Config(
+        str(path),
+        "bytes+media",
+        images="images",
+        heldout_fraction=0.0,
+        image=images.Config(on_bad="skip"),
+    )
     result = prepare(cfg, tmp_path / "out")
     assert result.counts["documents"] == 2
     assert result.skipped == {"corrupt": 2, "animated": 1, "empty": 1, "missing": 1}
@@ -253,7 +311,9 @@ def test_bad_images_are_refused_by_name_or_counted(tmp_path: Path):
 def test_images_outside_the_folder_are_not_read(tmp_path: Path):
     (tmp_path / "secret.png").write_bytes(png(28, 28))
     (tmp_path / "in").mkdir()
-    path = write_jsonl(tmp_path / "in" / "a.jsonl", [{"text": media.PLACEHOLDER, "images": "../secret.png"}])
+    path = write_jsonl(
+        tmp_path / "in" / "a.jsonl", [{"text": media.PLACEHOLDER, "images": "../secret.png"}]
+    )
     with pytest.raises(ValueError, match=r"image '\.\./secret\.png' is outside"):
         prepare(Config(str(path), "bytes+media", images="images"), tmp_path / "out")
 
@@ -264,7 +324,7 @@ def test_a_tokenizer_without_media_tokens(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-# ------------------------------------------------------------------------------------------------- command and store
+# -------------------------------------------------------------------------------- command and store
 def test_the_command(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["prepare", str(lines), str(tmp_path / "out"), "--workers", "1"]) == 0
     out, progress = capsys.readouterr()
@@ -272,7 +332,9 @@ def test_the_command(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "documents left out: none" in out
     assert "1 of 1 shards" in progress
     assert main(["prepare", str(tmp_path / "absent"), str(tmp_path / "out2")]) == 2
-    assert capsys.readouterr().err.startswith(f"k31fn.data: source '{tmp_path / 'absent'}' does not exist")
+    assert capsys.readouterr().err.startswith(
+        f"k31fn.data: source '{tmp_path / 'absent'}' does not exist"
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,7 +346,12 @@ def test_the_command(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(
-    lines: Path, tmp_path: Path, folder: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    lines: Path,
+    tmp_path: Path,
+    folder: str,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ):
     (tmp_path / "file").touch()
     assert main(["prepare", str(lines), str(tmp_path / folder), *options]) == 2
@@ -328,7 +395,8 @@ def test_damaged_stores_are_refused(lines: Path, tmp_path: Path):
     (shard / "tokens.npy").write_bytes(whole)
     np.save(shard / "offsets.npy", np.load(shard / "offsets.npy")[:-1])
     with pytest.raises(
-        ValueError, match=r"holds \(59, \d+, 0\) documents, tokens and images, not what index\.json says"
+        ValueError,
+        match=r"holds \(59, \d+, 0\) documents, tokens and images, not what index\.json says",
     ):
         open_store(tmp_path / "out" / "train")
     (tmp_path / "out" / "train" / "index.json").write_text('{"version": 7}')

@@ -51,7 +51,9 @@ def test_without_weights_each_store_gives_what_it_has(stores: dict[str, str]):
 
 def test_weights_and_seed(stores: dict[str, str]):
     cfg = prepared(stores, weights=(1.0, 3.0))
-    one, two = (open_prepared(cfg, TOKENIZER, length=64, batch_size=16, seed=seed) for seed in (0, 1))
+    one, two = (
+        open_prepared(cfg, TOKENIZER, length=64, batch_size=16, seed=seed) for seed in (0, 1)
+    )
     found = np.concatenate([letters(one.batch_at(step)) for step in range(16)])
     assert (found == ord("b")).mean() == 0.75
     assert not torch.equal(one.batch_at(0).tokens, two.batch_at(0).tokens)
@@ -64,7 +66,9 @@ def test_what_is_scored(stores: dict[str, str]):
     labels = scored.rows.labels
     assert scored.num_bytes == int((labels >= 0).sum())
     assert int(labels.max()) < 256
-    documents = [f"{name}{i} " * (3 + i % 5) for name, count in (("b", 20), ("c", 9)) for i in range(count)]
+    documents = [
+        f"{name}{i} " * (3 + i % 5) for name, count in (("b", 20), ("c", 9)) for i in range(count)
+    ]
     assert scored.num_bytes == sum(len(d) - 1 for d in documents)
     assert scored.pieces == ()
 
@@ -84,14 +88,22 @@ def test_fingerprints(stores: dict[str, str], tmp_path: Path):
     """Equal for the same stores wherever they lie; another for other stores or settings."""
     same, other = (
         open_prepared(cfg, TOKENIZER, length=64, batch_size=4).fingerprint
-        for cfg in (prepared(stores, weights=(1.0, 2.0)), prepared(stores, train=(stores["b"], stores["a"])))
+        for cfg in (
+            prepared(stores, weights=(1.0, 2.0)),
+            prepared(stores, train=(stores["b"], stores["a"])),
+        )
     )
-    assert same == open_prepared(prepared(stores), TOKENIZER, length=32, batch_size=8, seed=3).fingerprint
+    assert (
+        same
+        == open_prepared(prepared(stores), TOKENIZER, length=32, batch_size=8, seed=3).fingerprint
+    )
     assert same != other
 
 
 def test_another_tokenizer_is_refused(stores: dict[str, str]):
-    with pytest.raises(ValueError, match=r"\(261, 256, 260\), those of data.tokenizer are \(257, 256, -1\)"):
+    with pytest.raises(
+        ValueError, match=r"\(261, 256, 260\), those of data.tokenizer are \(257, 256, -1\)"
+    ):
         open_prepared(prepared(stores), ByteTokenizer(), length=64, batch_size=4)
 
 

@@ -30,7 +30,9 @@ SPLITS = [
     ["(word", " /", "path", "_x"],
     ["٣٤٥", "٦"],
 ]
-MERGES = sorted({piece.encode() for pieces in SPLITS for piece in pieces if len(piece.encode()) > 1})
+MERGES = sorted(
+    {piece.encode() for pieces in SPLITS for piece in pieces if len(piece.encode()) > 1}
+)
 
 
 def write(path: Path, tokens: list[bytes]) -> Path:
@@ -42,16 +44,26 @@ def write(path: Path, tokens: list[bytes]) -> Path:
 def folder(tmp_path: Path) -> Path:
     write(tmp_path / "tiktoken.model", [*(bytes([b]) for b in range(256)), *MERGES])
     first = 256 + len(MERGES)
-    names = {"[BOS]": 0, "[EOS]": 1, "<|end_of_msg|>": 2, "<|media_begin|>": 18, "<|media_content|>": 19}
+    names = {
+        "[BOS]": 0,
+        "[EOS]": 1,
+        "<|end_of_msg|>": 2,
+        "<|media_begin|>": 18,
+        "<|media_content|>": 19,
+    }
     names |= {"<|media_end|>": 20, "<|media_pad|>": 21, "[UNK]": 254, "[PAD]": 255}
     added = {str(first + i): {"content": name, "special": True} for name, i in names.items()}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added, "eos_token": "[EOS]"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": added, "eos_token": "[EOS]"})
+    )
     return tmp_path
 
 
 @pytest.mark.parametrize("pieces", SPLITS, ids=repr)
 def test_the_rule_cuts_where_it_should(folder: Path, pieces: list[str]):
-    """Each piece is a token of its own, and no union of pieces is one: other cuts give other tokens."""
+    """Each piece is a token of its own, and no union of pieces is one: other cuts give other
+    tokens.
+    """
     tokenizer = open_tokenizer(folder)
     tokens = tokenizer.encode("".join(pieces))
     assert [tokenizer.decode_bytes([t]).decode() for t in tokens.tolist()] == pieces
@@ -63,7 +75,10 @@ def test_merges_go_by_lowest_rank(tmp_path: Path):
     order = [b"bc", b"ab", b"cd"]
     path = write(tmp_path / "t.model", [*(bytes([b]) for b in range(256)), *order])
     tokenizer = open_tokenizer(path)
-    cut = [[tokenizer.decode_bytes([t]) for t in tokenizer.encode(text).tolist()] for text in ("abc", "abcd", "abxcd")]
+    cut = [
+        [tokenizer.decode_bytes([t]) for t in tokenizer.encode(text).tolist()]
+        for text in ("abc", "abcd", "abxcd")
+    ]
     assert cut == [[b"a", b"bc"], [b"a", b"bc", b"d"], [b"ab", b"x", b"cd"]]
 
 
@@ -86,8 +101,16 @@ def test_without_a_config_k3s_names_stand(tmp_path: Path):
     """With the 163584 base ranks of the release, the media token is 163605."""
     path = write(tmp_path / "tiktoken.model", [bytes([b]) for b in range(256)])
     names = open_tokenizer(path).special_tokens
-    places = {name: names[name] - 256 + 163584 for name in ("<|media_pad|>", "[EOS]", "<|end_of_msg|>", "[PAD]")}
-    assert places == {"<|media_pad|>": 163605, "[EOS]": 163585, "<|end_of_msg|>": 163586, "[PAD]": 163839}
+    places = {
+        name: names[name] - 256 + 163584
+        for name in ("<|media_pad|>", "[EOS]", "<|end_of_msg|>", "[PAD]")
+    }
+    assert places == {
+        "<|media_pad|>": 163605,
+        "[EOS]": 163585,
+        "<|end_of_msg|>": 163586,
+        "[PAD]": 163839,
+    }
     assert open_tokenizer(tmp_path).end_token == 257
     assert media.media_tokens(open_tokenizer(path)) == (274, 275, 276, 277)
 
@@ -106,7 +129,9 @@ def test_any_bytes_come_back(folder: Path):
 
 
 def test_long_runs_end(folder: Path):
-    """A million characters without a boundary: the released tokenizer cuts them at 25000, and so does this."""
+    """A million characters without a boundary: the released tokenizer cuts them at 25000, and so
+    does this.
+    """
     tokenizer = open_tokenizer(folder)
     for text in (" " * 1_000_000, "a" * 100_000 + " " + "b" * 30_000, "é" * 450_000):
         assert tokenizer.decode(tokenizer.encode(text)) == text

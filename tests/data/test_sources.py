@@ -29,12 +29,25 @@ def test_stdlib():
     root = Path(sysconfig.get_path("stdlib"))
     assert all(d.data == (root / d.name).read_bytes() for d in documents[::50])
     # Everything else under the folder is left out for one of the stated reasons.
-    folders = [p for p in root.iterdir() if p.is_dir() and not p.name.endswith("-packages")]  # those are no library
+    folders = [
+        p for p in root.iterdir() if p.is_dir() and not p.name.endswith("-packages")
+    ]  # those are no library
     files = [*root.glob("*.py"), *(f for p in folders for f in p.rglob("*.py"))]
     every = {f.relative_to(root).as_posix() for f in files if f.stat().st_size}
-    parts = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+    parts = {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "encodings",
+        "pydoc_data",
+    }
     for name in every - set(names):
-        rest = name in ("html/entities.py", "stringprep.py") or name.startswith(("_sysconfigdata", "config-"))
+        rest = name in ("html/entities.py", "stringprep.py") or name.startswith(
+            ("_sysconfigdata", "config-")
+        )
         assert rest or parts & set(name.split("/")) or "customize" in name, name
     assert not any(parts & set(n.split("/")) for n in names)
     assert sum(len(d.data) for d in documents) > 3_000_000
@@ -76,7 +89,10 @@ def test_text_file_is_cut_at_line_ends(tmp_path):
 
 
 def test_jsonl_field(tmp_path):
-    file = write(tmp_path / "c.jsonl", json.dumps({"body": "ü☃"}) + "\n" + json.dumps({"body": "b", "text": 3}))
+    file = write(
+        tmp_path / "c.jsonl",
+        json.dumps({"body": "ü☃"}) + "\n" + json.dumps({"body": "b", "text": 3}),
+    )
     assert [d.data.decode() for d in texts(file, field="body")] == ["ü☃", "b"]
 
 
@@ -85,7 +101,10 @@ def test_jsonl_field(tmp_path):
     [
         (b'{"text": ', r"c\.jsonl:2: not a line of UTF-8 JSON"),
         (b'{"text": "\xff"}', r"c\.jsonl:2: not a line of UTF-8 JSON"),
-        (b'{"body": "b", "id": 1}', r"c\.jsonl:2: no field data.field='text'; the line has \['body', 'id'\]"),
+        (
+            b'{"body": "b", "id": 1}',
+            r"c\.jsonl:2: no field data.field='text'; the line has \['body', 'id'\]",
+        ),
         (b"[1]", r"c\.jsonl:2: no field data.field='text'; the line has list"),
         (b'{"text": 3}', r"c\.jsonl:2: data.field='text' is of type int"),
         (b'{"text": null}', r"c\.jsonl:2: data.field='text' is of type NoneType"),
@@ -101,7 +120,9 @@ def test_bad_jsonl(tmp_path, line, message):
 def test_bad_paths(tmp_path):
     with pytest.raises(ValueError, match=r"data\.path='/no/such' does not exist"):
         texts("/no/such")
-    with pytest.raises(ValueError, match=r"files \.bin are not read; if it is text, add '\.bin' to data.suffixes"):
+    with pytest.raises(
+        ValueError, match=r"files \.bin are not read; if it is text, add '\.bin' to data.suffixes"
+    ):
         texts(write(tmp_path / "x.bin", "x"))
     (tmp_path / "broken").mkdir()
     for name in ("link.txt", "link.jsonl"):
@@ -131,11 +152,18 @@ def test_parquet(tmp_path):
     pa = pytest.importorskip("pyarrow", reason="extra `data` not installed")
     import pyarrow.parquet as pq
 
-    table = pa.table({"id": [1, 2, 3], "text": ["one", "", "three ☃"], "raw": [b"\xff", b"b", b"c"]})
+    table = pa.table(
+        {"id": [1, 2, 3], "text": ["one", "", "three ☃"], "raw": [b"\xff", b"b", b"c"]}
+    )
     pq.write_table(table, tmp_path / "c.parquet", row_group_size=2)
-    assert texts(tmp_path / "c.parquet") == [("c.parquet:0", b"one"), ("c.parquet:2", "three ☃".encode())]
+    assert texts(tmp_path / "c.parquet") == [
+        ("c.parquet:0", b"one"),
+        ("c.parquet:2", "three ☃".encode()),
+    ]
     assert [d.data for d in texts(tmp_path, field="raw")] == [b"\xff", b"b", b"c"]
-    with pytest.raises(ValueError, match=r"c\.parquet: no column data.field='body'; it has \['id', 'raw', 'text'\]"):
+    with pytest.raises(
+        ValueError, match=r"c\.parquet: no column data.field='body'; it has \['id', 'raw', 'text'\]"
+    ):
         texts(tmp_path, field="body")
     with pytest.raises(ValueError, match=r"c\.parquet, row 0: data.field='id' is of type int"):
         texts(tmp_path, field="id")
@@ -151,9 +179,15 @@ def arrow_folder(root: Path, parts: list[list[str]]) -> Path:
     names = [f"data-{i:05d}-of-{len(parts):05d}.arrow" for i in range(len(parts))]
     for name, part in zip(names, parts, strict=True):
         table = pa.table({"text": part, "id": list(range(len(part)))})
-        with pa.OSFile(str(root / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        with (
+            pa.OSFile(str(root / name), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as writer,
+        ):
             writer.write_table(table, max_chunksize=2)
-    write(root / "state.json", json.dumps({"_data_files": [{"filename": n} for n in names], "_split": "train"}))
+    write(
+        root / "state.json",
+        json.dumps({"_data_files": [{"filename": n} for n in names], "_split": "train"}),
+    )
     write(root / "dataset_info.json", "{}")
     return root
 
@@ -180,6 +214,8 @@ def test_saved_dataset(tmp_path):
 def test_saved_dataset_of_the_real_library(tmp_path):
     datasets = pytest.importorskip("datasets", reason="HF datasets not installed")
     whole = datasets.Dataset.from_dict({"text": [f"text {i}" for i in range(10)]})
-    whole.select([7, 1, 2, 9]).shuffle(seed=1).save_to_disk(tmp_path / "d", num_shards=2)  # an index over the rows
+    whole.select([7, 1, 2, 9]).shuffle(seed=1).save_to_disk(
+        tmp_path / "d", num_shards=2
+    )  # an index over the rows
     expected = [row["text"] for row in datasets.load_from_disk(tmp_path / "d")]
     assert [d.data.decode() for d in texts(tmp_path / "d")] == expected

@@ -35,7 +35,9 @@ def test_split_depends_on_the_name_alone(tmp_path):
     texts = {f"{i}.txt": f"document {i}" for i in range(60)}
     held = set(documents(load(folder(tmp_path / "a", texts), TOKENIZER).heldout))
     fewer = {name: text for name, text in texts.items() if int(name[:-4]) % 2}
-    assert set(documents(load(folder(tmp_path / "b", fewer), TOKENIZER).heldout)) == held & set(fewer.values())
+    assert set(documents(load(folder(tmp_path / "b", fewer), TOKENIZER).heldout)) == held & set(
+        fewer.values()
+    )
 
 
 def test_equal_documents_do_not_leak(tmp_path):
@@ -54,19 +56,27 @@ def test_one_text_file_is_split(tmp_path):
 
 
 def test_empty(tmp_path):
-    with pytest.raises(ValueError, match=r"data.path=.* is empty: no text in files with data.suffixes=\['.txt'"):
+    with pytest.raises(
+        ValueError, match=r"data.path=.* is empty: no text in files with data.suffixes=\['.txt'"
+    ):
         load(folder(tmp_path / "a", {"x.txt": "", "y.other": "text"}), TOKENIZER)
 
 
 def test_empty_part_says_which_fraction_would_do(tmp_path):
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": f"t{i}"}) + "\n" for i in range(5)))
+    (tmp_path / "c.jsonl").write_text(
+        "".join(json.dumps({"text": f"t{i}"}) + "\n" for i in range(5))
+    )
 
     def splits(fraction: float) -> Splits:
         return load(Config(path=str(tmp_path / "c.jsonl"), heldout_fraction=fraction), TOKENIZER)
 
-    with pytest.raises(ValueError, match="none of the 5 documents is held out; raise it above") as low:
+    with pytest.raises(
+        ValueError, match="none of the 5 documents is held out; raise it above"
+    ) as low:
         splits(1e-6)
-    with pytest.raises(ValueError, match="none of the 5 documents is left to train on; lower it to") as high:
+    with pytest.raises(
+        ValueError, match="none of the 5 documents is left to train on; lower it to"
+    ) as high:
         splits(1 - 1e-6)
     advice = [float(str(e.value).partition("raise it above ")[2].split(",")[0]) for e in (low,)]
     assert splits(advice[0] + 1e-6).heldout.num_documents == 1

@@ -18,7 +18,9 @@ from tests.trainer import runs
 CONFIGS = Path(__file__).parents[2] / "configs"
 TOWER = vision.Config(vision_block.Config(16, 2, 8, 24), 2, table_size=(3, 5))
 CFG = dataclasses.replace(
-    config.load(CONFIGS / "tiny.py"), vision=TOWER, projector=projector.Config(TOWER.output_size, 128)
+    config.load(CONFIGS / "tiny.py"),
+    vision=TOWER,
+    projector=projector.Config(TOWER.output_size, 128),
 )
 
 
@@ -27,7 +29,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights and biases, in bfloat16 with float32 islands."""
     folder = tmp_path_factory.mktemp("hf") / "given"
     bias = random.normal(random.key(2), (3, CFG.moe.num_experts))
-    hf.export(params.init(model.specs(CFG), random.key(1)), balance.State(bias, model.moe_layers(CFG)), CFG, folder)
+    hf.export(
+        params.init(model.specs(CFG), random.key(1)),
+        balance.State(bias, model.moe_layers(CFG)),
+        CFG,
+        folder,
+    )
     return folder
 
 
@@ -53,12 +60,18 @@ def run(checkpoint: Path, recipe: str, tmp_path: Path, capsys: pytest.CaptureFix
     return runs.only_run(tmp_path / "runs", "given")
 
 
-def test_there_and_back(checkpoint: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_there_and_back(
+    checkpoint: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """Bit for bit: the run has the weights in float32."""
     made, weights, state = sample.load(run, where=torch.device("cpu"))
     assert made.model == CFG
     given, biases = hf.load(checkpoint, CFG, dtype=torch.float32)
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), (weights, state), (given, biases))
+    tree.map(
+        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0),
+        (weights, state),
+        (given, biases),
+    )
     assert main(["export", str(run.parent), str(tmp_path / "back")]) == 0
     same_files(checkpoint, tmp_path / "back")
     assert main(["export", str(run / "checkpoints" / "0"), str(tmp_path / "that")]) == 0
@@ -82,7 +95,10 @@ def test_quantised(run: Path, tmp_path: Path):
     assert hf.verify(tmp_path / "one").num_quantised == 3 * 3 * CFG.moe.num_experts
     made = str(run / "config.json")
     assert main(["import", str(tmp_path / "one"), made, "--runs", str(tmp_path / "again")]) == 0
-    assert main(["export", str(tmp_path / "again" / "given"), str(tmp_path / "two"), "--quantise"]) == 0
+    assert (
+        main(["export", str(tmp_path / "again" / "given"), str(tmp_path / "two"), "--quantise"])
+        == 0
+    )
     same_files(tmp_path / "one", tmp_path / "two")
 
 
@@ -94,7 +110,9 @@ def test_a_run_trains_on_from_it(checkpoint: Path, run: Path, capsys: pytest.Cap
         made = config.load_recipe(run / "config.json")
         corpus = trainer.load_corpus(made)
         weights, biases = hf.load(checkpoint, CFG, dtype=torch.float32)
-        (batch,) = trainer.make_batches(made, trainer.rows_at(corpus.dataset, 0), torch.device("cpu"))
+        (batch,) = trainer.make_batches(
+            made, trainer.rows_at(corpus.dataset, 0), torch.device("cpu")
+        )
         _, parts = model.loss(weights, batch, CFG, balance=biases)
         assert trainer.main([str(run / "config.json"), "--device", "cpu", "--threads", "1"]) == 0
     finally:
@@ -105,7 +123,9 @@ def test_a_run_trains_on_from_it(checkpoint: Path, run: Path, capsys: pytest.Cap
     assert "has changed" not in capsys.readouterr().out
 
 
-def test_what_is_wrong_is_said(checkpoint: Path, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_wrong_is_said(
+    checkpoint: Path, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     config_file = json.loads((checkpoint / "config.json").read_text())
     config_file["text_config"]["num_hidden_layers"] = 5
     bad = tmp_path / "bad"

@@ -29,7 +29,9 @@ CFG = model.Config(
     kda=kda.Config(D, num_heads=16, head_dim=128),
     full_attention=mla.Config(D, 16, 512, 256, 128, 64, 128),
     dense=mlp.Config(D, 8192),
-    moe=latent_moe.Config(D, latent_size=1024, expert_size=1024, shared_size=2048, num_experts=64, top_k=4),
+    moe=latent_moe.Config(
+        D, latent_size=1024, expert_size=1024, shared_size=2048, num_experts=64, top_k=4
+    ),
     residual=attn_res.Config(block_size=4),
 )
 MESH = Mesh(fsdp=2)
@@ -66,17 +68,23 @@ def read_half(folder: str, rank: str) -> dict[str, int]:
 def test_a_rank_holds_its_shard_and_one_tensor(tmp_path: Path):
     table = entries(CFG)
     tensors = {
-        name: (e.stored_shape, torch.float32 if e.row.wide else torch.bfloat16) for e in table for name in e.names
+        name: (e.stored_shape, torch.float32 if e.row.wide else torch.bfloat16)
+        for e in table
+        for name in e.names
     }
     create(tmp_path / "big", lay_out(tensors, 500_000_000))
     size = sum(p.stat().st_size for p in (tmp_path / "big").iterdir())
     assert size > 2e9
     script = (
-        "import sys; from tests.hf import test_memory as t; print(t.json.dumps(t.read_half(sys.argv[1], sys.argv[2])))"
+        "import sys; from tests.hf import test_memory as t; "
+        "print(t.json.dumps(t.read_half(sys.argv[1], sys.argv[2])))"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "big")]
     here = Path(__file__).parents[2]
-    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, cwd=here) for rank in range(2)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, cwd=here)
+        for rank in range(2)
+    ]
     for rank in ranks:
         out, _ = rank.communicate(timeout=300)
         assert rank.returncode == 0

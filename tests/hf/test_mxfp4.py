@@ -28,8 +28,12 @@ def random_bytes(rows: int, columns: int, low: int = 60, high: int = 190):
 
 
 def test_a_written_out_group():
-    """Low nibble first: bytes 10 32 54 76 are 0, .5, 1, 1.5, 2, 3, 4, 6; 98 ba dc fe the same, negative."""
-    packed = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE, *[0] * 7, 0x21]], dtype=torch.uint8)
+    """Low nibble first: bytes 10 32 54 76 are 0, .5, 1, 1.5, 2, 3, 4, 6; 98 ba dc fe the same,
+    negative.
+    """
+    packed = torch.tensor(
+        [[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE, *[0] * 7, 0x21]], dtype=torch.uint8
+    )
     values = decode(packed, torch.tensor([[127]], dtype=torch.uint8), torch.float32)
     assert values[0, :16].tolist() == [*LADDER, *(-v for v in LADDER)]
     assert torch.signbit(values[0, 8])
@@ -79,7 +83,9 @@ def test_smallest_and_largest_scales():
 
 
 def test_rounding_is_to_nearest_ties_to_even():
-    """With 6 in the group the scale is 1. Ties lie between codes; a code's last bit is its mantissa."""
+    """With 6 in the group the scale is 1. Ties lie between codes; a code's last bit is its
+    mantissa.
+    """
     given = [6, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.01, -0.75, -5.0, -0.2, 0.24]
     wanted = [6, 0, 0.5, 1, 1, 2, 2, 4, 4, 6, -1, -4, -0.0, 0]
     weights = torch.zeros(1, 32)

@@ -53,7 +53,9 @@ def locals_of(mesh: Mesh, coordinate: dict[str, int]) -> Any:
     """What a rank holds: the tile of each leaf."""
     tile = tiles(SPECS, partition(SPECS, AxisRules(), mesh), mesh, coordinate)
     pairs = zip(tree.flatten_with_paths(SPECS), tree.leaves(WEIGHTS), strict=True)
-    return tree.unflatten(tree.flatten(SPECS)[1], [w[tile(path, spec)].clone() for (path, spec), w in pairs])
+    return tree.unflatten(
+        tree.flatten(SPECS)[1], [w[tile(path, spec)].clone() for (path, spec), w in pairs]
+    )
 
 
 def part(mesh: Mesh, axes: Any, coordinate: dict[str, int]) -> Part:
@@ -70,7 +72,9 @@ def test_ranks_read_and_write_their_own_slices(folder: Path, tmp_path: Path, mes
         hf.export(weights, state, CFG, tmp_path / "together", part=mine)
         return weights, state
 
-    for coordinate, (weights, state) in zip(mesh.coordinates(), each_rank(both, mesh, lambda c: (c,)), strict=True):
+    for coordinate, (weights, state) in zip(
+        mesh.coordinates(), each_rank(both, mesh, lambda c: (c,)), strict=True
+    ):
         same(weights, locals_of(mesh, coordinate))
         same(state, STATE)
     assert [p.name for p in tmp_path.iterdir()] == ["together"]
@@ -126,13 +130,17 @@ def test_only_the_bytes_of_the_slices_are_read(folder: Path, monkeypatch: pytest
     mesh = Mesh(fsdp=2)
     for rank, coordinate in enumerate(mesh.coordinates()):
         monkeypatch.setattr(module, "open_source", lambda d, r=rank: Opened(d, r))
-        alone = dataclasses.replace(ALONE, tile=tiles(SPECS, partition(SPECS, AxisRules(), mesh), mesh, coordinate))
+        alone = dataclasses.replace(
+            ALONE, tile=tiles(SPECS, partition(SPECS, AxisRules(), mesh), mesh, coordinate)
+        )
         hf.load(folder, CFG, part=alone)
     whole = sum(w.nbytes for w in tree.leaves(WEIGHTS))
-    assert max(counted.values()) < 0.52 * whole  # a half, and the few that no dimension of divides evenly
+    assert (
+        max(counted.values()) < 0.52 * whole
+    )  # a half, and the few that no dimension of divides evenly
 
 
-# ------------------------------------------------------------------------------------------------------------- shards
+# ------------------------------------------------------------------------------------------- shards
 def test_shards_with_an_index(folder: Path, tmp_path: Path):
     hf.export(WEIGHTS, STATE, CFG, tmp_path / "shards", shard_bytes=300_000)
     files = sorted(p.name for p in (tmp_path / "shards").glob("*.safetensors"))
@@ -151,9 +159,11 @@ def test_shards_with_an_index(folder: Path, tmp_path: Path):
     same(state, STATE)
 
 
-# ---------------------------------------------------------------------------------------------------------- quantised
+# ---------------------------------------------------------------------------------------- quantised
 def test_quantised_experts(tmp_path: Path):
-    """What comes back is the nearest that MXFP4 has; a second trip changes no bit of weights or of files."""
+    """What comes back is the nearest that MXFP4 has; a second trip changes no bit of weights or of
+    files.
+    """
     hf.export(WEIGHTS, STATE, CFG, tmp_path / "first", quantise=True)
     again, state = hf.load(tmp_path / "first", CFG)
     stored = load_file(tmp_path / "first" / "model.safetensors")
@@ -166,14 +176,20 @@ def test_quantised_experts(tmp_path: Path):
         after = dict(tree.flatten_with_paths(again))[path]
         assert after.dtype == before.dtype
         if ".experts." in path:
-            assert 0 < (after.float() - before.float()).norm() / before.float().norm() < 0.2  # 1 bit of mantissa
+            assert (
+                0 < (after.float() - before.float()).norm() / before.float().norm() < 0.2
+            )  # 1 bit of mantissa
         else:
             assert torch.equal(after, before), path
     same(state, STATE)
-    text = json.loads((tmp_path / "first" / "config.json").read_text())["text_config"]["quantization_config"]
+    text = json.loads((tmp_path / "first" / "config.json").read_text())["text_config"][
+        "quantization_config"
+    ]
     target = text["config_groups"]["group_0"]["targets"][0].removeprefix("re:")
     for key in stored:
-        assert bool(re.fullmatch(target, key.removesuffix(".weight_packed"))) == key.endswith("_packed")
+        assert bool(re.fullmatch(target, key.removesuffix(".weight_packed"))) == key.endswith(
+            "_packed"
+        )
     hf.export(again, state, CFG, tmp_path / "second", quantise=True)
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
@@ -185,7 +201,9 @@ def test_ranks_quantise_what_one_process_does(tmp_path: Path):
 
     def export(axes: Any, coordinate: dict[str, int]) -> Any:
         mine = part(mesh, axes, coordinate)
-        hf.export(locals_of(mesh, coordinate), STATE, CFG, tmp_path / "two", quantise=True, part=mine)
+        hf.export(
+            locals_of(mesh, coordinate), STATE, CFG, tmp_path / "two", quantise=True, part=mine
+        )
         return hf.load(tmp_path / "two", CFG, part=mine)[0]
 
     each_rank(export, mesh, lambda c: (c,))
@@ -194,18 +212,27 @@ def test_ranks_quantise_what_one_process_does(tmp_path: Path):
 
 
 def test_columns_that_split_a_group(tmp_path: Path):
-    """The inner width of 96 over two ranks: w2 has 48 columns each, one and a half groups. Read, but not written."""
+    """The inner width of 96 over two ranks: w2 has 48 columns each, one and a half groups.
+
+    Read, but not written.
+    """
     hf.export(WEIGHTS, STATE, CFG, tmp_path / "one", quantise=True)
     whole, _ = hf.load(tmp_path / "one", CFG)
 
     def half(path: str, spec: Any) -> tuple[slice, ...]:
         inner = path.endswith("experts.w_down")
-        return tuple(slice(48, 96) if inner and i == 1 else slice(0, n) for i, n in enumerate(spec.shape))
+        return tuple(
+            slice(48, 96) if inner and i == 1 else slice(0, n) for i, n in enumerate(spec.shape)
+        )
 
     mine = dataclasses.replace(ALONE, tile=half)
     weights, _ = hf.load(tmp_path / "one", CFG, part=mine)
-    assert torch.equal(weights.layers[1].ffn.experts.w_down, whole.layers[1].ffn.experts.w_down[:, 48:])
-    with pytest.raises(ValueError, match=r"w_down: columns 48 to 96 of 96 are no whole groups of 32"):
+    assert torch.equal(
+        weights.layers[1].ffn.experts.w_down, whole.layers[1].ffn.experts.w_down[:, 48:]
+    )
+    with pytest.raises(
+        ValueError, match=r"w_down: columns 48 to 96 of 96 are no whole groups of 32"
+    ):
         hf.export(weights, STATE, CFG, tmp_path / "two", quantise=True, part=mine)
     assert not (tmp_path / "two").exists()
 
@@ -228,10 +255,13 @@ def test_bad_scales_and_weights_that_are_not_finite(tmp_path: Path):
     assert "layers.1.block_sparse_moe.experts.2.w3.weight" in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------------- vision
+# ------------------------------------------------------------------------------------------- vision
 def with_vision(hidden: int, layers: int, tower: vision_block.Config, text: int) -> Weights:
     cfg = vision.Config(tower, layers)
-    parts = {"vision": vision.specs(cfg), "projector": projector.specs(projector.Config(cfg.output_size, text))}
+    parts = {
+        "vision": vision.specs(cfg),
+        "projector": projector.specs(projector.Config(cfg.output_size, text)),
+    }
     assert tower.hidden_size == hidden
     return Weights(parts, ())
 
@@ -242,7 +272,9 @@ def test_the_released_names_and_shapes_of_vision():
     found: dict[str, Counter[Any]] = {}
     for entry in entries_of(k3, ()):
         for name in entry.names:
-            found.setdefault(re.sub(r"\.\d+\.(?!weight)", ".N.", name), Counter())[entry.stored_shape] += 1
+            found.setdefault(re.sub(r"\.\d+\.(?!weight)", ".N.", name), Counter())[
+                entry.stored_shape
+            ] += 1
     block = "vision_tower.encoder.blocks.N."
     expected = {
         "vision_tower.patch_embed.proj.weight": ((1024, 3, 14, 14), 1),
@@ -274,7 +306,9 @@ def test_vision_weights_lie_where_they_belong(tmp_path: Path):
     stored = load_file(tmp_path / "v" / "model.safetensors")
     tower, block = drawn["vision"], drawn["vision"].blocks[1]
     prefix = "vision_tower.encoder.blocks.1."
-    assert torch.equal(stored[prefix + "wqkv.weight"], torch.cat([block.w_q.T, block.w_k.T, block.w_v.T]))
+    assert torch.equal(
+        stored[prefix + "wqkv.weight"], torch.cat([block.w_q.T, block.w_k.T, block.w_v.T])
+    )
     assert torch.equal(stored[prefix + "wo.weight"], block.w_o.T)
     assert torch.equal(stored[prefix + "mlp.fc0.weight"], block.w_in.T)
     assert torch.equal(stored[prefix + "mlp.fc1.weight"], block.w_out.T)
@@ -303,9 +337,13 @@ def test_ranks_read_and_write_vision_in_slices(tmp_path: Path, mesh: Mesh):
         write_folder(table, leaves, tmp_path / "two", {}, part=mine)
         return leaves
 
-    for coordinate, leaves in zip(mesh.coordinates(), each_rank(both, mesh, lambda c: (c,)), strict=True):
+    for coordinate, leaves in zip(
+        mesh.coordinates(), each_rank(both, mesh, lambda c: (c,)), strict=True
+    ):
         tile = tiles(specs, split, mesh, coordinate)
-        for (path, spec), leaf, whole in zip(tree.flatten_with_paths(specs), leaves, tree.leaves(drawn), strict=True):
+        for (path, spec), leaf, whole in zip(
+            tree.flatten_with_paths(specs), leaves, tree.leaves(drawn), strict=True
+        ):
             assert torch.equal(leaf, whole[tile(path, spec)]), path
     name = "model.safetensors"
     assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()

@@ -26,7 +26,14 @@ LAYER = "language_model.model.layers."
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hf") / "shards"
     state = balance.init(model.moe_layers(CFG), CFG.moe.num_experts)
-    hf.export(params.init(model.specs(CFG), random.key(1)), state, CFG, path, shard_bytes=700_000, quantise=True)
+    hf.export(
+        params.init(model.specs(CFG), random.key(1)),
+        state,
+        CFG,
+        path,
+        shard_bytes=700_000,
+        quantise=True,
+    )
     return path
 
 
@@ -49,8 +56,16 @@ def change(folder: Path, name: str, f: Callable[[dict[str, torch.Tensor]], None]
 
 def test_what_fits(folder: Path, capsys: pytest.CaptureFixture[str]):
     report = verify(folder)
-    count = params.count(model.specs(CFG)) + 3 * CFG.moe.num_experts + 3 * 126  # the balance; A_log's 126 zeros
-    assert report == (len(list(folder.glob("*.safetensors"))), report.num_tensors, count, 3 * 3 * 8, "")
+    count = (
+        params.count(model.specs(CFG)) + 3 * CFG.moe.num_experts + 3 * 126
+    )  # the balance; A_log's 126 zeros
+    assert report == (
+        len(list(folder.glob("*.safetensors"))),
+        report.num_tensors,
+        count,
+        3 * 3 * 8,
+        "",
+    )
     assert main(["verify", str(folder)]) == 0
     assert "fits its config" in capsys.readouterr().out
 
@@ -86,7 +101,9 @@ def swapped_shards(folder: Path) -> None:
 
 def an_index_that_lies(folder: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
-    index["weight_map"][HEAD] = next(f for f in index["weight_map"].values() if f != index["weight_map"][HEAD])
+    index["weight_map"][HEAD] = next(
+        f for f in index["weight_map"].values() if f != index["weight_map"][HEAD]
+    )
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -136,19 +153,24 @@ DAMAGES = {
     cut_in_the_header: "end inside its header",
     garbage: "its header is not valid",
     missing_shard: r"model-0000\d-of-0000\d\.safetensors does not exist",
-    swapped_shards: r"model-00001-of-0000\d\.safetensors does not hold what model\.safetensors\.index\.json lists",
+    swapped_shards: r"model-00001-of-0000\d\.safetensors does not hold what "
+    r"model\.safetensors\.index\.json lists",
     an_index_that_lies: r"lacks \['language_model\.lm_head\.weight.*'\], has \[\] more",
     a_wrong_total: "says total_size=",
-    renamed: r"1 missing:\n  language_model\.lm_head\.weight\n1 not of this model:\n  language_model\.head\.weight",
+    renamed: r"1 missing:\n  language_model\.lm_head\.weight\n"
+    r"1 not of this model:\n  language_model\.head\.weight",
     swapped_tensors: r"2 of another shape:\n  .*mlp\.\w+_proj\.weight: \[\d+, \d+\], wanted",
-    wrong_dtype: r"1 of another dtype:\n  language_model\.lm_head\.weight: I16, wanted BF16/F16/F32/F64",
+    wrong_dtype: r"1 of another dtype:\n  language_model\.lm_head\.weight: "
+    r"I16, wanted BF16/F16/F32/F64",
     a_narrow_decay: r"1 of another dtype:\n  .*0\.self_attn\.A_log: BF16, wanted F32/F64",
     no_scale: r"1 missing:\n  .*experts\.3\.w1\.weight_scale\n1 not of this model:\n  extra",
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damage_is_named(folder: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]):
+def test_damage_is_named(
+    folder: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+):
     damage(folder)
     with pytest.raises(ValueError, match=DAMAGES[damage]):
         hf.load(folder, CFG)
@@ -164,7 +186,11 @@ def test_several_faults_in_one_list(folder: Path):
     files[1].write_bytes(files[1].read_bytes()[:-2])
     (folder / "config.json").write_text("{}")
     problems = verify(folder).problems
-    for text in (f"{files[0].name} does not exist", f"{files[1].name} is not a complete", "has no text_config"):
+    for text in (
+        f"{files[0].name} does not exist",
+        f"{files[1].name} is not a complete",
+        "has no text_config",
+    ):
         assert text in problems
 
 
@@ -178,7 +204,9 @@ def test_headers_that_overlap_or_leave_holes(tmp_path: Path):
 
     assert list(read_header(write(4, 8))) == ["a", "b"]
     for begin, end, size in ((2, 6, 6), (6, 10, 10), (4, 12, 12), (4, 6, 6)):
-        with pytest.raises(ValueError, match="the header gives b and 0 others a wrong place or length"):
+        with pytest.raises(
+            ValueError, match="the header gives b and 0 others a wrong place or length"
+        ):
             read_header(write(begin, end, size))
     with pytest.raises(ValueError, match="promises 8 bytes of tensors, it has 9"):
         read_header(write(4, 8, 9))
@@ -187,7 +215,9 @@ def test_headers_that_overlap_or_leave_holes(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_index_of_k31_size(tmp_path: Path):
-    """All 96 shards with full headers, as sparse files: verified, and one expert and one row of the rest read."""
+    """All 96 shards with full headers, as sparse files: verified, and one expert and one row of the
+    rest read.
+    """
     import dataclasses
 
     from k31fn import tree
@@ -209,7 +239,9 @@ def test_an_index_of_k31_size(tmp_path: Path):
             else:
                 tensors[name] = shape, torch.float32 if entry.row.wide else torch.bfloat16
     create(tmp_path / "k31", lay_out(tensors, 15_600_000_000))
-    write_json(tmp_path / "k31" / "config.json", hf.config.describe(cfg, torch.bfloat16, quantised=True))
+    write_json(
+        tmp_path / "k31" / "config.json", hf.config.describe(cfg, torch.bfloat16, quantised=True)
+    )
     report = verify(tmp_path / "k31")
     assert report.problems == ""
     assert report.num_files == pytest.approx(96, abs=6)

@@ -1,4 +1,6 @@
-"""Attention, index scores, choices and KL one query at a time: slow, obvious, and without any mask arithmetic."""
+"""Attention, index scores, choices and KL one query at a time: slow, obvious, and without any mask
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,15 @@ def attention(
             for h in range(H):
                 if keys := seen[b][t]:
                     full = [torch.cat([k[b, s, h], k_shared[b, s]]) for s in keys]
-                    weights = torch.stack([(scale * (q[b, t, h] * key).sum()).exp() for key in full])
+                    weights = torch.stack(
+                        [(scale * (q[b, t, h] * key).sum()).exp() for key in full]
+                    )
                     weights = weights / weights.sum()
                     probs[b, t, h, keys] = weights
-                    out[b, t, h] = sum((p * v[b, s, h] for p, s in zip(weights, keys, strict=True)), torch.zeros(()))
+                    out[b, t, h] = sum(
+                        (p * v[b, s, h] for p, s in zip(weights, keys, strict=True)),
+                        torch.zeros(()),
+                    )
     return out, probs
 
 
@@ -52,15 +59,22 @@ def index_scores(q: Tensor, k: Tensor, w: Tensor, scale: float) -> Tensor:
 
 
 def choose(scores: Tensor, seen: list[list[list[int]]], topk: int) -> list[list[list[int]]]:
-    """The best seen keys of each query by Python's sort, lowest position first among equals; ascending positions."""
+    """The best seen keys of each query by Python's sort, lowest position first among equals;
+    ascending positions.
+    """
     return [
-        [sorted(sorted(keys, key=lambda s: (-float(scores[b, t, s]), s))[:topk]) for t, keys in enumerate(row)]
+        [
+            sorted(sorted(keys, key=lambda s: (-float(scores[b, t, s]), s))[:topk])
+            for t, keys in enumerate(row)
+        ]
         for b, row in enumerate(seen)
     ]
 
 
 def kl(probs: Tensor, scores: Tensor, chosen: list[list[list[int]]]) -> float:
-    """``sum_t KL(p_t || softmax(I_t))`` over the chosen keys, p the mean over heads of ``probs [B T H S]``."""
+    """``sum_t KL(p_t || softmax(I_t))`` over the chosen keys, p the mean over heads of ``probs [B T
+    H S]``.
+    """
     total = 0.0
     for b, row in enumerate(chosen):
         for t, keys in enumerate(row):
@@ -68,7 +82,9 @@ def kl(probs: Tensor, scores: Tensor, chosen: list[list[list[int]]]) -> float:
                 p = [float(probs[b, t, :, s].mean()) for s in keys]
                 log_sum = math.log(sum(math.exp(float(scores[b, t, s])) for s in keys))
                 pairs = zip(p, keys, strict=True)
-                total += sum(a * (math.log(a) - float(scores[b, t, s]) + log_sum) for a, s in pairs if a > 0)
+                total += sum(
+                    a * (math.log(a) - float(scores[b, t, s]) + log_sum) for a, s in pairs if a > 0
+                )
     return total
 
 

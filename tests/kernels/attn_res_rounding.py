@@ -1,9 +1,11 @@
-"""What gradients of the residual attention may be off by where the backward takes the rounded result, and no more.
+"""What gradients of the residual attention may be off by where the backward takes the rounded
+result, and no more.
 
-The result is ``o_d (1 + e_d)``, ``|e_d| <= u``. A gradient's error is then a sum ``sum_k a_k e_k`` over features and
-tokens with known ``a``. At worst that is ``u sum |a|``, but the ``e_k``, or with them the signs of random cotangents,
-are independent: the sum exceeds ``6 u sqrt(sum a^2)`` with a probability of ``2 exp(-18) = 3e-8`` (Hoeffding).
-``u`` is 2^-9 for bfloat16, and 2^-8 in Triton's interpreter, which cuts instead of rounding.
+The result is ``o_d (1 + e_d)``, ``|e_d| <= u``. A gradient's error is then a sum ``sum_k a_k e_k``
+over features and tokens with known ``a``. At worst that is ``u sum |a|``, but the ``e_k``, or with
+them the signs of random cotangents, are independent: the sum exceeds ``6 u sqrt(sum a^2)`` with a
+probability of ``2 exp(-18) = 3e-8`` (Hoeffding). ``u`` is 2^-9 for bfloat16, and 2^-8 in Triton's
+interpreter, which cuts instead of rounding.
 """
 
 from __future__ import annotations
@@ -22,9 +24,15 @@ ROUNDING = 2**-7
 _LIMIT = 6 * (2**-9 if DEVICE == "cuda" else 2**-8)
 
 
-def of_one_pass(sources: Sequence[Tensor], query: Tensor, norm: Tensor, eps: float, ct: Tensor) -> list[Tensor]:
+def of_one_pass(
+    sources: Sequence[Tensor], query: Tensor, norm: Tensor, eps: float, ct: Tensor
+) -> list[Tensor]:
     """Per gradient of the sources, the query and the norm weight, which the backward corrects."""
-    v, ct, key = torch.stack([s.double() for s in sources]), ct.double(), query.double() * norm.double()
+    v, ct, key = (
+        torch.stack([s.double() for s in sources]),
+        ct.double(),
+        query.double() * norm.double(),
+    )
     rrms = torch.rsqrt(v.square().mean(-1) + eps)
     scores = (v @ key) * rrms
     probs = torch.softmax(scores, 0)
@@ -32,7 +40,9 @@ def of_one_pass(sources: Sequence[Tensor], query: Tensor, norm: Tensor, eps: flo
     return [*_of_value(probs * _of_product(ct, out), rrms, scores, key, v), 0 * key, 0 * key]
 
 
-def of_merge(summary: Summary, prefix: Tensor, query: Tensor, norm: Tensor, eps: float, ct: Tensor) -> list[Tensor]:
+def of_merge(
+    summary: Summary, prefix: Tensor, query: Tensor, norm: Tensor, eps: float, ct: Tensor
+) -> list[Tensor]:
     """Per gradient of the summary's parts, the running sum, the query and the norm weight."""
     p, ct, key = prefix.double(), ct.double(), query.double() * norm.double()
     rrms = torch.rsqrt(p.square().mean(-1) + eps)
@@ -41,7 +51,9 @@ def of_merge(summary: Summary, prefix: Tensor, query: Tensor, norm: Tensor, eps:
     out = torch.lerp(summary.out.double(), p, weight[..., None])
     d_score = weight * _of_product(ct, out)
     d_prefix = _of_value(d_score, rrms, score, key, p)
-    whole = ((d_score * rrms)[..., None] * p).square().flatten(0, 1).sum(0).sqrt()  # tokens have signs of their own
+    whole = (
+        ((d_score * rrms)[..., None] * p).square().flatten(0, 1).sum(0).sqrt()
+    )  # tokens have signs of their own
     weights = whole * norm.double().abs(), whole * query.double().abs()
     return [d_score, d_score / summary.sum.double(), 0 * p, d_prefix, *weights]
 
@@ -51,10 +63,14 @@ def _of_product(ct: Tensor, out: Tensor) -> Tensor:
 
 
 def _of_value(d_score: Tensor, rrms: Tensor, score: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return (d_score * rrms)[..., None] * (key - (score * rrms)[..., None] * value / value.shape[-1]).abs()
+    return (d_score * rrms)[..., None] * (
+        key - (score * rrms)[..., None] * value / value.shape[-1]
+    ).abs()
 
 
-def assert_within(found: Sequence[Tensor], exact: Sequence[Tensor], bounds: Sequence[Tensor], own: float) -> None:
+def assert_within(
+    found: Sequence[Tensor], exact: Sequence[Tensor], bounds: Sequence[Tensor], own: float
+) -> None:
     """Each gradient within its bound, and its own rounding: ``own`` for one in float32."""
     for i, (ours, theirs, bound) in enumerate(zip(found, exact, bounds, strict=True)):
         own_rounding = ROUNDING if ours.dtype == torch.bfloat16 else own

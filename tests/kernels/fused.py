@@ -1,4 +1,6 @@
-"""What the tests of fused kernels share: where they run, and what an unwritten output looks like."""
+"""What the tests of fused kernels share: where they run, and what an unwritten output looks
+like.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on the CPU: Triton's interpreter (tests/conftest.py)
+DEVICE = (
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # on the CPU: Triton's interpreter (tests/conftest.py)
 
 
 @contextmanager

@@ -26,7 +26,9 @@ def test_equals_attention_one_query_at_a_time():
     assert torch.equal(out[1, 6:], torch.zeros_like(out[1, 6:]))
 
 
-@pytest.mark.parametrize("shift", [(1, 0), (0, -1), (-1, 0)], ids=["loses the first", "not itself", "other document"])
+@pytest.mark.parametrize(
+    "shift", [(1, 0), (0, -1), (-1, 0)], ids=["loses the first", "not itself", "other document"]
+)
 def test_a_mask_off_by_one_is_noticed(shift: tuple[int, int]):
     args, seen = inputs(), oracle.seen_keys(ROWS, T)
     expected, _ = oracle.attention(*args, seen, SCALE)
@@ -44,7 +46,9 @@ def test_gradients_equal_those_of_the_oracle():
         return torch.autograd.grad((f(leaves) * upstream).sum(), leaves)
 
     mine = grads(lambda a: attention(*a, *oracle.bounds(seen), SCALE))
-    torch.testing.assert_close(mine, grads(lambda a: oracle.attention(*a, seen, SCALE)[0]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        mine, grads(lambda a: oracle.attention(*a, seen, SCALE)[0]), rtol=0, atol=1e-12
+    )
 
 
 def test_queries_that_continue_cached_keys():
@@ -57,10 +61,18 @@ def test_queries_that_continue_cached_keys():
 
 
 def test_one_head_of_keys_for_all_is_not_copied_to_each():
-    """The absorbed form: equal to copies of the head; the largest tensor made are the scores, [B H T S]."""
+    """The absorbed form: equal to copies of the head; the largest tensor made are the scores, [B H
+    T S].
+    """
     B, H, S = 2, 32, 100
-    q, k_shared = torch.randn(B, 1, H, 6, dtype=torch.float64), torch.randn(B, S, 2, dtype=torch.float64)
-    k, v = torch.randn(B, S, 1, 4, dtype=torch.float64), torch.randn(B, S, 1, 5, dtype=torch.float64)
+    q, k_shared = (
+        torch.randn(B, 1, H, 6, dtype=torch.float64),
+        torch.randn(B, S, 2, dtype=torch.float64),
+    )
+    k, v = (
+        torch.randn(B, S, 1, 4, dtype=torch.float64),
+        torch.randn(B, S, 1, 5, dtype=torch.float64),
+    )
     start, stop = torch.tensor([[3], [0]]), torch.tensor([[90], [S]])
     with live_bytes() as live:
         out = attention(q, k, k_shared, v, start, stop, SCALE)

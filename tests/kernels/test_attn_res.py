@@ -17,16 +17,28 @@ EPS = 1e-5
 
 
 def naive(
-    sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float, *, raw: bool = True, scale: float = 1.0
+    sources: tuple[Tensor, ...],
+    query: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    raw: bool = True,
+    scale: float = 1.0,
 ) -> Tensor:
-    """The equations on one stacked tensor; ``raw=False`` and ``scale`` are mistakes to tell apart."""
+    """The equations on one stacked tensor; ``raw=False`` and ``scale`` are mistakes to tell
+    apart.
+    """
     v = torch.stack(sources)
     normed = v / torch.sqrt((v**2).sum(-1, keepdim=True) / v.shape[-1] + eps)
     scores = torch.einsum("nbtd,d->nbt", normed * norm_weight, query) * scale
-    return torch.einsum("nbt,nbtd->btd", torch.exp(scores - torch.logsumexp(scores, 0)), v if raw else normed)
+    return torch.einsum(
+        "nbt,nbtd->btd", torch.exp(scores - torch.logsumexp(scores, 0)), v if raw else normed
+    )
 
 
-def two_phase(sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+def two_phase(
+    sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
     *blocks, prefix = sources
     summary = summarize(tuple(blocks), query[None], norm_weight[None], eps)
     return merge(Summary(*(part[0] for part in summary)), prefix, query, norm_weight, eps)
@@ -39,7 +51,9 @@ def inputs(
     return sources, torch.randn(d, dtype=dtype), 1 + 0.3 * torch.randn(d, dtype=dtype)
 
 
-def value_and_grads(f: Callable[..., Tensor], args: tuple[object, ...], ct: Tensor) -> tuple[Tensor, ...]:
+def value_and_grads(
+    f: Callable[..., Tensor], args: tuple[object, ...], ct: Tensor
+) -> tuple[Tensor, ...]:
     out, pull = vjp(lambda s, r, n: f(s, r, n, EPS), *args)
     d_sources, d_query, d_norm = pull(ct)
     return out, *d_sources, d_query, d_norm
@@ -51,16 +65,28 @@ def worst(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
 
 @pytest.mark.parametrize("num_sources", [1, 2, 5])
 def test_golden(num_sources: int) -> None:
-    """5e-6: what a correct float32 implementation meets; gradients of up to 40 are held to it relatively."""
-    g = {k.removeprefix(f"n{num_sources}."): v for k, v in load_file(GOLDEN).items() if k[1] == str(num_sources)}
+    """5e-6: what a correct float32 implementation meets; gradients of up to 40 are held to it
+    relatively.
+    """
+    g = {
+        k.removeprefix(f"n{num_sources}."): v
+        for k, v in load_file(GOLDEN).items()
+        if k[1] == str(num_sources)
+    }
     args = (tuple(g["sources"][:, None]), g["query"], g["norm_weight"])
     out, *d_sources, d_query, d_norm = value_and_grads(attn_res, args, g["upstream"][None])
     torch.testing.assert_close(out[0], g["out"], atol=5e-6, rtol=5e-6)
-    for name, actual in {"sources": torch.stack(d_sources)[:, 0], "query": d_query, "norm_weight": d_norm}.items():
+    for name, actual in {
+        "sources": torch.stack(d_sources)[:, 0],
+        "query": d_query,
+        "norm_weight": d_norm,
+    }.items():
         expected = g[f"grad.{name}"]
         assert (actual - expected).norm() <= 5e-6 * max(1.0, float(expected.norm())), name
     mixes = _mix(args[0], (g["query"] * g["norm_weight"])[None], EPS)
-    torch.testing.assert_close(torch.softmax(mixes.scores, 0)[:, 0, 0], g["probs"], atol=5e-6, rtol=0)
+    torch.testing.assert_close(
+        torch.softmax(mixes.scores, 0)[:, 0, 0], g["probs"], atol=5e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize("num_sources", [1, 2, 3, 9])
@@ -111,7 +137,9 @@ def test_vmap_over_any_argument(form: Callable[..., Tensor], batched: tuple[int,
 
         return torch.func.grad(f, argnums=tuple(range(5)))(*leaves)
 
-    together = torch.func.vmap(grads, in_dims=tuple(0 if i in batched else None for i in range(5)))(*args)
+    together = torch.func.vmap(grads, in_dims=tuple(0 if i in batched else None for i in range(5)))(
+        *args
+    )
     for sample in range(3):
         alone = grads(*(x[sample] if i in batched else x for i, x in enumerate(args)))
         assert worst(tuple(t[sample] for t in together), alone) < 1e-12
@@ -134,10 +162,13 @@ def test_zero_rows_and_large_scores_stay_finite() -> None:
 
 
 def test_scores_and_mix_in_float32_rounded_once() -> None:
-    """bfloat16 sources give the float32 mix of the same numbers, rounded; mixing in bfloat16 would not."""
+    """bfloat16 sources give the float32 mix of the same numbers, rounded; mixing in bfloat16 would
+    not.
+    """
     sources, query, norm = inputs(4, torch.bfloat16, d=64)
     wide = naive(tuple(s.double() for s in sources), query.double(), norm.double(), EPS)
-    # One float32 rounding before the last one can move a value to the neighbouring bfloat16: allow one in a thousand.
+    # One float32 rounding before the last one can move a value to the neighbouring bfloat16: allow
+    # one in a thousand.
     for form in (attn_res, two_phase):
         out = form(sources, query, norm, EPS)
         assert out.dtype == torch.bfloat16
@@ -147,7 +178,9 @@ def test_scores_and_mix_in_float32_rounded_once() -> None:
 
 @pytest.mark.parametrize("form", [attn_res, two_phase])
 def test_no_copy_of_a_source_is_kept(form: Callable[..., Tensor]) -> None:
-    """Besides the sources themselves: a few numbers per token, and of the two-phase form the summary's own mix."""
+    """Besides the sources themselves: a few numbers per token, and of the two-phase form the
+    summary's own mix.
+    """
     sources, query, norm = inputs(5, torch.bfloat16, d=512, t=16)
     leaves = [x.requires_grad_() for x in sources]
     kept: dict[int, int] = {}

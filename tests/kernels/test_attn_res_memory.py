@@ -1,4 +1,6 @@
-"""What a stack of residual attentions keeps for its backward: under remat, no more than a plain residual stack."""
+"""What a stack of residual attentions keeps for its backward: under remat, no more than a plain
+residual stack.
+"""
 
 from collections.abc import Callable
 
@@ -26,20 +28,28 @@ def plain(weights: list[Tensor], x: Tensor) -> Tensor:
 
 
 def sublayer(w: Tensor, params: Params[Tensor], carry: Carry, opens_block: bool) -> Carry:
-    return attn_res.connect(params, carry, CONFIG, lambda h: (f(w, h), ()), opens_block=opens_block)[0]
+    return attn_res.connect(
+        params, carry, CONFIG, lambda h: (f(w, h), ()), opens_block=opens_block
+    )[0]
 
 
-def mixed(weights: list[Tensor], x: Tensor, wrap: Callable[..., Callable[..., Carry]] = remat) -> Tensor:
+def mixed(
+    weights: list[Tensor], x: Tensor, wrap: Callable[..., Callable[..., Carry]] = remat
+) -> Tensor:
     params = Params(query=torch.randn(WIDTH), norm=torch.ones(WIDTH))
     carry = attn_res.start(x, CONFIG)
     for i, w in enumerate(weights):
         opens = i % CONFIG.block_size == 0
-        carry = wrap(lambda w, params, carry, opens=opens: sublayer(w, params, carry, opens))(w, params, carry)
+        carry = wrap(lambda w, params, carry, opens=opens: sublayer(w, params, carry, opens))(
+            w, params, carry
+        )
     return carry.prefix
 
 
 def kept_streams(run: Callable[..., Tensor]) -> int:
-    """Tensors as large as the stream that the backward holds, counted once for each storage; weights are smaller."""
+    """Tensors as large as the stream that the backward holds, counted once for each storage;
+    weights are smaller.
+    """
     stream = torch.Size(SHAPE).numel()
     kept: dict[int, int] = {}
 

@@ -1,12 +1,15 @@
-"""The fused residual attention against the reference in float64: values, gradients, vmap, and what it refuses.
+"""The fused residual attention against the reference in float64: values, gradients, vmap, and what
+it refuses.
 
-Tolerances: sums of D float32 products differ by some sqrt(D) units of 2^-24; 2e-6 for D < 100 leaves a factor of 3, and
-gradients, products of two such sums, get 1e-5. bfloat16 results are rounded once, to 2^-9; the interpreter cuts instead
-of rounding, so 2^-8, and as much again for a gradient's own cast. What gradients of bfloat16 are off by since the
-backward takes the rounded result is derived in :mod:`tests.kernels.attn_res_rounding`. Weights of size 1 make the
-softmax choose one source, and gradients that cancel: no limit holds for all draws, and draws change with the device.
-Where that matters the query is scaled by D^-1/2, as a model's is, and gradients are within 1e-5 of their largest
-component (of 300 draws the reference was off by 2e-6 at most, the kernels by 3e-6).
+Tolerances: sums of D float32 products differ by some sqrt(D) units of 2^-24; 2e-6 for D < 100
+leaves a factor of 3, and gradients, products of two such sums, get 1e-5. bfloat16 results are
+rounded once, to 2^-9; the interpreter cuts instead of rounding, so 2^-8, and as much again for a
+gradient's own cast. What gradients of bfloat16 are off by since the backward takes the rounded
+result is derived in :mod:`tests.kernels.attn_res_rounding`. Weights of size 1 make the
+softmax choose one source, and gradients that cancel: no limit holds for all draws, and draws change
+with the device. Where that matters the query is scaled by D^-1/2, as a model's is, and gradients
+are within 1e-5 of their largest component (of 300 draws the reference was off by 2e-6 at most, the
+kernels by 3e-6).
 """
 
 import functools
@@ -32,9 +35,16 @@ EPS = 1e-5
 FLOAT32 = {"rtol": 2e-6, "atol": 2e-6, "grad_rtol": 1e-5, "grad_atol": 1e-5}
 
 
-def inputs(n: int, width: int = 37, tokens: int = 3, dtype: torch.dtype = torch.float32) -> tuple[object, ...]:
+def inputs(
+    n: int, width: int = 37, tokens: int = 3, dtype: torch.dtype = torch.float32
+) -> tuple[object, ...]:
     sources = tuple(torch.randn(2, tokens, width, device=DEVICE).to(dtype) for _ in range(n))
-    return sources, torch.randn(width, device=DEVICE), 1 + 0.3 * torch.randn(width, device=DEVICE), EPS
+    return (
+        sources,
+        torch.randn(width, device=DEVICE),
+        1 + 0.3 * torch.randn(width, device=DEVICE),
+        EPS,
+    )
 
 
 @pytest.fixture
@@ -71,7 +81,9 @@ def test_pieces_equal_the_reference(n: int) -> None:
 
 
 def assert_bfloat16(args: tuple[object, ...], own: float) -> None:
-    """Values, gradients and ``vmap(grad)`` of bfloat16 sources; ``own``: of gradients in float32, relative."""
+    """Values, gradients and ``vmap(grad)`` of bfloat16 sources; ``own``: of gradients in float32,
+    relative.
+    """
     sources, query, norm, eps = args
     leaves, n = [*sources, query, norm], len(sources)
     ct = torch.randn_like(sources[0])
@@ -81,11 +93,17 @@ def assert_bfloat16(args: tuple[object, ...], own: float) -> None:
             out, pull = vjp(lambda *x: attn_res(x[:n], *x[n:], eps), *leaves)
         return out, *pull(ct.to(out.dtype))
 
-    for i, found in enumerate((
-        out_and_gradients("triton", *leaves),
-        [x[1] for x in torch.func.vmap(functools.partial(out_and_gradients, "triton"))(
-            *(torch.stack([x, 0.75 * x]) for x in leaves))],
-    )):  # fmt: skip
+    for i, found in enumerate(
+        (
+            out_and_gradients("triton", *leaves),
+            [
+                x[1]
+                for x in torch.func.vmap(functools.partial(out_and_gradients, "triton"))(
+                    *(torch.stack([x, 0.75 * x]) for x in leaves)
+                )
+            ],
+        )
+    ):
         given = [(0.75 if i else 1.0) * x for x in leaves]
         exact = out_and_gradients("reference", *(x.double() for x in given))
         torch.testing.assert_close(found[0].double(), exact[0], rtol=ROUNDING, atol=ROUNDING)
@@ -104,13 +122,21 @@ def test_streamed_bfloat16() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_golden(n: int) -> None:
-    g = {k.removeprefix(f"n{n}."): v.to(DEVICE) for k, v in load_file(GOLDEN).items() if k[1] == str(n)}
+    g = {
+        k.removeprefix(f"n{n}."): v.to(DEVICE)
+        for k, v in load_file(GOLDEN).items()
+        if k[1] == str(n)
+    }
     with use_impl(attn_res="triton"):
         args = (tuple(g["sources"][:, None]), g["query"], g["norm_weight"])
         out, pull = vjp(lambda s, q, w: attn_res(s, q, w, EPS), *args)
     torch.testing.assert_close(out[0], g["out"], atol=5e-6, rtol=5e-6)
     d_sources, d_query, d_norm = pull(g["upstream"][None])
-    for name, actual in (("sources", torch.cat(d_sources)), ("query", d_query), ("norm_weight", d_norm)):
+    for name, actual in (
+        ("sources", torch.cat(d_sources)),
+        ("query", d_query),
+        ("norm_weight", d_norm),
+    ):
         expected = g[f"grad.{name}"]
         assert (actual - expected).norm() <= 5e-6 * max(1.0, float(expected.norm())), name
 
@@ -132,15 +158,30 @@ def test_odd_sizes(width: int, tokens: int) -> None:
 
 
 def test_fresh_inputs_and_large_scores() -> None:
-    """Inputs of different scales; scores of 1e4 overflow a plain exponential. Gradients in proportion."""
+    """Inputs of different scales; scores of 1e4 overflow a plain exponential.
+
+    Gradients in proportion.
+    """
     for i in range(20 if DEVICE == "cuda" else 5):
         sources, query, norm, eps = inputs(3)
-        args = (tuple(10.0 ** (i % 3 - 1) * s for s in sources), 10.0 ** (i % 5 - 1) * query, norm, eps)
+        args = (
+            tuple(10.0 ** (i % 3 - 1) * s for s in sources),
+            10.0 ** (i % 5 - 1) * query,
+            norm,
+            eps,
+        )
         limit = 1e-5 * 10.0 ** max(0, i % 5 - 1)
         assert_op_matches(
-            attn_res, "triton", args, rtol=limit, atol=limit, grad_rtol=10 * limit, grad_atol=10 * limit,
-            vmap_grad=False, reference_dtype=torch.float64,
-        )  # fmt: skip
+            attn_res,
+            "triton",
+            args,
+            rtol=limit,
+            atol=limit,
+            grad_rtol=10 * limit,
+            grad_atol=10 * limit,
+            vmap_grad=False,
+            reference_dtype=torch.float64,
+        )
 
 
 def gradients(f, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -161,7 +202,9 @@ def assert_gradients(found: Sequence[Tensor | tuple[()]], leaves: list[Tensor]) 
 
 @pytest.mark.parametrize("batched", [(0,), (2,), (0, 1), (0, 1, 2, 3)])
 def test_vmap_over_any_argument(batched: tuple[int, ...]) -> None:
-    """Whichever argument alone is batched, gradients are those of a loop; of a shared weight, one per sample."""
+    """Whichever argument alone is batched, gradients are those of a loop; of a shared weight, one
+    per sample.
+    """
     sources, query, norm, _ = inputs(2)
     flat = [*sources, query * 37**-0.5, norm]
     args = [torch.stack([x, 1.5 * x, -x]) if i in batched else x for i, x in enumerate(flat)]
@@ -184,7 +227,9 @@ def test_nested_vmap_and_jacobian() -> None:
     for impl in ("triton", "reference"):
         with use_impl(attn_res=impl):
             grid = torch.func.vmap(torch.func.vmap(mix, (0, None)), (None, 0))
-            found.append(grid(torch.stack([source, -source]), torch.stack([query, 2 * query, -query])))
+            found.append(
+                grid(torch.stack([source, -source]), torch.stack([query, 2 * query, -query]))
+            )
             found.append(torch.func.jacrev(mix, (0, 1))(source, query))
     for ours, theirs in zip(found[:2], found[2:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -209,7 +254,9 @@ def test_first_order_only_and_under_remat() -> None:
     with use_impl(attn_res="triton"):
         loss = remat(lambda q: attn_res(sources, q, norm, EPS).square().sum())
         first = torch.func.grad(loss)(query)
-        with pytest.raises(RuntimeError, match=r"attn_res \(triton\) is first order only.*reference implementation"):
+        with pytest.raises(
+            RuntimeError, match=r"attn_res \(triton\) is first order only.*reference implementation"
+        ):
             torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(query)
     assert_gradients([(), (), first, ()], [*sources, query, norm])
 
@@ -229,7 +276,9 @@ def test_refusals() -> None:
         ):
             with pytest.raises(ValueError, match=reason):
                 attn_res(sources, query, norm, EPS)
-        with pytest.raises(ValueError, match=r"query and norm_weight \[D\], got \[2, 3\], \[2, 3\], \[2, 3, 3\]"):
+        with pytest.raises(
+            ValueError, match=r"query and norm_weight \[D\], got \[2, 3\], \[2, 3\], \[2, 3, 3\]"
+        ):
             attn_res((source, other), query.expand(2, 3), norm.expand(2, 3), EPS)
 
 
@@ -250,7 +299,9 @@ def test_a_wrong_gradient_is_found(form: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("factor", [0.0, 1.1])
 @pytest.mark.usefixtures("streamed")
-def test_a_wrong_mean_term_is_found_in_bfloat16(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_mean_term_is_found_in_bfloat16(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``<ct, out>`` left out, or a tenth too large."""
     launch = kernels._launch_backward
 
@@ -277,4 +328,6 @@ def test_nothing_is_kept_but_sources_result_and_two_numbers_per_source() -> None
     own = {x.untyped_storage().data_ptr() for x in (leaf, other, query, norm)}
     sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     rest = sum(size for at, size in sizes.items() if at not in own)
-    assert rest <= out.numel() * 2 + 4 * (2 * 2 * out.shape[0] * out.shape[1]) + 3 * 4 * 64  # and the key
+    assert (
+        rest <= out.numel() * 2 + 4 * (2 * 2 * out.shape[0] * out.shape[1]) + 3 * 4 * 64
+    )  # and the key

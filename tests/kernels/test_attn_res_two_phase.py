@@ -1,7 +1,9 @@
-"""The fused two phases of the residual attention against the references in float64, and against the one pass.
+"""The fused two phases of the residual attention against the references in float64, and against the
+one pass.
 
-Tolerances are those of ``test_attn_res_triton.py``; in bfloat16 ``merge`` takes its rounded result, which
-:mod:`tests.kernels.attn_res_rounding` bounds, and ``summarize`` rounds nothing but the gradients of the blocks.
+Tolerances are those of ``test_attn_res_triton.py``; in bfloat16 ``merge`` takes its rounded result,
+which :mod:`tests.kernels.attn_res_rounding` bounds, and ``summarize`` rounds nothing but the
+gradients of the blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +36,19 @@ def blocks(
     return some, asked, 1 + 0.3 * torch.randn(queries, width, device=DEVICE), EPS
 
 
-def running(width: int = 37, tokens: int = 3, dtype: torch.dtype = torch.float32) -> tuple[object, ...]:
+def running(
+    width: int = 37, tokens: int = 3, dtype: torch.dtype = torch.float32
+) -> tuple[object, ...]:
     """A summary of 1 to 2, and a running sum."""
     some, query, norm, eps = blocks(1, 1, width, tokens, dtype)
     largest, total = torch.randn(2, tokens, device=DEVICE), 1 + torch.rand(2, tokens, device=DEVICE)
-    return Summary(largest, total, torch.randn(2, tokens, width, device=DEVICE)), some[0], query[0], norm[0], eps
+    return (
+        Summary(largest, total, torch.randn(2, tokens, width, device=DEVICE)),
+        some[0],
+        query[0],
+        norm[0],
+        eps,
+    )
 
 
 def two_phase(sources: Sequence[Tensor], query: Tensor, norm: Tensor) -> Tensor:
@@ -47,11 +57,14 @@ def two_phase(sources: Sequence[Tensor], query: Tensor, norm: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("n", "queries"), [(2, 3), *(pytest.param(n, 3 * n - 4, marks=pytest.mark.slow) for n in (5, 12))]
+    ("n", "queries"),
+    [(2, 3), *(pytest.param(n, 3 * n - 4, marks=pytest.mark.slow) for n in (5, 12))],
 )
 def test_summarize_equals_the_reference(n: int, queries: int) -> None:
     with poisoned():
-        assert_op_matches(summarize, "triton", blocks(n, queries), **FLOAT32, reference_dtype=torch.float64)
+        assert_op_matches(
+            summarize, "triton", blocks(n, queries), **FLOAT32, reference_dtype=torch.float64
+        )
 
 
 @pytest.mark.parametrize("widest", [8192, 0])
@@ -62,7 +75,9 @@ def test_merge_equals_the_reference(widest: int, monkeypatch: pytest.MonkeyPatch
         assert_op_matches(merge, "triton", running(), **FLOAT32, reference_dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("width", "tokens"), [(1, 7), (16, 1), (33, 0), pytest.param(70, 9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("width", "tokens"), [(1, 7), (16, 1), (33, 0), pytest.param(70, 9, marks=pytest.mark.slow)]
+)
 def test_odd_sizes(width: int, tokens: int) -> None:
     assert_op_matches(summarize, "triton", blocks(2, 3, width, tokens), **FLOAT32, vmap_grad=False)
     assert_op_matches(merge, "triton", running(width, tokens), **FLOAT32, vmap_grad=False)
@@ -73,7 +88,10 @@ def assert_bfloat16_merge(args: tuple[object, ...], own: float) -> None:
     leaves, ct = (summary, prefix, query, norm), torch.randn_like(prefix)
 
     def run(impl: str, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-        wide = [Summary(*(p.to(dtype or p.dtype) for p in summary)), *(x.to(dtype or x.dtype) for x in leaves[1:])]
+        wide = [
+            Summary(*(p.to(dtype or p.dtype) for p in summary)),
+            *(x.to(dtype or x.dtype) for x in leaves[1:]),
+        ]
         with use_impl(attn_res_merge=impl):
             out, pull = vjp(lambda *x: merge(*x, eps), *wide)
         d_summary, *rest = pull(ct.to(out.dtype))
@@ -86,9 +104,16 @@ def assert_bfloat16_merge(args: tuple[object, ...], own: float) -> None:
 
 
 def test_bfloat16() -> None:
-    own = {"rtol": 2e-6, "atol": 2e-6, "grad_rtol": 2**-7, "grad_atol": 2**-7}  # the blocks' are rounded
+    own = {
+        "rtol": 2e-6,
+        "atol": 2e-6,
+        "grad_rtol": 2**-7,
+        "grad_atol": 2**-7,
+    }  # the blocks' are rounded
     args = blocks(3, 2, dtype=torch.bfloat16)
-    assert_op_matches(summarize, "triton", args, **own, vmap_grad=False, reference_dtype=torch.float64)
+    assert_op_matches(
+        summarize, "triton", args, **own, vmap_grad=False, reference_dtype=torch.float64
+    )
     assert_bfloat16_merge(running(dtype=torch.bfloat16), 1e-5)
 
 
@@ -97,12 +122,15 @@ def test_bfloat16() -> None:
 def test_at_full_width(n: int) -> None:
     """The width of K3.1, more tokens than programs, and up to 32 queries.
 
-    Scores are sums of 7168 terms whose partial sums are of size 1: some hundred roundings of 2^-24 each.
+    Scores are sums of 7168 terms whose partial sums are of size 1: some hundred roundings of 2^-24
+    each.
     """
     own = {"rtol": 1e-4, "atol": 3e-5, "grad_rtol": 2**-7, "grad_atol": 2**-7}
     with poisoned():
         args = blocks(n, 3 * n - 2 if n < 12 else 32, 7168, 301, torch.bfloat16)
-        assert_op_matches(summarize, "triton", args, **own, vmap_grad=n == 2, reference_dtype=torch.float64)
+        assert_op_matches(
+            summarize, "triton", args, **own, vmap_grad=n == 2, reference_dtype=torch.float64
+        )
         assert_bfloat16_merge(running(7168, 301, torch.bfloat16), 1e-4)
 
 
@@ -126,8 +154,12 @@ def test_without_blocks_the_running_sum_is_left() -> None:
     with use_impl(**BOTH):
         assert torch.equal(two_phase([prefix], queries[0], norms[0]), prefix)
         summary = Summary(*(part[0] for part in summarize((), queries, norms, EPS)))
-        d_summary = torch.func.grad(lambda s: merge(s, prefix, queries[0], norms[0], EPS).sum())(summary)
-    assert all(torch.equal(d, torch.zeros_like(s)) for d, s in zip(d_summary[:2], summary, strict=False))
+        d_summary = torch.func.grad(lambda s: merge(s, prefix, queries[0], norms[0], EPS).sum())(
+            summary
+        )
+    assert all(
+        torch.equal(d, torch.zeros_like(s)) for d, s in zip(d_summary[:2], summary, strict=False)
+    )
 
 
 @pytest.mark.parametrize("batched", [(0,), (1,), (3,), (0, 1, 2, 3)])
@@ -138,10 +170,14 @@ def test_vmap_over_any_argument(batched: tuple[int, ...]) -> None:
     args = [torch.stack([x, 1.5 * x, -x]) if i in batched else x for i, x in enumerate(flat)]
 
     def gradients(*leaves: Tensor) -> tuple[Tensor, ...]:
-        return torch.func.grad(lambda *x: two_phase(x[:2], *x[2:]).square().sum(), argnums=(0, 1, 2, 3))(*leaves)
+        return torch.func.grad(
+            lambda *x: two_phase(x[:2], *x[2:]).square().sum(), argnums=(0, 1, 2, 3)
+        )(*leaves)
 
     with use_impl(**BOTH):
-        together = torch.func.vmap(gradients, in_dims=tuple(0 if i in batched else None for i in range(4)))(*args)
+        together = torch.func.vmap(
+            gradients, in_dims=tuple(0 if i in batched else None for i in range(4))
+        )(*args)
     for sample in range(3):
         with use_impl(**dict.fromkeys(BOTH, "reference")):
             alone = gradients(*(x[sample] if i in batched else x for i, x in enumerate(args)))
@@ -166,8 +202,12 @@ def test_a_token_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = Tile(columns=16, rows=16, per_core=2)
     for kernels, count in ((merging, 3), (summarizing, 5)):
         monkeypatch.setitem(kernels._TILES, DEVICE, (cut,) * count)
-    assert_op_matches(summarize, "triton", blocks(2, 2), **FLOAT32, vmap_grad=False, reference_dtype=torch.float64)
-    assert_op_matches(merge, "triton", running(), **FLOAT32, vmap_grad=False, reference_dtype=torch.float64)
+    assert_op_matches(
+        summarize, "triton", blocks(2, 2), **FLOAT32, vmap_grad=False, reference_dtype=torch.float64
+    )
+    assert_op_matches(
+        merge, "triton", running(), **FLOAT32, vmap_grad=False, reference_dtype=torch.float64
+    )
 
 
 def test_first_order_only_and_under_remat() -> None:
@@ -207,7 +247,9 @@ def test_refusals() -> None:
             merge(summary, prefix[0], query, norm, EPS)
 
 
-def wrong(launch: Callable[..., tuple[Tensor, ...]], result: int) -> Callable[..., tuple[Tensor, ...]]:
+def wrong(
+    launch: Callable[..., tuple[Tensor, ...]], result: int
+) -> Callable[..., tuple[Tensor, ...]]:
     """One result 1.01 times too large."""
 
     def off(*operands: Tensor) -> tuple[Tensor, ...]:

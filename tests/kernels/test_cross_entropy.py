@@ -24,7 +24,8 @@ def test_pieces_of_the_vocabulary_combine() -> None:
     logits = torch.randn(6, 10, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([0, 3, 4, 9, -100, 12])
     parts = [
-        cross_entropy(piece, labels - start) for piece, start in zip(logits.split([4, 6], -1), (0, 4), strict=True)
+        cross_entropy(piece, labels - start)
+        for piece, start in zip(logits.split([4, 6], -1), (0, 4), strict=True)
     ]
     assert [bool(p) for p in parts[0].picked == 0] == [False, False, True, True, True, True]
     assert [bool(p) for p in parts[1].picked == 0] == [True, True, False, False, True, True]
@@ -34,18 +35,26 @@ def test_pieces_of_the_vocabulary_combine() -> None:
     torch.testing.assert_close(picked[:4], logits[torch.arange(4), labels[:4]], atol=0, rtol=0)
     (grad,) = torch.autograd.grad(picked.sum(), logits)
     torch.testing.assert_close(
-        grad, F.one_hot(labels.clamp(0, 9), 10).double() * (labels >= 0)[:, None] * (labels < 10)[:, None]
+        grad,
+        F.one_hot(labels.clamp(0, 9), 10).double()
+        * (labels >= 0)[:, None]
+        * (labels < 10)[:, None],
     )
 
 
 def test_int32_labels() -> None:
     logits, labels = torch.randn(2, 3, 7), torch.randint(0, 7, (2, 3))
-    for narrow, wide in zip(cross_entropy(logits, labels.int()), cross_entropy(logits, labels), strict=True):
+    for narrow, wide in zip(
+        cross_entropy(logits, labels.int()), cross_entropy(logits, labels), strict=True
+    ):
         assert torch.equal(narrow, wide)
 
 
 def test_derivatives_to_second_order() -> None:
-    logits, labels = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 7])
+    logits, labels = (
+        torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
+        torch.tensor([0, 3, 7]),
+    )
     assert torch.autograd.gradcheck(lambda x: cross_entropy(x, labels), logits)
     assert torch.autograd.gradgradcheck(lambda x: cross_entropy(x, labels), logits)
 
@@ -58,4 +67,6 @@ def test_large_logits_and_bfloat16() -> None:
     x = torch.randn(64, 1000).bfloat16()
     lse, _ = cross_entropy(x, torch.zeros(64, dtype=torch.int64))
     assert lse.dtype == torch.float32
-    torch.testing.assert_close(lse, x.double().logsumexp(-1).float(), atol=2e-6, rtol=0)  # two roundings at 8
+    torch.testing.assert_close(
+        lse, x.double().logsumexp(-1).float(), atol=2e-6, rtol=0
+    )  # two roundings at 8

@@ -1,4 +1,6 @@
-"""What the tests of fused kernels rest on: Triton's interpreter, and the dialect that all backends have."""
+"""What the tests of fused kernels rest on: Triton's interpreter, and the dialect that all backends
+have.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ def product(a_ptr, b_ptr, c_ptr, N: tl.constexpr, WIDE: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_integer_product_is_exact(dtype: torch.dtype) -> None:
-    """The interpreter multiplies the bit patterns of bfloat16 (seen in Triton 3.9), so kernels widen them for it."""
+    """The interpreter multiplies the bit patterns of bfloat16 (seen in Triton 3.9), so kernels
+    widen them for it.
+    """
     a, b = (torch.randint(-8, 9, (16, 16), device=DEVICE).to(dtype) for _ in range(2))
     c = torch.full((16, 16), float("nan"), device=DEVICE)
     product[(1,)](a, b, c, N=16, WIDE=INTERPRETED)

@@ -50,19 +50,25 @@ def test_all_forms_have_one_gradient_at_both_orders(sizes):
     sizes = torch.tensor(sizes)
 
     def curvature(rows, w):
-        return torch.func.grad(lambda r, m: grouped_matmul(r, m, sizes).sin().sum(), argnums=(0, 1))(rows, w)
+        return torch.func.grad(
+            lambda r, m: grouped_matmul(r, m, sizes).sin().sum(), argnums=(0, 1)
+        )(rows, w)
 
     results = {}
     for impl in ("reference", "ragged", "buckets"):
         with use_impl(grouped_matmul=impl), record_impls() as ran:
             first = curvature(rows, w)
-            second = torch.func.grad(lambda r, m: sum(g.cos().sum() for g in curvature(r, m)), argnums=(0, 1))(rows, w)
+            second = torch.func.grad(
+                lambda r, m: sum(g.cos().sum() for g in curvature(r, m)), argnums=(0, 1)
+            )(rows, w)
         results[impl] = (*first, *second)
         assert {name for _, name in ran} == {impl}
     for impl in ("ragged", "buckets"):
         for a, b in zip(results["reference"], results[impl], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
-        assert torch.equal(results[impl][1][sizes == 0], torch.zeros_like(w[sizes == 0]))  # no row: a zero gradient
+        assert torch.equal(
+            results[impl][1][sizes == 0], torch.zeros_like(w[sizes == 0])
+        )  # no row: a zero gradient
 
 
 def test_reference_under_vmap_of_grad_over_sizes():
@@ -76,7 +82,9 @@ def test_reference_under_vmap_of_grad_over_sizes():
         batched = torch.vmap(weight_grad)(many, torch.tensor(SIZES))
     assert ran == {("grouped_matmul", "reference"): 1}
     for i, sizes in enumerate(SIZES):
-        torch.testing.assert_close(batched[i], weight_grad(many[i], torch.tensor(sizes)), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            batched[i], weight_grad(many[i], torch.tensor(sizes)), rtol=1e-12, atol=1e-13
+        )
 
 
 def test_ragged_is_the_choice_when_it_can_run():
@@ -106,7 +114,9 @@ def test_what_reads_sizes_on_the_host_refuses_with_the_reason(impl):
 def test_buckets_join_what_is_alike():
     of = [(sorted(b.experts), b.batch) for b in split([7, 100, 8, 0, 90, 7, 0, 0])]
     assert of == [([1, 4], 100), ([0, 2, 5], 8), ([3, 6, 7], 0)]
-    assert split([15, 16, 15, 16]) == [Bucket((0, 1, 2, 3), 16)]  # a split would save less than a sixteenth
+    assert split([15, 16, 15, 16]) == [
+        Bucket((0, 1, 2, 3), 16)
+    ]  # a split would save less than a sixteenth
     assert split([4, 4]) == [Bucket((0, 1), 4)]
     assert split([0, 0]) == [Bucket((0, 1), 0)]
 
@@ -119,7 +129,10 @@ def test_many_experts_with_few_rows_need_few_products_and_little_padding():
     assert sorted(e for b in found for e in b.experts) == list(range(896))
     assert all(sizes[e] <= b.batch for b in found for e in b.experts)
     assert sum(len(b.experts) * b.batch for b in found) < 1.3 * sizes.sum()
-    rows, w = torch.randn(896 * 8, 4, dtype=torch.float64), torch.randn(896, 4, 3, dtype=torch.float64)
+    rows, w = (
+        torch.randn(896 * 8, 4, dtype=torch.float64),
+        torch.randn(896, 4, 3, dtype=torch.float64),
+    )
     with use_impl(grouped_matmul="buckets"), FlopCounterMode(display=False) as work:
         y = grouped_matmul(rows, w, sizes)
     torch.testing.assert_close(y, by_hand(rows, w, sizes), rtol=1e-13, atol=1e-14)
@@ -145,7 +158,9 @@ def test_a_frozen_weight_costs_no_product(impl, wrap):
 
         def run(*wanted: int) -> int:
             with FlopCounterMode(display=False) as flops:
-                autodiff.value_and_grad(wrap(lambda r, m: grouped_matmul(r, m, sizes).sum()), wanted)(rows, w)
+                autodiff.value_and_grad(
+                    wrap(lambda r, m: grouped_matmul(r, m, sizes).sum()), wanted
+                )(rows, w)
             return flops.get_total_flops()
 
         with FlopCounterMode(display=False) as forward:
@@ -163,15 +178,26 @@ def test_permute_and_its_gradient():
     assert torch.equal(permute(x, index, inverse), x[index])
     assert torch.autograd.gradcheck(lambda x: permute(x, index, inverse), (x,))
     assert torch.autograd.gradgradcheck(lambda x: permute(x, index, inverse), (x,))
-    wrong = torch.autograd.grad(permute(x, index, index), x, torch.eye(4, 3, dtype=torch.float64))[0]
-    right = torch.autograd.grad(permute(x, index, inverse), x, torch.eye(4, 3, dtype=torch.float64))[0]
+    wrong = torch.autograd.grad(permute(x, index, index), x, torch.eye(4, 3, dtype=torch.float64))[
+        0
+    ]
+    right = torch.autograd.grad(
+        permute(x, index, inverse), x, torch.eye(4, 3, dtype=torch.float64)
+    )[0]
     assert not torch.equal(wrong, right)
 
 
 def test_plan_sorts_stably():
     idx = torch.tensor([[2, 0], [0, 3], [2, 3]])
     order, inverse, sizes = plan(idx, 5)
-    assert order.tolist() == [1, 2, 0, 4, 3, 5]  # expert 0: tokens 0, 1; expert 2: tokens 0, 2; expert 3: tokens 1, 2
+    assert order.tolist() == [
+        1,
+        2,
+        0,
+        4,
+        3,
+        5,
+    ]  # expert 0: tokens 0, 1; expert 2: tokens 0, 2; expert 3: tokens 1, 2
     assert sizes.tolist() == [2, 0, 2, 2, 0]
     assert torch.equal(inverse.flatten()[order], torch.arange(6))
     batched = torch.vmap(lambda i: plan(i, 5))(torch.stack([idx, idx.flip(0)]))
@@ -195,7 +221,9 @@ def test_dispatch_and_combine_equal_a_loop():
 
 def test_dispatch_and_combine_derivatives():
     order, inverse, _ = plan(route(4, 3, 2), 3)
-    x, rows, weights = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (8, 3), (4, 2)))
+    x, rows, weights = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (8, 3), (4, 2))
+    )
     assert torch.autograd.gradcheck(lambda x: dispatch(x, order, inverse), (x,))
     assert torch.autograd.gradgradcheck(lambda x: dispatch(x, order, inverse), (x,))
     assert torch.autograd.gradcheck(lambda r, w: combine(r, w, order, inverse), (rows, weights))
@@ -226,7 +254,9 @@ def test_a_weightless_token_leaves_no_trace():
     weights = torch.rand(5, 2) * torch.tensor([1.0, 1, 0, 1, 1])[:, None]
 
     def f(x, w):
-        return combine(grouped_matmul(dispatch(x, order, inverse), w, sizes), weights, order, inverse)
+        return combine(
+            grouped_matmul(dispatch(x, order, inverse), w, sizes), weights, order, inverse
+        )
 
     y, pull = autodiff.vjp(f, x, w)
     other_y, other_pull = autodiff.vjp(f, torch.cat([x[:2], 9 + x[2:3], x[3:]]), w)
@@ -245,7 +275,9 @@ def test_same_bits_every_run():
 
     def once():
         def f(x, w, weights):
-            return combine(grouped_matmul(dispatch(x, order, inverse), w, sizes), weights, order, inverse)
+            return combine(
+                grouped_matmul(dispatch(x, order, inverse), w, sizes), weights, order, inverse
+            )
 
         y, pull = autodiff.vjp(f, x, w, weights)
         return (y, *pull(torch.ones_like(y)))
@@ -256,7 +288,9 @@ def test_same_bits_every_run():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("sizes", [[24, 0, 40, 64], [128, 0, 0, 0], [0, 0, 0, 128], [1, 2, 5, 120], [32, 32, 32, 32]])
+@pytest.mark.parametrize(
+    "sizes", [[24, 0, 40, 64], [128, 0, 0, 0], [0, 0, 0, 128], [1, 2, 5, 120], [32, 32, 32, 32]]
+)
 def test_grouped_mm_equals_the_reference(sizes):
     rows = torch.randn(128, 64, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(4, 64, 48, device="cuda", dtype=torch.bfloat16)
@@ -267,7 +301,9 @@ def test_grouped_mm_equals_the_reference(sizes):
         grads = pull(ct)
     assert ran == {("grouped_matmul", "grouped_mm"): 1}
     with use_impl(grouped_matmul="reference"):
-        expected, pull = autodiff.vjp(lambda r, m: grouped_matmul(r, m, sizes), rows.double(), w.double())
+        expected, pull = autodiff.vjp(
+            lambda r, m: grouped_matmul(r, m, sizes), rows.double(), w.double()
+        )
     expected_grads = pull(ct.double())
     for a, b in ((y, expected), *zip(grads, expected_grads, strict=True)):
         # One rounding to bf16 of sums accumulated in float32.
@@ -275,7 +311,9 @@ def test_grouped_mm_equals_the_reference(sizes):
 
 
 @pytest.mark.cuda
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # a vmapped pullback runs sample by sample
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop"
+)  # a vmapped pullback runs sample by sample
 def test_grouped_mm_under_transforms():
     rows = torch.randn(16, 8, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(2, 8, 8, device="cuda", dtype=torch.bfloat16)
@@ -286,15 +324,25 @@ def test_grouped_mm_under_transforms():
 
     wide = torch.func.jacrev(lambda w: grouped_matmul(rows.double(), w, sizes).sum(0))(w.double())
     torch.testing.assert_close(torch.func.jacrev(f)(w).double(), wide, rtol=2**-6, atol=2**-5)
-    per_sample = torch.vmap(torch.func.grad(lambda w, s: grouped_matmul(rows, w, s).sum()), (None, 0))
+    per_sample = torch.vmap(
+        torch.func.grad(lambda w, s: grouped_matmul(rows, w, s).sum()), (None, 0)
+    )
     assert per_sample(w, torch.stack([sizes, sizes.flip(0)])).shape == (2, 2, 8, 8)
-    second = torch.func.grad(lambda w: torch.func.grad(lambda w: f(w).square().sum())(w).square().sum())(w)
+    second = torch.func.grad(
+        lambda w: torch.func.grad(lambda w: f(w).square().sum())(w).square().sum()
+    )(w)
     second_wide = torch.func.grad(
         lambda w: (
-            torch.func.grad(lambda w: grouped_matmul(rows.double(), w, sizes).sum(0).square().sum())(w).square().sum()
+            torch.func.grad(
+                lambda w: grouped_matmul(rows.double(), w, sizes).sum(0).square().sum()
+            )(w)
+            .square()
+            .sum()
         )
     )(w.double())
-    assert ((second.double() - second_wide).norm() / second_wide.norm()).item() < 0.03  # three products in bf16
+    assert (
+        (second.double() - second_wide).norm() / second_wide.norm()
+    ).item() < 0.03  # three products in bf16
 
 
 @pytest.mark.cuda

@@ -1,4 +1,6 @@
-"""Narrow formats against what their bits say, and fake quantisation against encoding and decoding."""
+"""Narrow formats against what their bits say, and fake quantisation against encoding and
+decoding.
+"""
 
 import math
 
@@ -15,7 +17,10 @@ from k31fn.kernels.formats.powers import power_of_two
 
 def wide_range(*shape: int, seed: int = 0) -> Tensor:
     """Normal numbers, each row on a scale of its own."""
-    return random.normal(random.key(seed), shape) * torch.logspace(-6, 3, shape[0])[(..., *[None] * (len(shape) - 1))]
+    return (
+        random.normal(random.key(seed), shape)
+        * torch.logspace(-6, 3, shape[0])[(..., *[None] * (len(shape) - 1))]
+    )
 
 
 def e4m3_by_hand() -> list[float]:
@@ -25,7 +30,9 @@ def e4m3_by_hand() -> list[float]:
         sign, exponent, mantissa = code >> 7, (code >> 3) & 15, code & 7
         if exponent == 15 and mantissa == 7:
             continue
-        size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        size = (
+            mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        )
         found.append(-size if sign else size)
     return sorted(set(found))
 
@@ -40,7 +47,9 @@ def test_mxfp4_fake_quantisation_is_encoding_and_decoding():
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         w = wide_range(40, 96).to(dtype)
         w[3, :32] = 0
-        w[4, :8] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])  # ties, in a group of its own scale
+        w[4, :8] = torch.tensor(
+            [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
+        )  # ties, in a group of its own scale
         w[4, 8:32] = 0
         assert torch.equal(mxfp4.fake_quantise(w), mxfp4.decode(*mxfp4.encode(w.bfloat16()), dtype))
         again = mxfp4.fake_quantise(w)
@@ -60,19 +69,26 @@ def test_mxfp8_numbers_are_the_nearest_of_e4m3():
 
 @pytest.mark.parametrize("fake_quantise", [mxfp4.fake_quantise, mxfp8.fake_quantise])
 def test_the_gradient_is_that_of_the_identity_also_where_it_saturates(fake_quantise):
-    x, ct = wide_range(4, 64, seed=2).double(), random.normal(random.key(3), (4, 64), dtype=torch.float64)
+    x, ct = (
+        wide_range(4, 64, seed=2).double(),
+        random.normal(random.key(3), (4, 64), dtype=torch.float64),
+    )
     x[0, 0] = x[0].abs().max() * 1.99
     assert not torch.equal(fake_quantise(x), x)
     _, grad = value_and_grad(lambda x: (fake_quantise(x) * ct).sum())(x)
     assert torch.equal(grad, ct)
-    assert torch.equal(vmap(torch.func.grad(lambda x, ct: (fake_quantise(x) * ct).sum()))(x, ct), ct)
+    assert torch.equal(
+        vmap(torch.func.grad(lambda x, ct: (fake_quantise(x) * ct).sum()))(x, ct), ct
+    )
     with pytest.raises(ValueError, match="no whole groups of 32"):
         fake_quantise(x[:, :20])
 
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_blocks(stored: torch.dtype):
-    """Each number within half a step of its own, no scale larger than needed, and encoding again changes no number."""
+    """Each number within half a step of its own, no scale larger than needed, and encoding again
+    changes no number.
+    """
     w = wide_range(2, 12, 30, seed=4)
     w[0, :4, :10] = 0
     codes, scales = fp8.encode(w, (4, 10), stored)
@@ -87,7 +103,9 @@ def test_fp8_blocks(stored: torch.dtype):
     assert bool((largest <= info.max * scales).all())
     assert bool(((largest > info.max * scales / 2) | (largest == 0)).all())
     assert torch.equal(fp8.decode(*fp8.encode(back, (4, 10), stored), torch.float32, stored), back)
-    assert torch.equal(fp8.decode(codes, scales, torch.bfloat16, stored).float(), back), "exact in bfloat16"
+    assert torch.equal(fp8.decode(codes, scales, torch.bfloat16, stored).float(), back), (
+        "exact in bfloat16"
+    )
     batched = vmap(lambda c, s: fp8.decode(c, s, torch.float32, stored))(codes, scales)
     assert torch.equal(batched, back)
 

@@ -1,6 +1,8 @@
-"""The FP8 encoder against a table of E4M3's numbers, and the kernels bit for bit against the reference.
+"""The FP8 encoder against a table of E4M3's numbers, and the kernels bit for bit against the
+reference.
 
-Both are exact: a number is divided by a power of two and rounded once, so no comparison here has a tolerance.
+Both are exact: a number is divided by a power of two and rounded once, so no comparison here has a
+tolerance.
 """
 
 import math
@@ -28,7 +30,11 @@ tl = triton.language
 
 GROUPS = {"rows": (1, 0), "blocks": (1, 128), "tiles": (128, 128)}
 NUMBERS = torch.tensor(
-    [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1],
+    [
+        m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7)
+        for e in range(16)
+        for m in range(8)
+    ][:-1],
     dtype=torch.float64,
 )  # of the codes 0 to 126; 127 is NaN
 
@@ -39,8 +45,13 @@ def encoded(x: Tensor, scaling: str, implementation: str) -> Codes:
 
 
 def by_hand(x: Tensor, group: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The nearest of ``NUMBERS``, of two the one with the even code, and scales by the definition; finite numbers."""
-    codes, scales = torch.zeros(x.shape, dtype=torch.uint8), torch.zeros(x.shape[0] // group[0], x.shape[1] // group[1])
+    """The nearest of ``NUMBERS``, of two the one with the even code, and scales by the definition;
+    finite numbers.
+    """
+    codes, scales = (
+        torch.zeros(x.shape, dtype=torch.uint8),
+        torch.zeros(x.shape[0] // group[0], x.shape[1] // group[1]),
+    )
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             place = slice(i * group[0], (i + 1) * group[0]), slice(j * group[1], (j + 1) * group[1])
@@ -66,14 +77,20 @@ def assert_same(got: Codes, want: Codes) -> None:
     assert got.codes.is_contiguous()
 
 
-def wide(rows: int, columns: int, dtype: torch.dtype = torch.float32, transposed: bool = False) -> Tensor:
-    """Of all magnitudes, so that E4M3 holds some as normal numbers, some as subnormal ones, and some not at all."""
+def wide(
+    rows: int, columns: int, dtype: torch.dtype = torch.float32, transposed: bool = False
+) -> Tensor:
+    """Of all magnitudes, so that E4M3 holds some as normal numbers, some as subnormal ones, and
+    some not at all.
+    """
     x = (torch.randn(rows, columns) * (3 * torch.randn(rows, columns)).exp()).to(DEVICE, dtype)
     return x.mT.contiguous().mT if transposed else x
 
 
 def ties(dtype: torch.dtype) -> Tensor:
-    """A row with all numbers of E4M3, all the middles between two, and their neighbours, times a scale; then others."""
+    """A row with all numbers of E4M3, all the middles between two, and their neighbours, times a
+    scale; then others.
+    """
     middle = (NUMBERS[1:] + NUMBERS[:-1]) / 2
     rows = []
     for exponent in (-100, -3, 0, 100):
@@ -85,7 +102,9 @@ def ties(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_codes_are_the_nearest_numbers_and_ties_go_to_even(implementation: str, dtype: torch.dtype) -> None:
+def test_codes_are_the_nearest_numbers_and_ties_go_to_even(
+    implementation: str, dtype: torch.dtype
+) -> None:
     for x in (ties(dtype), ties(dtype).mT.contiguous().mT):
         codes, scales = by_hand(x, (1, x.shape[1]))
         got = encoded(x, "rows", implementation)
@@ -98,10 +117,14 @@ def half_up(x, inverse):
     size = (x.to(tl.float32) * inverse).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     normal = ((size + 0x80000) >> 20) - 960
     small = (size.to(tl.float32, bitcast=True) * 512 + 0.5).to(tl.int32)
-    return (tl.where(size < 0x3C800000, small, normal) | ((kernels._bits(x) >> 24) & 0x80)).to(tl.uint8)
+    return (tl.where(size < 0x3C800000, small, normal) | ((kernels._bits(x) >> 24) & 0x80)).to(
+        tl.uint8
+    )
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="a compiled kernel keeps the function that it was made with")
+@pytest.mark.skipif(
+    DEVICE != "cpu", reason="a compiled kernel keeps the function that it was made with"
+)
 def test_a_kernel_that_rounds_half_up_is_found() -> None:
     x = ties(torch.float32)
     codes, _ = by_hand(x, (1, x.shape[1]))
@@ -163,7 +186,12 @@ def test_the_ends_of_the_range(transposed: bool, dtype: torch.dtype) -> None:
     x[9:] = wide(3, 40, dtype).cpu() * deep
     x = x.to(DEVICE)
     codes, scales = by_hand(x, (1, 40))
-    assert scales[[0, 1, 2, 6], 0].tolist() == [2.0**-126, 1.0, 2.0, max(2.0**-126, least * 2.0**-8)]
+    assert scales[[0, 1, 2, 6], 0].tolist() == [
+        2.0**-126,
+        1.0,
+        2.0,
+        max(2.0**-126, least * 2.0**-8),
+    ]
     x = x.mT.contiguous().mT if transposed else x
     for implementation in ("reference", "triton"):
         got = encoded(x, "rows", implementation)
@@ -173,7 +201,9 @@ def test_the_ends_of_the_range(transposed: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_group_that_is_not_finite_is_nan_and_no_other_notices(implementation: str, dtype: torch.dtype) -> None:
+def test_a_group_that_is_not_finite_is_nan_and_no_other_notices(
+    implementation: str, dtype: torch.dtype
+) -> None:
     x = wide(5, 256, dtype)
     good = encoded(x, "blocks", implementation)
     x[1, 5], x[2, 6], x[3, 7], x[1, :4] = math.nan, math.inf, -math.inf, 0.0
@@ -214,7 +244,10 @@ def test_under_vmap_the_reference_runs_and_the_kernels_say_why_not() -> None:
     assert ran["fp8_encode", "reference"] == 1
     for i in range(3):
         assert_same(Codes(codes[i], scales[i]), encoded(x[i], "blocks", "reference"))
-    with pytest.raises(ValueError, match="its kernels take one matrix"), use_impl(fp8_encode="triton"):
+    with (
+        pytest.raises(ValueError, match="its kernels take one matrix"),
+        use_impl(fp8_encode="triton"),
+    ):
         vmap(lambda x: fp8_encode(x).scales)(x)
 
 
@@ -255,7 +288,11 @@ def test_products_encode_each_operand_once_for_each_product() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(8192, 7168), (2048, 12288), (1001, 1283)])
 def test_bits_at_full_size(shape: tuple[int, int], transposed: bool, dtype: torch.dtype) -> None:
-    x = torch.randn(shape, device="cuda").mul_(torch.randn(shape, device="cuda").mul_(3).exp_()).to(dtype)
+    x = (
+        torch.randn(shape, device="cuda")
+        .mul_(torch.randn(shape, device="cuda").mul_(3).exp_())
+        .to(dtype)
+    )
     x[3, 5], x[7, 11] = math.nan, math.inf
     x = x.mT.contiguous().mT if transposed else x
     for scaling in ("rows",) if shape[0] % 128 else GROUPS:
@@ -268,7 +305,10 @@ def test_bits_at_full_size(shape: tuple[int, int], transposed: bool, dtype: torc
 def test_more_elements_than_an_int32_counts(scaling: str, transposed: bool) -> None:
     rows, columns = 2**16 + 128, 2**15
     x = torch.randn(
-        columns if transposed else rows, rows if transposed else columns, device="cuda", dtype=torch.bfloat16
+        columns if transposed else rows,
+        rows if transposed else columns,
+        device="cuda",
+        dtype=torch.bfloat16,
     )
     x = x.mT if transposed else x
     with use_impl(fp8_encode="triton"):
@@ -293,7 +333,11 @@ def test_on_ascend_one_program_runs_on_each_vector_core() -> None:
     noted = {build.kernel.__name__: Noted() for build in kernels.builds("npu")}
     tiles = mock.patch.dict(kernels._TILES, {DEVICE: kernels._TILES["npu"]})
     x = torch.zeros(4096, 1024, device=DEVICE)
-    with tiles, mock.patch.object(device, "num_cores", return_value=CUBES), mock.patch.dict(vars(kernels), noted):
+    with (
+        tiles,
+        mock.patch.object(device, "num_cores", return_value=CUBES),
+        mock.patch.dict(vars(kernels), noted),
+    ):
         for scaling in GROUPS:
             for given in (x, x.mT):
                 kernels.fp8_encode(given, scaling)

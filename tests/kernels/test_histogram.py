@@ -6,7 +6,10 @@ from k31fn.kernels.histogram import bin_range, required_bias_histogram
 
 
 def case(tokens=300, experts=6):
-    scores, bias = torch.rand(tokens, experts, dtype=torch.float64), torch.randn(experts, dtype=torch.float64) * 0.2
+    scores, bias = (
+        torch.rand(tokens, experts, dtype=torch.float64),
+        torch.randn(experts, dtype=torch.float64) * 0.2,
+    )
     cutoff = (scores + bias).sort(1, descending=True).values[:, 2]
     return scores, cutoff, bias
 
@@ -35,7 +38,9 @@ def test_range_covers_every_required_bias():
     assert low.item() == pytest.approx(-1.3)
     assert width.item() == pytest.approx(2.8 / 1000)
     # The extremes r = bmin - 1 and bmax + 1 fall into the first and the last bin.
-    counts = required_bias_histogram(torch.zeros(2, 2), torch.tensor([-1.3, 1.5]), torch.ones(2).bool(), bias, 10)
+    counts = required_bias_histogram(
+        torch.zeros(2, 2), torch.tensor([-1.3, 1.5]), torch.ones(2).bool(), bias, 10
+    )
     assert counts[:, 0].tolist() == [1, 1]
     assert counts[:, -1].tolist() == [1, 1]
 

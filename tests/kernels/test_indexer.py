@@ -15,7 +15,9 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "dsa.safetensors"
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.randn(s, dtype=torch.float64).to(dtype) for s in [(2, T, 3, 4), (2, T, 4), (2, T, 3)])
+    return tuple(
+        torch.randn(s, dtype=torch.float64).to(dtype) for s in [(2, T, 3, 4), (2, T, 4), (2, T, 3)]
+    )
 
 
 def test_scores_equal_the_formula():
@@ -39,7 +41,9 @@ def test_chooses_the_best_visible_keys(topk: int, dtype: torch.dtype):
     chosen = index_topk(q, k, w, *oracle.bounds(seen), topk, SCALE)
     assert chosen.shape == (2, T, min(topk, T))
     assert chosen.dtype == torch.int32
-    expected = oracle.choose(oracle.index_scores(q.double(), k.double(), w.double(), SCALE), seen, topk)
+    expected = oracle.choose(
+        oracle.index_scores(q.double(), k.double(), w.double(), SCALE), seen, topk
+    )
     assert oracle.as_sets(chosen) == expected
 
 

@@ -16,8 +16,12 @@ SCALE = 0.6
 GOLDEN = Path(__file__).parents[1] / "golden" / "dsa.safetensors"
 
 
-def kl_of_scores(scores: torch.Tensor, teacher: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-    """The op on given scores ``[B T S]``: with unit vectors as queries and keys, the head weights are the scores."""
+def kl_of_scores(
+    scores: torch.Tensor, teacher: torch.Tensor, topk_idx: torch.Tensor
+) -> torch.Tensor:
+    """The op on given scores ``[B T S]``: with unit vectors as queries and keys, the head weights
+    are the scores.
+    """
     B, T, S = scores.shape
     unit = torch.eye(S, dtype=scores.dtype)
     return indexer_kl(unit.expand(B, T, S, S), unit.expand(B, S, S), scores, teacher, topk_idx, 1.0)
@@ -81,7 +85,9 @@ def test_gradients_to_queries_keys_and_weights():
             for t in range(T):
                 keys = [s for s in slots[b, t].tolist() if s >= 0]
                 p = teacher[b, t][slots[b, t] >= 0]
-                total = total - (p * torch.log_softmax(scores[b, t, keys], -1)).sum() if keys else total
+                total = (
+                    total - (p * torch.log_softmax(scores[b, t, keys], -1)).sum() if keys else total
+                )
         return total
 
     _, mine = value_and_grad(lambda *a: indexer_kl(*a, teacher, slots, SCALE), (0, 1, 2))(*args)

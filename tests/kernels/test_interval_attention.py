@@ -39,7 +39,9 @@ def images(*rows: list[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kept", [0, 2**20], ids=["recomputed", "kept"])
 def test_equals_attention_one_query_at_a_time(kept: int, monkeypatch: pytest.MonkeyPatch):
-    """Three tiles of queries, an image across a tile's edge, and keys after the query; values and gradients."""
+    """Three tiles of queries, an image across a tile's edge, and keys after the query; values and
+    gradients.
+    """
     monkeypatch.setattr(tiling, "KEPT_ELEMENTS", kept)
     monkeypatch.setattr(tiling, "TILE_QUERIES", 4)
     args, bounds = inputs(11, 11), images([6, 3], [1, 10], length=11)
@@ -53,7 +55,9 @@ def test_equals_attention_one_query_at_a_time(kept: int, monkeypatch: pytest.Mon
     mine = run(lambda *a: interval_attention(*a, *bounds, SCALE))
     torch.testing.assert_close(mine, run(lambda *a: oracle(*a, *bounds)), rtol=0, atol=1e-12)
     assert torch.equal(mine[0][0, 9:], torch.zeros(2, 3, 5, dtype=torch.float64))
-    causal = interval_attention(*args, bounds[0], torch.minimum(bounds[1], torch.arange(11) + 1), SCALE)
+    causal = interval_attention(
+        *args, bounds[0], torch.minimum(bounds[1], torch.arange(11) + 1), SCALE
+    )
     assert (causal - mine[0]).abs().max() > 1e-2
 
 

@@ -1,4 +1,6 @@
-"""What a fragment does to the state, against the recurrence: its state from zero, and its transition of an identity."""
+"""What a fragment does to the state, against the recurrence: its state from zero, and its
+transition of an identity.
+"""
 
 import pytest
 import torch
@@ -70,13 +72,19 @@ def test_fragments_of_a_row_compose_to_the_whole():
     ids = from_lengths([[60], [30, 25]], 60).ids
     all_tokens = kda_fragment(*xs, ids)
     for cuts in ([1, 59], [7, 20, 33], [31, 29], [16, 16, 28]):
-        state, transition = torch.zeros(2, H, K, V, dtype=torch.float64), torch.eye(K, dtype=torch.float64)
+        state, transition = (
+            torch.zeros(2, H, K, V, dtype=torch.float64),
+            torch.eye(K, dtype=torch.float64),
+        )
         first = ids[:, 0]
-        for *parts, part_ids in zip(*(x.split([*cuts, 60 - sum(cuts)], dim=1) for x in (*xs, ids)), strict=True):
+        for *parts, part_ids in zip(
+            *(x.split([*cuts, 60 - sum(cuts)], dim=1) for x in (*xs, ids)), strict=True
+        ):
             if not part_ids.shape[1]:
                 continue
             part = kda_fragment(*parts, part_ids)
-            # the state before a part belongs to the document of its first token, or to none that is left
+            # the state before a part belongs to the document of its first token, or to none that is
+            # left
             keeps = ((part_ids[:, 0] == first) | (part_ids[:, 0] == 0))[:, None, None, None]
             m = torch.where(keeps, part.transition, 0)
             state, transition = m @ state + part.state, m @ transition
@@ -94,11 +102,15 @@ def test_second_derivatives_equal_those_of_the_recurrence():
     def along(op):
         leaves = [x.clone().requires_grad_() for x in xs]
         made, transition = op(*leaves, ids)
-        first = torch.autograd.grad(made.square().sum() + transition.pow(3).sum(), leaves, create_graph=True)
+        first = torch.autograd.grad(
+            made.square().sum() + transition.pow(3).sum(), leaves, create_graph=True
+        )
         inner = sum((g * d).sum() for g, d in zip(first, directions, strict=True))
         return torch.autograd.grad(inner, leaves)
 
-    for name, actual, expected in zip(("k", "v", "g", "beta"), along(kda_fragment), along(by_recurrence), strict=True):
+    for name, actual, expected in zip(
+        ("k", "v", "g", "beta"), along(kda_fragment), along(by_recurrence), strict=True
+    ):
         assert relative(actual, expected) < 1e-12, name
 
 
@@ -141,6 +153,8 @@ def test_without_the_document_mask_it_is_wrong(monkeypatch):
     (_, k, v, g, beta), _ = inputs(1, 32)
     xs, ids = [k, v, 0.02 * g, beta], from_lengths([[13, 19]], 32).ids
     right = kda_fragment(*xs, ids)
-    monkeypatch.setattr(fragment, "make_masks", lambda ids, *a, make=fragment.make_masks: make((ids > 0).long(), *a))
+    monkeypatch.setattr(
+        fragment, "make_masks", lambda ids, *a, make=fragment.make_masks: make((ids > 0).long(), *a)
+    )
     for wrong, expected in zip(kda_fragment(*xs, ids), right, strict=True):
         assert (wrong - expected).abs().max() > 1e-2

@@ -15,7 +15,8 @@ from k31fn.kernels.registry import record_impls, use_impl
 def test_a_kernel_runs_where_its_arguments_are():
     torch.cuda.set_device(0)
     sources = [
-        torch.randn(1, 5, 48, device="cuda:1", generator=torch.Generator("cuda:1").manual_seed(i)) for i in (1, 2)
+        torch.randn(1, 5, 48, device="cuda:1", generator=torch.Generator("cuda:1").manual_seed(i))
+        for i in (1, 2)
     ]
     query, weight = sources[0][0, 0] * 0.1, torch.ones(48, device="cuda:1")
 

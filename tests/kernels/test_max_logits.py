@@ -40,11 +40,17 @@ def test_over_visible_keys(heads_of_keys, tile, monkeypatch):
 
 def test_over_chosen_keys():
     q, k, shared = drawn()
-    chosen = torch.stack([torch.randperm(T) for _ in range(B * T)]).view(B, T, T)[..., :3].to(torch.int32)
+    chosen = (
+        torch.stack([torch.randperm(T) for _ in range(B * T)])
+        .view(B, T, T)[..., :3]
+        .to(torch.int32)
+    )
     chosen = torch.where(chosen <= torch.arange(T)[:, None], chosen, -1)
     seen = (torch.arange(T) == chosen[..., None]).any(2)
     want = scores(q, k, shared, 0.3).masked_fill(~seen[:, None], -torch.inf).amax((0, 2, 3))
-    torch.testing.assert_close(max_chosen_logits(q, k, shared, chosen, 0.3), want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        max_chosen_logits(q, k, shared, chosen, 0.3), want, rtol=1e-12, atol=0
+    )
 
 
 def test_without_a_query_and_without_a_gradient():

@@ -1,4 +1,6 @@
-"""The hyper-connection ops against golden values, the equations written out, and hard Sinkhorn inputs."""
+"""The hyper-connection ops against golden values, the equations written out, and hard Sinkhorn
+inputs.
+"""
 
 from pathlib import Path
 
@@ -16,7 +18,9 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "mhc.safetensors"
 EPS = 1e-6
 
 
-def arguments(n: int, dtype: torch.dtype = torch.float64, d: int = 5, t: int = 3) -> tuple[Tensor, ...]:
+def arguments(
+    n: int, dtype: torch.dtype = torch.float64, d: int = 5, t: int = 3
+) -> tuple[Tensor, ...]:
     """Streams, phi, scale and base."""
     columns = 2 * n + n * n
     shapes = ((2, t, n, d), (n * d, columns), (3,), (columns,))
@@ -25,12 +29,25 @@ def arguments(n: int, dtype: torch.dtype = torch.float64, d: int = 5, t: int = 3
 
 
 def one_token(
-    x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, base: Tensor, iterations: int, mistake: str = ""
+    x: Tensor,
+    f: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    iterations: int,
+    mistake: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """What the sublayer reads and the next streams ``[N D]`` of one token, in loops over streams."""
+    """What the sublayer reads and the next streams ``[N D]`` of one token, in loops over
+    streams.
+    """
     n, d = x.shape
-    rms = (sum(float(v) ** 2 for v in x.flatten()) / (n * d) + (1e-2 if mistake == "eps" else EPS)) ** 0.5
-    a = [sum(x[i] @ phi[i * d : (i + 1) * d, c] for i in range(n)) / rms for c in range(2 * n + n * n)]
+    rms = (
+        sum(float(v) ** 2 for v in x.flatten()) / (n * d) + (1e-2 if mistake == "eps" else EPS)
+    ) ** 0.5
+    a = [
+        sum(x[i] @ phi[i * d : (i + 1) * d, c] for i in range(n)) / rms
+        for c in range(2 * n + n * n)
+    ]
     part = [0] * n + [1] * n + [2] * n * n
     a = [scale[part[c]] * a[c] + base[c] for c in range(len(a))]
     h_pre = [1 / (1 + torch.exp(-v)) + 1e-6 for v in a[:n]]
@@ -52,16 +69,22 @@ def test_golden() -> None:
     g = load_file(GOLDEN)
     names = ("x", "f_out", "fn", "scale", "base", "head_fn", "head_scale", "head_base")
 
-    def everything(x: Tensor, f: Tensor, fn: Tensor, s: Tensor, b: Tensor, *head: Tensor) -> tuple[Tensor, ...]:
+    def everything(
+        x: Tensor, f: Tensor, fn: Tensor, s: Tensor, b: Tensor, *head: Tensor
+    ) -> tuple[Tensor, ...]:
         pre = mhc_pre(x, fn.mT, s, b, EPS, 20)
         after = mhc_post(pre.x, f, pre.h_post, pre.h_res)
         return pre.y, pre.h_post, pre.h_res, after, mhc_head(x, head[0].mT, *head[1:], EPS)
 
     out, pull = vjp(everything, *(g[f"in.{name}"] for name in names))
-    for actual, name in zip(out, ("pre.y", "pre.h_post", "pre.h_res", "post.x_next", "head.y"), strict=True):
+    for actual, name in zip(
+        out, ("pre.y", "pre.h_post", "pre.h_res", "post.x_next", "head.y"), strict=True
+    ):
         torch.testing.assert_close(actual, g[name], atol=5e-6, rtol=0)
     upstream = (g["upstream.pre_y"], out[1].new_zeros(out[1].shape), out[2].new_zeros(out[2].shape))
-    for actual, name in zip(pull((*upstream, g["upstream.x_next"], g["upstream.head_y"])), names, strict=True):
+    for actual, name in zip(
+        pull((*upstream, g["upstream.x_next"], g["upstream.head_y"])), names, strict=True
+    ):
         expected = g[f"grad.{name}"]
         assert (actual - expected).norm() <= 5e-6 * expected.norm(), name
 
@@ -86,7 +109,9 @@ def test_mistakes_show(mistake: str) -> None:
     f = torch.randn(2, 3, 5, dtype=torch.float64)
     pre = mhc_pre(x, phi, scale, base, EPS, 20)
     after = mhc_post(pre.x, f, pre.h_post, pre.h_res)
-    assert (after[0, 0] - one_token(x[0, 0], f[0, 0], phi, scale, base, 20, mistake)[1]).abs().max() > 1e-3
+    assert (
+        after[0, 0] - one_token(x[0, 0], f[0, 0], phi, scale, base, 20, mistake)[1]
+    ).abs().max() > 1e-3
 
 
 def test_the_head_is_the_read_alone() -> None:
@@ -104,7 +129,9 @@ def log_sinkhorn(a: Tensor, iterations: int) -> Tensor:
 
 
 def test_sinkhorn_nears_the_form_without_eps() -> None:
-    """The same alternation but for eps, which moves a matrix of ordinary entries by less than 1e-4."""
+    """The same alternation but for eps, which moves a matrix of ordinary entries by less than
+    1e-4.
+    """
     a = torch.randn(7, 4, 4, dtype=torch.float64)
     m = sinkhorn(a, 20)
     assert (m - log_sinkhorn(a, 20)).abs().max() < 1e-4
@@ -114,7 +141,9 @@ def test_sinkhorn_nears_the_form_without_eps() -> None:
 
 
 def test_sinkhorn_far_off_the_diagonal() -> None:
-    """-200 nearly everywhere: in float32 the exponentials of the plain form are 0, and its rows divide 0 by 0."""
+    """-200 nearly everywhere: in float32 the exponentials of the plain form are 0, and its rows
+    divide 0 by 0.
+    """
     a = torch.full((4, 4), -200.0)
     a[0, 0] = 0.0
     plain = a.exp()
@@ -128,7 +157,9 @@ def test_sinkhorn_far_off_the_diagonal() -> None:
     for off in (-2.0, -200.0):
         diagonal = torch.full((4, 4), off, dtype=torch.float64).fill_diagonal_(0.0).requires_grad_()
         assert torch.autograd.gradcheck(lambda a: sinkhorn(a, 20), (diagonal,))
-        torch.testing.assert_close(sinkhorn(diagonal.float(), 20).double(), sinkhorn(diagonal, 20), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            sinkhorn(diagonal.float(), 20).double(), sinkhorn(diagonal, 20), atol=1e-6, rtol=0
+        )
 
 
 def test_first_derivatives() -> None:
@@ -140,12 +171,16 @@ def test_first_derivatives() -> None:
         pre = mhc_pre(*given, EPS, 2)
         return pre.y, mhc_post(pre.x, f, pre.h_post, pre.h_res)
 
-    leaves = tuple(a.requires_grad_() for a in (x[:1].detach().clone(), phi, scale, base, f[:1].clone()))
+    leaves = tuple(
+        a.requires_grad_() for a in (x[:1].detach().clone(), phi, scale, base, f[:1].clone())
+    )
     assert torch.autograd.gradcheck(both, leaves)
 
 
 def test_coefficients_in_float32_and_streams_rounded_once() -> None:
-    """bfloat16 streams give the float64 result of the same numbers, rounded: at most one in a thousand off by one."""
+    """bfloat16 streams give the float64 result of the same numbers, rounded: at most one in a
+    thousand off by one.
+    """
     x, phi, scale, base = arguments(4, torch.bfloat16, d=64)
     f = torch.randn(2, 3, 64).bfloat16()
     narrow = mhc_pre(x, *(p.float() for p in (phi, scale, base)), EPS, 20)
@@ -179,7 +214,9 @@ def test_only_the_arguments_are_kept() -> None:
         after = mhc_post(pre.x, f, pre.h_post, pre.h_res)
     given = {t.untyped_storage().data_ptr() for t in (*leaves, f)}
     assert after.requires_grad
-    assert sum(n for pointer, n in kept.items() if pointer not in given) <= 2 * 3 * (4 + 16) * 4  # h_post and h_res
+    assert (
+        sum(n for pointer, n in kept.items() if pointer not in given) <= 2 * 3 * (4 + 16) * 4
+    )  # h_post and h_res
 
 
 def test_wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +225,9 @@ def test_wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     x, phi, scale, base = arguments(4)
     with pytest.raises(ValueError, match=r"scale \[1\] and base \[4\], got .* scale \[3\]"):
         mhc_head(x, phi[:, :4], scale, base[:4], EPS)
-    with pytest.raises(ValueError, match=r"mhc_pre: .* scale \[3\] and base \[24\], got .* scale \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"mhc_pre: .* scale \[3\] and base \[24\], got .* scale \[2\]"
+    ):
         mhc_pre(x, phi, scale[:2], base, EPS, 20)
 
 

@@ -1,9 +1,12 @@
-"""The fused hyper-connection kernels against the references in float64: values, gradients, vmap, and what they refuse.
+"""The fused hyper-connection kernels against the references in float64: values, gradients, vmap,
+and what they refuse.
 
-Tolerances: float32 sums of N D < 300 products, through a sigmoid and 20 Sinkhorn iterations that do not enlarge an
-error: 1e-5. Gradients undo the iterations by multiplication, 40 roundings of 2^-24 or 2.4e-6 relative, and sum over
-tokens: 3e-5. bfloat16: rounded once, to 2^-9, where the interpreter cuts (2^-8); the gradient of the streams is a sum
-of two such.
+Tolerances: float32 sums of N D < 300 products, through a sigmoid and 20 Sinkhorn iterations that do
+not enlarge an
+error: 1e-5. Gradients undo the iterations by multiplication, 40 roundings of 2^-24 or 2.4e-6
+relative, and sum over
+tokens: 3e-5. bfloat16: rounded once, to 2^-9, where the interpreter cuts (2^-8); the gradient of
+the streams is a sum of two such.
 """
 
 from pathlib import Path
@@ -45,7 +48,9 @@ def pre_inputs(
     return x, phi, scale, base, EPS, iterations
 
 
-def post_inputs(n: int, width: int = 37, tokens: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def post_inputs(
+    n: int, width: int = 37, tokens: int = 3, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
     shapes = ((2, tokens, n, width), (2, tokens, width), (2, tokens, n), (2, tokens, n, n))
     x, f, h_post, h_res = (torch.randn(*shape, device=DEVICE) for shape in shapes)
     return x.to(dtype), f.to(dtype), h_post, h_res
@@ -54,8 +59,12 @@ def post_inputs(n: int, width: int = 37, tokens: int = 3, dtype: torch.dtype = t
 @pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_equal_the_reference(n: int) -> None:
     with poisoned():
-        assert_op_matches(mhc_pre, "triton", pre_inputs(n), **FLOAT32, reference_dtype=torch.float64)
-        assert_op_matches(mhc_post, "triton", post_inputs(n), **FLOAT32, reference_dtype=torch.float64)
+        assert_op_matches(
+            mhc_pre, "triton", pre_inputs(n), **FLOAT32, reference_dtype=torch.float64
+        )
+        assert_op_matches(
+            mhc_post, "triton", post_inputs(n), **FLOAT32, reference_dtype=torch.float64
+        )
 
 
 def test_bfloat16() -> None:
@@ -79,7 +88,9 @@ def test_golden() -> None:
     for actual, name in zip(out, ("pre.y", "pre.h_post", "pre.h_res", "post.x_next"), strict=True):
         torch.testing.assert_close(actual, g[name], atol=5e-6, rtol=0)
     none = (out[1].new_zeros(out[1].shape), out[2].new_zeros(out[2].shape))
-    _, *grads = pull((g["upstream.pre_y"], *none, g["upstream.x_next"]))  # that of x has the head's part too
+    _, *grads = pull(
+        (g["upstream.pre_y"], *none, g["upstream.x_next"])
+    )  # that of x has the head's part too
     for actual, name in zip(grads, ("f_out", "fn", "scale", "base"), strict=True):
         assert (actual - g[f"grad.{name}"]).norm() <= 5e-6 * g[f"grad.{name}"].norm(), name
 
@@ -105,7 +116,9 @@ def test_coefficients_of_bfloat16_streams_are_those_of_float32_products() -> Non
         torch.testing.assert_close(ours.double(), theirs, rtol=5e-6, atol=5e-6)
 
 
-@pytest.mark.parametrize(("width", "tokens", "iterations"), [(1, 1, 1), (16, 7, 2), (33, 2, 3), (5, 0, 20)])
+@pytest.mark.parametrize(
+    ("width", "tokens", "iterations"), [(1, 1, 1), (16, 7, 2), (33, 2, 3), (5, 0, 20)]
+)
 def test_odd_sizes(width: int, tokens: int, iterations: int) -> None:
     args = pre_inputs(4, width, tokens, iterations=iterations)
     assert_op_matches(mhc_pre, "triton", args, **FLOAT32, vmap_grad=False)
@@ -113,14 +126,23 @@ def test_odd_sizes(width: int, tokens: int, iterations: int) -> None:
 
 
 def test_fresh_inputs_up_to_far_off_the_diagonal() -> None:
-    """Scales of 100 give Sinkhorn entries of +-200, whose softmax underflows; gradients in proportion to the scale."""
+    """Scales of 100 give Sinkhorn entries of +-200, whose softmax underflows; gradients in
+    proportion to the scale.
+    """
     for i in range(20 if DEVICE == "cuda" else 4):
         strong = (1, 3, 10, 100)[i % 4]
         limit = 3e-5 * strong
         assert_op_matches(
-            mhc_pre, "triton", pre_inputs(4, strong=strong, iterations=20), rtol=limit, atol=limit,
-            grad_rtol=3 * limit, grad_atol=3 * limit, vmap_grad=False, reference_dtype=torch.float64,
-        )  # fmt: skip
+            mhc_pre,
+            "triton",
+            pre_inputs(4, strong=strong, iterations=20),
+            rtol=limit,
+            atol=limit,
+            grad_rtol=3 * limit,
+            grad_atol=3 * limit,
+            vmap_grad=False,
+            reference_dtype=torch.float64,
+        )
 
 
 def whole(*args: Tensor) -> Tensor:
@@ -140,7 +162,9 @@ def round_gradients(impl: str, *args: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("batched", [(0,), (1,), (0, 1, 2, 3)])
 def test_vmap_over_any_argument(batched: tuple[int, ...]) -> None:
-    """Whichever argument alone is batched, gradients are those of a loop; of a shared weight, one per sample."""
+    """Whichever argument alone is batched, gradients are those of a loop; of a shared weight, one
+    per sample.
+    """
     flat = [a for a in pre_inputs(2) if isinstance(a, Tensor)]
     args = [torch.stack([a, 1.5 * a, -a]) if i in batched else a for i, a in enumerate(flat)]
     dims = tuple(0 if i in batched else None for i in range(4))
@@ -148,7 +172,9 @@ def test_vmap_over_any_argument(batched: tuple[int, ...]) -> None:
         together = torch.func.vmap(lambda *a: round_gradients("triton", *a), in_dims=dims)(*args)
     assert ran == {("mhc_pre", "triton"): 1, ("mhc_post", "triton"): 1}
     for sample in range(3):
-        alone = round_gradients("reference", *(a[sample] if i in batched else a for i, a in enumerate(args)))
+        alone = round_gradients(
+            "reference", *(a[sample] if i in batched else a for i, a in enumerate(args))
+        )
         for ours, theirs in zip(together, alone, strict=True):
             torch.testing.assert_close(ours[sample], theirs, rtol=5e-5, atol=5e-5)
 
@@ -165,7 +191,9 @@ def test_jacobian() -> None:
 
 
 def test_twenty_runs_are_bit_identical() -> None:
-    args = [a for a in pre_inputs(4, tokens=600 if DEVICE == "cuda" else 5) if isinstance(a, Tensor)]
+    args = [
+        a for a in pre_inputs(4, tokens=600 if DEVICE == "cuda" else 5) if isinstance(a, Tensor)
+    ]
     seen = []
     for _ in range(20 if DEVICE == "cuda" else 2):
         with use_impl(**BOTH):
@@ -180,10 +208,17 @@ def test_first_order_only() -> None:
     for name in ("mhc_pre", "mhc_post"):
         with (
             use_impl(**(dict.fromkeys(BOTH, "reference") | {name: "triton"})),
-            pytest.raises(RuntimeError, match=rf"{name} \(triton\) is first order only.*reference implementation"),
+            pytest.raises(
+                RuntimeError,
+                match=rf"{name} \(triton\) is first order only.*reference implementation",
+            ),
         ):
             torch.func.grad(
-                lambda x: torch.func.grad(lambda x: whole(x, phi, scale, base).square().sum())(x).square().sum()
+                lambda x: (
+                    torch.func.grad(lambda x: whole(x, phi, scale, base).square().sum())(x)
+                    .square()
+                    .sum()
+                )
             )(x)
 
 
@@ -194,7 +229,10 @@ def test_refusals() -> None:
             (pre_inputs(2, iterations=65), "1 to 64 iterations, got 65"),
             (pre_inputs(2, dtype=torch.float64), r"got torch.float64"),
             ((pre_inputs(2)[0][0], *pre_inputs(2)[1:]), r"streams are \[B, T, N, D\], got"),
-            ((*pre_inputs(2)[:3], torch.zeros(9, device=DEVICE), EPS, 6), r"base \[9\] are not those of streams"),
+            (
+                (*pre_inputs(2)[:3], torch.zeros(9, device=DEVICE), EPS, 6),
+                r"base \[9\] are not those of streams",
+            ),
         ):
             with pytest.raises(ValueError, match=reason):
                 mhc_pre(*args)
@@ -208,7 +246,9 @@ def test_refusals() -> None:
 
 
 def test_how_work_is_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand for 132 cores, two programs each: 160 units fill 264 places to 61, 61 and 91% in 1 to 3 parts."""
+    """By hand for 132 cores, two programs each: 160 units fill 264 places to 61, 61 and 91% in 1 to
+    3 parts.
+    """
     monkeypatch.setattr(device, "num_cores", lambda where: 132)
     tile = tiles.Tile(rows=32, per_core=2)
     x = torch.empty(1, 1024, device="meta")

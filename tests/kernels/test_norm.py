@@ -13,7 +13,9 @@ GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "norms_and_casts.safet
 @pytest.mark.parametrize("eps", ["1e-05", "1e-06"])
 def test_rms_norm_equals_golden(eps):
     y = rms_norm(GOLDEN["x"], GOLDEN["weight"], float(eps))
-    torch.testing.assert_close(y, GOLDEN[f"kimi_rmsnorm_eps{eps}"], rtol=0, atol=1e-6)  # fp32, another order of sums
+    torch.testing.assert_close(
+        y, GOLDEN[f"kimi_rmsnorm_eps{eps}"], rtol=0, atol=1e-6
+    )  # fp32, another order of sums
 
 
 def test_golden_tells_the_two_eps_apart():
@@ -22,10 +24,16 @@ def test_golden_tells_the_two_eps_apart():
 
 
 def test_rms_norm_bf16_is_bit_exact_and_the_cast_order_matters():
-    x, weight, golden = GOLDEN["x_bf16"], GOLDEN["weight_bf16"], GOLDEN["kimi_rmsnorm_bf16_eps1e-05"]
+    x, weight, golden = (
+        GOLDEN["x_bf16"],
+        GOLDEN["weight_bf16"],
+        GOLDEN["kimi_rmsnorm_bf16_eps1e-05"],
+    )
     assert torch.equal(rms_norm(x, weight, 1e-5), golden)
     wide = x.float()
-    one_rounding = (weight.float() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).bfloat16()
+    one_rounding = (
+        weight.float() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    ).bfloat16()
     assert (one_rounding != golden).sum() > 50
 
 
@@ -34,14 +42,17 @@ def test_rms_norm_with_the_vision_eps():
     y = rms_norm(GOLDEN["x"], GOLDEN["weight"], eps)
     torch.testing.assert_close(y, GOLDEN["vit_nn_rmsnorm_fp32_eps_none"], rtol=0, atol=2e-6)
     low = rms_norm(GOLDEN["x_bf16"], GOLDEN["weight_bf16"], eps)
-    # nn.RMSNorm rounds once after the weight: the two may differ by one unit of bf16 (2^-7 relative).
+    # nn.RMSNorm rounds once after the weight: the two may differ by one unit of bf16 (2^-7
+    # relative).
     torch.testing.assert_close(low, GOLDEN["vit_nn_rmsnorm_bf16_eps_none"], rtol=2**-7, atol=0)
 
 
 def test_rms_norm_normalises():
     x = torch.randn(3, 4, 16, dtype=torch.float64)
     y = rms_norm(x, torch.ones(16, dtype=torch.float64), 1e-300)
-    torch.testing.assert_close(y.square().mean(-1), torch.ones(3, 4, dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        y.square().mean(-1), torch.ones(3, 4, dtype=torch.float64), rtol=1e-14, atol=0
+    )
     assert torch.equal(rms_norm(torch.zeros(2, 5), torch.ones(5), 1e-5), torch.zeros(2, 5))
 
 
@@ -53,15 +64,24 @@ def test_weight_is_used_in_the_dtype_of_x():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_layer_norm_equals_torch(dtype):
-    x, weight, bias = (torch.randn(5, 12).to(dtype), torch.randn(12).to(dtype), torch.randn(12).to(dtype))
+    x, weight, bias = (
+        torch.randn(5, 12).to(dtype),
+        torch.randn(12).to(dtype),
+        torch.randn(12).to(dtype),
+    )
     expected = F.layer_norm(x.double(), (12,), weight.double(), bias.double(), 1e-5)
-    # Half a unit of the dtype's last place at |y| < 8; float64 and float32 leave room for the order of sums.
+    # Half a unit of the dtype's last place at |y| < 8; float64 and float32 leave room for the order
+    # of sums.
     atol = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-6}[dtype]
-    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5).double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(
+        layer_norm(x, weight, bias, 1e-5).double(), expected, rtol=0, atol=atol
+    )
 
 
 def test_derivatives_of_both_orders():
-    x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3), (3,), (3,)))
+    x, weight, bias = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3), (3,), (3,))
+    )
     for f, args in ((rms_norm, (x, weight)), (layer_norm, (x, weight, bias))):
         assert torch.autograd.gradcheck(lambda *a, f=f: f(*a, 1e-5), args)
         assert torch.autograd.gradgradcheck(lambda *a, f=f: f(*a, 1e-5), args)

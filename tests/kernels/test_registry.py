@@ -26,10 +26,17 @@ def scale(x: Tensor, by: float = 1.0, *, parts: Any = ()) -> Tensor:
     return x * by
 
 
-def implementation(name: str, factor: float, devices: tuple[str, ...] = ("cpu",), reason: str = "") -> Implementation:
-    """One that computes something else, so that a value shows which one ran; refuses ``by=0`` with ``reason``."""
+def implementation(
+    name: str, factor: float, devices: tuple[str, ...] = ("cpu",), reason: str = ""
+) -> Implementation:
+    """One that computes something else, so that a value shows which one ran; refuses ``by=0`` with
+    ``reason``.
+    """
     return Implementation(
-        name, devices, lambda x, by=1.0, *, parts=(): x * by * factor, lambda x, by=1.0, *, parts=(): reason * (by == 0)
+        name,
+        devices,
+        lambda x, by=1.0, *, parts=(): x * by * factor,
+        lambda x, by=1.0, *, parts=(): reason * (by == 0),
     )
 
 
@@ -69,7 +76,10 @@ def test_the_reference_runs_where_nothing_is_registered(op: Op):
     op.register(dataclasses.replace(implementation("narrow", 2.0), dtypes=(torch.bfloat16,)))
     assert ran(op, X) == "reference"
     assert ran(op, X.bfloat16()) == "narrow"
-    with use_impl(registry_scale="narrow"), pytest.raises(ValueError, match=r"computes torch.bfloat16, got torch.floa"):
+    with (
+        use_impl(registry_scale="narrow"),
+        pytest.raises(ValueError, match=r"computes torch.bfloat16, got torch.floa"),
+    ):
         op(X)
 
 
@@ -77,30 +87,46 @@ def test_a_device_with_an_implementation_never_falls_back(op: Op):
     """It raises, with every reason, and says how to run the reference."""
     op.register(implementation("first", 2.0, reason="by is zero"))
     op.register(implementation("elsewhere", 3.0, devices=("npu",)))
-    op.register(dataclasses.replace(implementation("uninstalled", 3.0), missing=lambda: "no such package"))
-    with record_impls() as counts, pytest.raises(ValueError, match=r"on cpu: no implementation can run") as e:
+    op.register(
+        dataclasses.replace(implementation("uninstalled", 3.0), missing=lambda: "no such package")
+    )
+    with (
+        record_impls() as counts,
+        pytest.raises(ValueError, match=r"on cpu: no implementation can run") as e,
+    ):
         op(X, 0.0)
     assert not counts
-    for part in ("first: by is zero", "uninstalled: no such package", "use_impl(registry_scale='reference')"):
+    for part in (
+        "first: by is zero",
+        "uninstalled: no such package",
+        "use_impl(registry_scale='reference')",
+    ):
         assert part in str(e.value)
     with use_impl(registry_scale="reference"):
         assert ran(op, X, 0.0) == "reference"
 
 
 def test_the_reference_runs_under_vmap_where_an_implementation_has_declared_that_it_cannot(op: Op):
-    op.register(dataclasses.replace(implementation("unbatched", 2.0), no_vmap="it reads values on the host"))
+    op.register(
+        dataclasses.replace(implementation("unbatched", 2.0), no_vmap="it reads values on the host")
+    )
     with record_impls() as counts:
         assert torch.equal(vmap(op)(torch.ones(3, 2)), torch.ones(3, 2))
         vmap(lambda _: op(X))(torch.ones(3))  # none of its arguments is batched
     assert counts == {("registry_scale", "reference"): 1, ("registry_scale", "unbatched"): 1}
-    with use_impl(registry_scale="unbatched"), pytest.raises(ValueError, match="cannot run: it reads values on the h"):
+    with (
+        use_impl(registry_scale="unbatched"),
+        pytest.raises(ValueError, match="cannot run: it reads values on the h"),
+    ):
         vmap(op)(torch.ones(3, 2))
     op.register(implementation("second", 3.0))
     assert torch.equal(vmap(op)(torch.ones(3, 2)), torch.full((3, 2), 3.0))
 
 
 def test_on_request_only(op: Op):
-    op.register(dataclasses.replace(implementation("slow", 2.0, devices=("npu",)), on_request=("cpu",)))
+    op.register(
+        dataclasses.replace(implementation("slow", 2.0, devices=("npu",)), on_request=("cpu",))
+    )
     assert ran(op, X) == "reference"
     with use_impl(registry_scale="slow"):
         assert ran(op, X) == "slow"
@@ -114,14 +140,21 @@ def test_a_fused_implementation_is_first_order_and_says_what_is_not(op: Op):
     )
     op.register(Implementation("fused", ("cpu",), fused))
     assert torch.equal(grad(lambda x: op(x).sum())(X), 2 * X)
-    assert torch.equal(grad(autodiff.remat(lambda x: op(x).sum()))(X), 2 * X)  # first order, though two levels deep
-    with pytest.raises(RuntimeError, match=r"fused scale is first order only.*reference implementation"):
+    assert torch.equal(
+        grad(autodiff.remat(lambda x: op(x).sum()))(X), 2 * X
+    )  # first order, though two levels deep
+    with pytest.raises(
+        RuntimeError, match=r"fused scale is first order only.*reference implementation"
+    ):
         grad(lambda x: grad(lambda x: op(x).square().sum())(x).sum())(X)
 
 
 def test_the_table_says_what_runs_here_and_why_the_rest_does_not():
     lines = subprocess.run(
-        [sys.executable, "-m", "k31fn.kernels", "--device", "cpu"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "k31fn.kernels", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.splitlines()
     rows = {tuple(line.split()[:2]): line for line in lines}
     assert "default" in rows["kda", "reference"]
@@ -150,10 +183,21 @@ def test_the_table_has_the_adapters_and_why_they_do_not_run(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "torch_npu", None)  # makes the import fail
     load_all()
     here, there = ({row[:2]: row[3] for row in table(kind)} for kind in ("cpu", "npu"))
-    for op in ("rms_norm", "gated_norm", "attention", "interval_attention", "grouped_matmul", "combine", "mhc_pre"):
+    for op in (
+        "rms_norm",
+        "gated_norm",
+        "attention",
+        "interval_attention",
+        "grouped_matmul",
+        "combine",
+        "mhc_pre",
+    ):
         assert there[op, "npu"].startswith("no: torch_npu is not installed")
         assert here[op, "npu"].startswith("no: it runs on npu; torch_npu is not installed")
-    assert there["topk", "npu_moe_gating_top_k"] == "no: which of equal scores it takes is not documented"
+    assert (
+        there["topk", "npu_moe_gating_top_k"]
+        == "no: which of equal scores it takes is not documented"
+    )
     assert there["attention", "reference"] == "default for other dtypes"  # of these a call raises
     assert there["topk", "reference"] == "default"
     assert there["grouped_matmul", "ragged"] == "default"
@@ -187,11 +231,15 @@ def test_an_implementation_that_is_asked_for_runs_or_says_why_not(op: Op):
     op.register(implementation("elsewhere", 4.0, devices=("cuda", "npu")))
     with use_impl(registry_scale="second"):
         assert ran(op, X) == "second"
-        with pytest.raises(ValueError, match=r"'registry_scale': implementation 'second'.*cannot run: by is zero"):
+        with pytest.raises(
+            ValueError, match=r"'registry_scale': implementation 'second'.*cannot run: by is zero"
+        ):
             op(X, 0.0)
     with (
         use_impl(registry_scale="elsewhere"),
-        pytest.raises(ValueError, match="cannot run: it runs on cuda, npu, the arguments are on cpu"),
+        pytest.raises(
+            ValueError, match="cannot run: it runs on cuda, npu, the arguments are on cpu"
+        ),
     ):
         op(X)
     with use_impl(registry_scale="reference"):
@@ -215,10 +263,16 @@ def test_choices_nest_and_end_with_their_block(op: Op):
 
 def test_unknown_names_are_refused_with_the_known_ones(op: Op):
     op.register(implementation("first", 2.0))
-    with pytest.raises(ValueError, match=r"unknown op 'no_such_op'; known: .*registry_scale"), use_impl(no_such_op="x"):
+    with (
+        pytest.raises(ValueError, match=r"unknown op 'no_such_op'; known: .*registry_scale"),
+        use_impl(no_such_op="x"),
+    ):
         pass
     with (
-        pytest.raises(ValueError, match="'registry_scale' has no implementation 'triton'; known: reference, first"),
+        pytest.raises(
+            ValueError,
+            match="'registry_scale' has no implementation 'triton'; known: reference, first",
+        ),
         use_impl(registry_scale="triton"),
     ):
         pass
@@ -250,7 +304,11 @@ def test_every_call_is_counted_once_in_every_record(op: Op):
 
 def test_a_refused_call_is_not_counted(op: Op):
     op.register(implementation("first", 2.0, reason="by is zero"))
-    with record_impls() as counts, use_impl(registry_scale="first"), pytest.raises(ValueError, match="cannot run"):
+    with (
+        record_impls() as counts,
+        use_impl(registry_scale="first"),
+        pytest.raises(ValueError, match="cannot run"),
+    ):
         op(X, 0.0)
     assert not counts
 
@@ -266,11 +324,15 @@ def test_replays_are_counted_also_after_the_block(op: Op):
 def test_ops_under_reverse_mode_transforms(op: Op):
     op.register(implementation("first", 2.0))
     with record_impls() as counts:
-        assert torch.equal(vmap(grad(lambda x: op(x).sum()))(torch.ones(3, 2)), torch.full((3, 2), 2.0))
+        assert torch.equal(
+            vmap(grad(lambda x: op(x).sum()))(torch.ones(3, 2)), torch.full((3, 2), 2.0)
+        )
     assert counts == {("registry_scale", "first"): 1}
 
 
-@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script:DeprecationWarning")  # torch's own first use of jvp
+@pytest.mark.filterwarnings(
+    r"ignore:`torch\.jit\.script:DeprecationWarning"
+)  # torch's own first use of jvp
 def test_forward_mode_is_refused_whatever_would_run(op: Op):
     for impl in ("reference", "first"):
         for forward in (
@@ -278,7 +340,9 @@ def test_forward_mode_is_refused_whatever_would_run(op: Op):
             lambda: torch.func.jacfwd(op)(X),
             lambda: torch.func.hessian(lambda x: op(x).sum())(X),
         ):
-            with pytest.raises(RuntimeError, match=r"op 'registry_scale' under forward-mode.*reverse-mode only"):
+            with pytest.raises(
+                RuntimeError, match=r"op 'registry_scale' under forward-mode.*reverse-mode only"
+            ):
                 forward()
         if impl == "reference":
             op.register(implementation("first", 2.0))

@@ -1,4 +1,6 @@
-"""FP8 products against the same rounding written out, and against exact ones where scales must save them."""
+"""FP8 products against the same rounding written out, and against exact ones where scales must save
+them.
+"""
 
 import functools
 
@@ -23,13 +25,19 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def rounded(x: Tensor, group: tuple[int, int]) -> Tensor:
-    """Each block of so many rows and columns over the least power of two that fits 448, in E4M3, and back."""
+    """Each block of so many rows and columns over the least power of two that fits 448, in E4M3,
+    and back.
+    """
     out = x.clone()
     for i in range(0, x.shape[0], group[0]):
         for j in range(0, x.shape[1], group[1]):
             block = x[i : i + group[0], j : j + group[1]]
-            scale = 2.0 ** torch.ceil(torch.log2(block.abs().max() / 448)) if bool(block.any()) else 1.0
-            out[i : i + group[0], j : j + group[1]] = (block / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+            scale = (
+                2.0 ** torch.ceil(torch.log2(block.abs().max() / 448)) if bool(block.any()) else 1.0
+            )
+            out[i : i + group[0], j : j + group[1]] = (block / scale).to(torch.float8_e4m3fn).to(
+                x.dtype
+            ) * scale
     return out
 
 
@@ -44,8 +52,14 @@ def test_all_three_products(scaling: str):
     """y, d a and d b, each with scales along what it contracts; sizes all differ."""
     a, b, ct = drawn(0, 128, 256), drawn(1, 256, 384), drawn(2, 128, 384)
     a[0], b[:, 3] = 0, 0
-    grads = value_and_grad(lambda a, b: (scaled_matmul(a, b, scaling, True) * ct).sum(), (0, 1))(a, b)[1]
-    want = by_hand(a, b, scaling, True), by_hand(ct, b.mT, scaling, True), by_hand(a.mT, ct, scaling, False)
+    grads = value_and_grad(lambda a, b: (scaled_matmul(a, b, scaling, True) * ct).sum(), (0, 1))(
+        a, b
+    )[1]
+    want = (
+        by_hand(a, b, scaling, True),
+        by_hand(ct, b.mT, scaling, True),
+        by_hand(a.mT, ct, scaling, False),
+    )
     for got, expected in zip((scaled_matmul(a, b, scaling, True), *grads), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-5)  # summed in float32
     exact = a @ b
@@ -55,7 +69,9 @@ def test_all_three_products(scaling: str):
 
 @pytest.mark.parametrize(("scaling", "size"), [("rows", 1), ("blocks", 128)])
 def test_a_scale_of_its_own_for_each_row_and_group(scaling: str, size: int):
-    """A row (by blocks, also 128 features) a million times smaller than another loses nothing; one scale would."""
+    """A row (by blocks, also 128 features) a million times smaller than another loses nothing; one
+    scale would.
+    """
     a, b = drawn(0, 128, 256), drawn(1, 256, 128)
     a[:64] *= 1e-6
     if scaling == "blocks":
@@ -68,7 +84,9 @@ def test_a_scale_of_its_own_for_each_row_and_group(scaling: str, size: int):
 
 
 def test_linear_layers_in_fp8():
-    """Values, gradients and replays by the op; what FP8 does not take is exact, and so is the head."""
+    """Values, gradients and replays by the op; what FP8 does not take is exact, and so is the
+    head.
+    """
     x, w = drawn(0, 2, 8, 32).bfloat16(), drawn(1, 32, 48).bfloat16()
 
     def f(x: Tensor, w: Tensor) -> Tensor:
@@ -76,7 +94,9 @@ def test_linear_layers_in_fp8():
 
     with use_products("fp8_rows"), record_impls() as ran:
         value, grads = value_and_grad(lambda x, w: remat(f)(x, w), (0, 1))(x, w)
-    assert ran["scaled_matmul", "reference"] == 2, "the forward and its replay; gradients by the same rule"
+    assert ran["scaled_matmul", "reference"] == 2, (
+        "the forward and its replay; gradients by the same rule"
+    )
     y = scaled_matmul(x.flatten(0, 1), w, "rows", True)
     torch.testing.assert_close(value, y.float().square().sum())
     ct = 2 * y
@@ -113,7 +133,9 @@ def test_sizes():
 
 
 def test_scales_as_the_library_wants_them():
-    """By rows of 128: [M, K/128] with strides (1, M); in blocks [K/128 up to fours, N/128] with strides (1, that)."""
+    """By rows of 128: [M, K/128] with strides (1, M); in blocks [K/128 up to fours, N/128] with
+    strides (1, that).
+    """
     codes = fp8_encode(drawn(0, 256, 640).bfloat16(), "blocks")
     fine = library._columns_first(codes.scales)
     assert (tuple(fine.shape), fine.stride()) == ((256, 5), (1, 256))
@@ -129,13 +151,18 @@ def test_scales_as_the_library_wants_them():
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_library_s_products(scaling: str):
     """Within the rounding of the result and of the tensor cores' sums, for all three products."""
-    if reason := package.scaled_matmul.refusal("scaled_mm", *(drawn(i, 256, 256).cuda().bfloat16() for i in (0, 1)),
-                                               scaling, True):  # fmt: skip
+    if reason := package.scaled_matmul.refusal(
+        "scaled_mm", *(drawn(i, 256, 256).cuda().bfloat16() for i in (0, 1)), scaling, True
+    ):
         pytest.skip(reason)
-    a, b, ct = (drawn(i, *s).cuda().bfloat16() for i, s in enumerate(((256, 640), (640, 384), (256, 384))))
+    a, b, ct = (
+        drawn(i, *s).cuda().bfloat16() for i, s in enumerate(((256, 640), (640, 384), (256, 384)))
+    )
     results = []
     for f in (library.scaled_mm, reference.scaled_matmul):
-        y, grads = value_and_grad(lambda a, b, f=f: (f(a, b, scaling, True) * ct).float().sum(), (0, 1))(a, b)
+        y, grads = value_and_grad(
+            lambda a, b, f=f: (f(a, b, scaling, True) * ct).float().sum(), (0, 1)
+        )(a, b)
         results.append((y, *grads, f(a, b, scaling, True)))
     for got, want in zip(*results, strict=True):
         assert float((got.float() - want.float()).norm() / want.float().norm()) < 4e-3
@@ -144,8 +171,12 @@ def test_the_library_s_products(scaling: str):
 @pytest.mark.cuda
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_library_s_products_do_not_depend_on_who_encodes(scaling: str):
-    """The kernels' codes and scales, with strides of their own, give the bits of the reference's."""
-    a, b, ct = (drawn(i, *s).cuda().bfloat16() for i, s in enumerate(((256, 640), (640, 384), (256, 384))))
+    """The kernels' codes and scales, with strides of their own, give the bits of the
+    reference's.
+    """
+    a, b, ct = (
+        drawn(i, *s).cuda().bfloat16() for i, s in enumerate(((256, 640), (640, 384), (256, 384)))
+    )
     results = []
     for encoder in ("triton", "reference"):
         with use_impl(fp8_encode=encoder):

@@ -1,4 +1,6 @@
-"""Operators that only make shapes: those of their references, with gradients for the same arguments."""
+"""Operators that only make shapes: those of their references, with gradients for the same
+arguments.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,14 @@ CALLS = {
     ),
     "indexer_kl": (
         indexer_kl,
-        [meta(B, T, H, K), meta(B, T, K), meta(B, T, H), meta(B, T, M, dtype=torch.float32), SET, 0.3],
+        [
+            meta(B, T, H, K),
+            meta(B, T, K),
+            meta(B, T, H),
+            meta(B, T, M, dtype=torch.float32),
+            SET,
+            0.3,
+        ],
         {},
     ),
     "grouped_matmul": (grouped_matmul, [meta(T, K), meta(4, K, 6), meta(4, dtype=torch.int64)], {}),
@@ -37,12 +46,17 @@ CALLS = {
 
 def results(op, args, kwargs):
     """Shapes and dtypes of the results, and which floating arguments a gradient comes to."""
-    leaves = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+    leaves = [
+        x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in args
+    ]
     out = op(*leaves, **kwargs)
     described = [(tuple(x.shape), x.dtype, x.requires_grad) for x in tree.leaves(out)]
     ends = [x for x in tree.leaves(out) if x.requires_grad]
     wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
-    grads = torch.autograd.grad(ends, wanted, [torch.empty_like(x) for x in ends], allow_unused=True)
+    grads = torch.autograd.grad(
+        ends, wanted, [torch.empty_like(x) for x in ends], allow_unused=True
+    )
     return described, [None if g is None else (tuple(g.shape), g.dtype) for g in grads]
 
 
@@ -57,7 +71,9 @@ def test_as_the_reference_says(name):
 
 def test_the_reference_runs_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(grouped_matmul, "reference", lambda x, w, sizes: calls.append(0) or meta(T, 6))
+    monkeypatch.setattr(
+        grouped_matmul, "reference", lambda x, w, sizes: calls.append(0) or meta(T, 6)
+    )
     op, args, _ = CALLS["grouped_matmul"]
     with shapes_only():
         for _ in range(3):

@@ -18,7 +18,9 @@ def by_conv1d(x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
     return F.silu(F.conv1d(extended, weight[:, None], groups=len(weight))).mT
 
 
-def draw(length: int, dtype=torch.float64, batch: int = 2, channels: int = 5, width: int = 4) -> list[Tensor]:
+def draw(
+    length: int, dtype=torch.float64, batch: int = 2, channels: int = 5, width: int = 4
+) -> list[Tensor]:
     shapes = [(batch, length, channels), (channels, width), (batch, width - 1, channels)]
     return [torch.randn(s, dtype=dtype) for s in shapes]
 
@@ -45,7 +47,9 @@ def test_values_and_gradients_equal_torch(length, width):
     actual = with_gradients(lambda x, w, h: short_conv(x, w, ids, h), x, weight, history)
     for a, e in zip(actual, with_gradients(by_conv1d, x, weight, history), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(short_conv(x, weight, ids), by_conv1d(x, weight, 0 * history), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        short_conv(x, weight, ids), by_conv1d(x, weight, 0 * history), rtol=0, atol=1e-12
+    )
 
 
 def test_each_document_is_what_it_is_alone():
@@ -63,7 +67,9 @@ def test_each_document_is_what_it_is_alone():
         torch.testing.assert_close(packed[0][:, start : start + n], grads[0], rtol=0, atol=1e-12)
         alone.append(grads)
         start += n
-    torch.testing.assert_close(packed[1], sum(g[1] for g in alone), rtol=0, atol=1e-11)  # weights: the sum
+    torch.testing.assert_close(
+        packed[1], sum(g[1] for g in alone), rtol=0, atol=1e-11
+    )  # weights: the sum
     torch.testing.assert_close(packed[2], alone[0][2], rtol=0, atol=1e-12)
     assert not y[:, 17:].any()
     assert not packed[0][:, 17:].any()
@@ -94,7 +100,9 @@ def test_without_the_mask_documents_mix(monkeypatch):
     x, weight, _ = draw(20, batch=1)
     ids = from_lengths([[5, 15]], 20).ids
     right = short_conv(x, weight, ids)
-    monkeypatch.setattr(reference, "_visible", lambda ids, width, dtype: torch.ones(1, 20, width, dtype=dtype))
+    monkeypatch.setattr(
+        reference, "_visible", lambda ids, width, dtype: torch.ones(1, 20, width, dtype=dtype)
+    )
     wrong = (short_conv(x, weight, ids) - right).abs().amax((0, 2))
     assert (wrong > 1e-3).nonzero().flatten().tolist() == [5, 6, 7]
 

@@ -46,8 +46,12 @@ def test_gradients_equal_those_of_the_oracle_and_none_flow_through_probs():
         return torch.autograd.grad((f(leaves) * upstream).sum(), leaves)
 
     mine = grads(lambda a: sparse_attention(*a, oracle.as_slots(sets, 3), SCALE).out)
-    torch.testing.assert_close(mine, grads(lambda a: oracle.attention(*a, sets, SCALE)[0]), rtol=0, atol=1e-12)
-    of_probs = torch.func.grad(lambda q: sparse_attention(q, *args[1:], oracle.as_slots(sets, 3), SCALE).probs.sum())
+    torch.testing.assert_close(
+        mine, grads(lambda a: oracle.attention(*a, sets, SCALE)[0]), rtol=0, atol=1e-12
+    )
+    of_probs = torch.func.grad(
+        lambda q: sparse_attention(q, *args[1:], oracle.as_slots(sets, 3), SCALE).probs.sum()
+    )
     assert torch.equal(of_probs(args[0]), torch.zeros_like(args[0]))
 
 
@@ -61,7 +65,9 @@ def test_all_visible_keys_is_dense_attention():
 
 
 def test_absorbed_form_is_the_same():
-    """k and v as products of a latent: the key weight moves into the query, the value weight behind the output."""
+    """k and v as products of a latent: the key weight moves into the query, the value weight behind
+    the output.
+    """
     q, _, k_shared, _ = inputs()
     c = torch.randn(2, T, 7, dtype=torch.float64)
     w_k, w_v = torch.randn(7, 3, 4, dtype=torch.float64), torch.randn(7, 3, 5, dtype=torch.float64)
@@ -89,7 +95,9 @@ def test_golden_values():
     whole = oracle.as_slots(oracle.seen_keys([[32], [32]], 32), 32)
     everything = sparse_attention(q, k, none, v, whole, 24**-0.5)
     torch.testing.assert_close(everything.out, g["fla.o_topk_ge_T"], rtol=0, atol=5e-6)
-    sums = torch.zeros(2, 32, 33).scatter(-1, torch.where(whole < 0, 32, whole), everything.probs)[..., :32]
+    sums = torch.zeros(2, 32, 33).scatter(-1, torch.where(whole < 0, 32, whole), everything.probs)[
+        ..., :32
+    ]
     torch.testing.assert_close(sums, g["kl.dense_head_sum_probs_of_fla_q_k"], rtol=0, atol=5e-6)
 
 

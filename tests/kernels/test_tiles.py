@@ -1,4 +1,6 @@
-"""Whatever tile the tuner chooses, the same inputs give the same bits; and the tables hold what it may choose."""
+"""Whatever tile the tuner chooses, the same inputs give the same bits; and the tables hold what it
+may choose.
+"""
 
 import importlib
 from typing import Any
@@ -23,7 +25,9 @@ def kernels(op: str) -> Any:
 
 
 def subject(op: str, kernel: int) -> Subject:
-    """More tokens than programs, a width that fills no tile, and sources and width for which the kernel is launched."""
+    """More tokens than programs, a width that fills no tile, and sources and width for which the
+    kernel is launched.
+    """
     if op == "attn_res":
         return attn_res.subject(3 if kernel == 2 else 5, 600, 1000, WHERE)
     if op.startswith("attn_res"):
@@ -44,14 +48,18 @@ def test_the_table_is_one_of_the_choices(op: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("op", "kernel"), [(op, i) for op, options in TABLES.items() for i in range(len(options))])
+@pytest.mark.parametrize(
+    ("op", "kernel"), [(op, i) for op, options in TABLES.items() for i in range(len(options))]
+)
 def test_twenty_runs_are_bit_identical_with_every_tile(op: str, kernel: int) -> None:
     run = subject(op, kernel)
     inputs = run.draw()
     cts, table = cotangents(run.plain, inputs), kernels(op)._TILES
     for i, tile, tiles in variants(kernels(op), "cuda", TABLES[op]):
         with mock.patch.dict(table, cuda=tiles):
-            assert i != kernel or repeats_alike(run, inputs, cts, 20), f"{op}: two runs with {tile} differ"
+            assert i != kernel or repeats_alike(run, inputs, cts, 20), (
+                f"{op}: two runs with {tile} differ"
+            )
 
 
 def test_a_difference_of_one_bit_is_seen() -> None:

@@ -23,7 +23,9 @@ def _tile(q: torch.Tensor, index: torch.Tensor, k: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (7, 7), (33, 33), (5, 9)])
 @pytest.mark.parametrize("tile", [1, 4, 64])
 @pytest.mark.parametrize("kept", [0, 2**20], ids=["remat", "kept"])
-def test_tiles_do_not_change_value_or_gradient(monkeypatch: pytest.MonkeyPatch, T: int, S: int, tile: int, kept: int):
+def test_tiles_do_not_change_value_or_gradient(
+    monkeypatch: pytest.MonkeyPatch, T: int, S: int, tile: int, kept: int
+):
     monkeypatch.setattr(tiling, "TILE_QUERIES", tile)
     monkeypatch.setattr(tiling, "KEPT_ELEMENTS", kept)
     q, k = torch.randn(T, 3, dtype=torch.float64), torch.randn(S, 3, dtype=torch.float64)
@@ -34,9 +36,15 @@ def test_tiles_do_not_change_value_or_gradient(monkeypatch: pytest.MonkeyPatch, 
     torch.testing.assert_close(tiled, whole, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("transform", [value_and_grad, torch.func.grad_and_value], ids=["tape", "func"])
-def test_tiles_inside_a_remat_of_everything(monkeypatch: pytest.MonkeyPatch, transform: Callable[..., Any]):
-    """Gradients are off in the first run of a remat and on in its replay: both must make the same tiles."""
+@pytest.mark.parametrize(
+    "transform", [value_and_grad, torch.func.grad_and_value], ids=["tape", "func"]
+)
+def test_tiles_inside_a_remat_of_everything(
+    monkeypatch: pytest.MonkeyPatch, transform: Callable[..., Any]
+):
+    """Gradients are off in the first run of a remat and on in its replay: both must make the same
+    tiles.
+    """
     monkeypatch.setattr(tiling, "TILE_QUERIES", 4)
     monkeypatch.setattr(tiling, "KEPT_ELEMENTS", 0)
     q, k = torch.randn(2, 9, 3, dtype=torch.float64)
@@ -47,7 +55,9 @@ def test_tiles_inside_a_remat_of_everything(monkeypatch: pytest.MonkeyPatch, tra
 
     expected = transform(loss)(q, k)
     torch.testing.assert_close(transform(remat(loss))(q, k), expected, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(transform(remat(remat(loss)))(q, k), expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        transform(remat(remat(loss)))(q, k), expected, rtol=1e-13, atol=1e-13
+    )
 
 
 def test_queries_that_are_the_keys_get_prefixes_only():
@@ -70,4 +80,6 @@ def test_queries_that_are_the_keys_get_prefixes_only():
 
 def test_a_huge_number_of_heads_still_makes_tiles():
     x = torch.zeros(4, 1)
-    assert [len(part) for part in tiling.map_query_tiles(lambda q, k: q, (x,), (x,), width=2**40)] == [1, 1, 1, 1]
+    assert [
+        len(part) for part in tiling.map_query_tiles(lambda q, k: q, (x,), (x,), width=2**40)
+    ] == [1, 1, 1, 1]

@@ -13,14 +13,18 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 def by_sorting(scores: torch.Tensor, k: int, eligible: torch.Tensor) -> torch.Tensor:
     """Python's stable sort of (descending score, ascending position)."""
     rows = []
-    for row, ok in zip(scores.flatten(0, -2).tolist(), eligible.flatten(0, -2).tolist(), strict=True):
+    for row, ok in zip(
+        scores.flatten(0, -2).tolist(), eligible.flatten(0, -2).tolist(), strict=True
+    ):
         best = sorted((s for s in range(len(row)) if ok[s]), key=lambda s: (-row[s], s))[:k]
         rows.append(best + [-1] * (min(k, len(row)) - len(best)))
     return torch.tensor(rows).reshape(*scores.shape[:-1], -1)
 
 
 def assert_ties_go_to_the_lowest(choose: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
-    scores = torch.randint(-2, 3, (6, 7, 40)).to(dtype) * 0.5  # five values, so every row is full of ties
+    scores = (
+        torch.randint(-2, 3, (6, 7, 40)).to(dtype) * 0.5
+    )  # five values, so every row is full of ties
     eligible = torch.rand(6, 7, 40) < torch.rand(6, 7, 1)
     for k in (1, 5, 40, 60):
         assert torch.equal(choose(scores, k, eligible=eligible), by_sorting(scores, k, eligible))
@@ -53,7 +57,16 @@ def test_extreme_scores_are_ordered(dtype: torch.dtype):
     values = [info.max, torch.inf, 0.0, -info.tiny, info.tiny, info.min, -1.0, 1.0]
     scores = torch.tensor(values, dtype=dtype)
     assert topk(scores, 8).tolist() == [1, 0, 7, 4, 2, 3, 6, 5]
-    assert topk(scores.masked_fill(scores < 0, -torch.inf), 8).tolist() == [1, 0, 7, 4, 2, -1, -1, -1]
+    assert topk(scores.masked_fill(scores < 0, -torch.inf), 8).tolist() == [
+        1,
+        0,
+        7,
+        4,
+        2,
+        -1,
+        -1,
+        -1,
+    ]
 
 
 def test_float64_scores_are_not_rounded():

@@ -1,4 +1,6 @@
-"""Kernels compiled ahead of time are those that a launch asks for, and the cache gives out nothing damaged."""
+"""Kernels compiled ahead of time are those that a launch asks for, and the cache gives out nothing
+damaged.
+"""
 
 import json
 import os
@@ -20,7 +22,12 @@ ROOT = Path(__file__).parents[2]
 def test_a_call_is_noted_once_for_each_kind_of_arguments() -> None:
     calls, w = Calls(), torch.ones(4)
     with watch_calls(calls):
-        for x in (torch.ones(2, 4), torch.zeros(2, 4), torch.ones(3, 4), torch.ones(2, 4, dtype=torch.bfloat16)):
+        for x in (
+            torch.ones(2, 4),
+            torch.zeros(2, 4),
+            torch.ones(3, 4),
+            torch.ones(2, 4, dtype=torch.bfloat16),
+        ):
             rms_norm(x, w, 1e-5)
         rms_norm(torch.ones(2, 8)[:, ::2], w, 1e-5)  # another stride
         rms_norm(torch.ones(9)[1:].view(2, 4), w, 1e-5)  # not aligned
@@ -50,9 +57,15 @@ slow = [pytest.mark.slow, pytest.mark.timeout(300)]
 class TestAheadOfTime:
     pytestmark = slow
 
-    def test_what_a_launch_would_compile_is_found_and_compiled_in_parallel(self, seen: dict[str, Any]) -> None:
+    def test_what_a_launch_would_compile_is_found_and_compiled_in_parallel(
+        self, seen: dict[str, Any]
+    ) -> None:
         assert seen["calls"] == 1
-        assert seen["functions"] == ["attn_res_forward", "attn_res_backward_whole", "attn_res_d_weights"]
+        assert seen["functions"] == [
+            "attn_res_forward",
+            "attn_res_backward_whole",
+            "attn_res_d_weights",
+        ]
         assert seen["targets"] == [["cuda", 90, 32]]
         assert seen["cold"] == seen["progress"] == ["compiled"] * 3
         assert seen["warm"] == ["found"] * 3
@@ -65,14 +78,20 @@ class TestAheadOfTime:
         assert seen["believed"]  # Triton alone would load half a binary
         assert len(seen["damaged"]) == 7
         for harm, (first, second) in seen["damaged"].items():
-            by_triton = harm in ("missing file", "empty group", "odd group")  # which it may notice itself
+            by_triton = harm in (
+                "missing file",
+                "empty group",
+                "odd group",
+            )  # which it may notice itself
             assert first in ("rebuilt", *["compiled"] * by_triton), harm
             assert second == "found", harm
 
     def test_two_at_once_compile_each_kernel_once(self, seen: dict[str, Any]) -> None:
         assert seen["raced"] == [{"compiled": 3, "found": 3}, True]
 
-    def test_a_killed_compiler_is_replaced_and_leaves_nothing_half(self, seen: dict[str, Any]) -> None:
+    def test_a_killed_compiler_is_replaced_and_leaves_nothing_half(
+        self, seen: dict[str, Any]
+    ) -> None:
         states, whole = seen["killed"]
         assert set(states) <= {"compiled", "rebuilt", "found"}
         assert len(states) == 3
@@ -80,7 +99,9 @@ class TestAheadOfTime:
         assert "warmed.dies.kernel: the process that compiled it died, 2 times" in seen["dies"]
 
     def test_a_kernel_that_does_not_compile_is_named(self, seen: dict[str, Any]) -> None:
-        assert seen["wrong"].startswith("kernel k31fn.kernels.attn_res.triton.one_pass.attn_res_forward: ")
+        assert seen["wrong"].startswith(
+            "kernel k31fn.kernels.attn_res.triton.one_pass.attn_res_forward: "
+        )
 
 
 @pytest.mark.cuda

@@ -1,4 +1,6 @@
-"""The AttnRes scheme against a straight-line rewrite of the skeleton, and the plain scheme beside it."""
+"""The AttnRes scheme against a straight-line rewrite of the skeleton, and the plain scheme beside
+it.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -25,10 +27,13 @@ MISTAKES = [
 ]
 
 
-def straight_line(x: Tensor, queries: Tensor, norms: Tensor, weights: Tensor, *, mistake: str = "") -> Tensor:
+def straight_line(
+    x: Tensor, queries: Tensor, norms: Tensor, weights: Tensor, *, mistake: str = ""
+) -> Tensor:
     """Seven layers written out from the report, sublayers tanh(w h), on a list of sources.
 
-    Queries and norms are rows 2l (attention) and 2l + 1 (feed-forward) of layer l, and the last row.
+    Queries and norms are rows 2l (attention) and 2l + 1 (feed-forward) of layer l, and the last
+    row.
     """
 
     def mix(sources: list[Tensor], row: int) -> Tensor:
@@ -37,7 +42,9 @@ def straight_line(x: Tensor, queries: Tensor, norms: Tensor, weights: Tensor, *,
             rms = torch.sqrt((v * v).mean(-1, keepdim=True) + 1e-5)
             scores.append((v / rms * norms[row] * queries[row]).sum(-1))
         total = sum(torch.exp(s) for s in scores)
-        return sum((torch.exp(s) / total)[..., None] * v for s, v in zip(scores, sources, strict=True))
+        return sum(
+            (torch.exp(s) / total)[..., None] * v for s, v in zip(scores, sources, strict=True)
+        )
 
     running, frozen = x, []
     for layer in range(LAYERS):
@@ -66,7 +73,11 @@ def by_scheme(x: Tensor, queries: Tensor, norms: Tensor, weights: Tensor) -> Ten
     for i in range(2 * LAYERS):
         opens = i % (2 * BLOCK) == 0
         carry, aux = attn_res.connect(
-            Params(queries[i], norms[i]), carry, CFG, lambda h, i=i: (torch.tanh(weights[i] * h), i), opens_block=opens
+            Params(queries[i], norms[i]),
+            carry,
+            CFG,
+            lambda h, i=i: (torch.tanh(weights[i] * h), i),
+            opens_block=opens,
         )
         assert aux == i
     assert len(carry.blocks) == 3  # opened by layers 0, 3 and 6; with the running sum: four sources
@@ -85,7 +96,9 @@ def test_seven_layers_of_blocks_of_three() -> None:
     grads, grads_expected = pull(ct), pull_expected(ct)
     torch.testing.assert_close(ours, expected, atol=1e-12, rtol=0)
     torch.testing.assert_close(grads, grads_expected, atol=1e-12, rtol=1e-12)
-    for row in range(2 * LAYERS + 1):  # layer 0's attention has parameters that it does not use; all others matter
+    for row in range(
+        2 * LAYERS + 1
+    ):  # layer 0's attention has parameters that it does not use; all others matter
         assert bool(grads[1][row].any()) == bool(grads[2][row].any()) == (row > 0)
 
 
@@ -96,12 +109,18 @@ def test_mistakes_show(mistake: str) -> None:
 
 
 def test_zero_queries_mix_uniformly() -> None:
-    """The initial value of the queries: every source counts the same, and the queries get a gradient."""
+    """The initial value of the queries: every source counts the same, and the queries get a
+    gradient.
+    """
     specs = attn_res.specs(CFG, D)
     initial = P.init(specs, random.key(0), dtype=torch.float64)
     x = torch.randn(2, 4, D, dtype=torch.float64)
-    carry, _ = attn_res.connect(initial, attn_res.start(x, CFG), CFG, lambda h: (torch.sin(h), ()), opens_block=True)
-    torch.testing.assert_close(attn_res.finish(initial, carry, CFG), (x + torch.sin(x)) / 2, atol=1e-15, rtol=0)
+    carry, _ = attn_res.connect(
+        initial, attn_res.start(x, CFG), CFG, lambda h: (torch.sin(h), ()), opens_block=True
+    )
+    torch.testing.assert_close(
+        attn_res.finish(initial, carry, CFG), (x + torch.sin(x)) / 2, atol=1e-15, rtol=0
+    )
     grads = torch.func.grad(lambda p: attn_res.finish(p, carry, CFG).square().sum())(initial)
     assert grads.query.any()
     assert P.count(specs) == 2 * D
@@ -109,7 +128,9 @@ def test_zero_queries_mix_uniformly() -> None:
 
 
 def test_query_std() -> None:
-    queries = P.init(attn_res.specs_out(Config(query_std=0.5), 10_000), random.key(1), dtype=torch.float32).query
+    queries = P.init(
+        attn_res.specs_out(Config(query_std=0.5), 10_000), random.key(1), dtype=torch.float32
+    ).query
     assert abs(queries.std().item() - 0.5) < 0.02  # sd of the estimate: 0.5 / sqrt(2e4) = 0.0035
 
 
@@ -121,17 +142,25 @@ def test_state_stays_in_the_dtype_of_the_model(module: Any, opens_block: bool) -
     params = P.init(module.specs(cfg, D), random.key(0))
     carry = module.start(torch.randn(1, 3, D).bfloat16(), cfg)
     for _ in range(2):
-        carry, _ = module.connect(params, carry, cfg, lambda h: (h.float() / 3, ()), opens_block=opens_block)
+        carry, _ = module.connect(
+            params, carry, cfg, lambda h: (h.float() / 3, ()), opens_block=opens_block
+        )
     assert {t.dtype for t in tree.leaves(carry)} == {torch.bfloat16}
     assert module.finish(params, carry, cfg).dtype == torch.bfloat16
 
 
 def test_plain_residual_adds() -> None:
     cfg, x = plain_residual.Config(), torch.randn(2, 3, D)
-    assert tree.leaves(plain_residual.specs(cfg, D)) == tree.leaves(plain_residual.specs_out(cfg, D)) == []
+    assert (
+        tree.leaves(plain_residual.specs(cfg, D))
+        == tree.leaves(plain_residual.specs_out(cfg, D))
+        == []
+    )
     carry = plain_residual.start(x, cfg)
     for i in range(3):
-        carry, aux = plain_residual.connect((), carry, cfg, lambda h, i=i: (h.sin(), i), opens_block=i == 0)
+        carry, aux = plain_residual.connect(
+            (), carry, cfg, lambda h, i=i: (h.sin(), i), opens_block=i == 0
+        )
         assert aux == i
     expected = x
     for _ in range(3):

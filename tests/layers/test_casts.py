@@ -22,7 +22,9 @@ def test_attn_res_rounds_once():
 def test_the_decay_gate_is_a_float32_island():
     cfg = kda.Config(hidden_size=8, num_heads=2, head_dim=16)
     weights = params.init(kda.specs(cfg), random.key(0), dtype=torch.bfloat16)
-    weights = dataclasses.replace(weights, A_log=GOLDEN["gate_bf16.A_log"], dt_bias=GOLDEN["gate_bf16.dt_bias"])
+    weights = dataclasses.replace(
+        weights, A_log=GOLDEN["gate_bf16.A_log"], dt_bias=GOLDEN["gate_bf16.dt_bias"]
+    )
     g = kda._log_decay(GOLDEN["gate_bf16.in"], weights, cfg, 2)
     torch.testing.assert_close(g, GOLDEN["gate_bf16.g_fp32"], rtol=0, atol=1e-6)
     rounded = dataclasses.replace(weights, A_log=GOLDEN["gate_bf16.A_log"].bfloat16())
@@ -31,6 +33,10 @@ def test_the_decay_gate_is_a_float32_island():
 
 def test_l2_norm_adds_eps_to_the_sum():
     x = GOLDEN["x"].view(6, 1, 1, 64)
-    torch.testing.assert_close(kda._l2_norm(x, 1e-6).view(6, 64), GOLDEN["l2norm_fla"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        kda._l2_norm(x, 1e-6).view(6, 64), GOLDEN["l2norm_fla"], rtol=0, atol=1e-6
+    )
     normalise = torch.nn.functional.normalize(GOLDEN["x"], dim=-1, eps=1e-6)
-    assert (normalise - GOLDEN["l2norm_fla"]).abs().max() > 1e-2, "the fixture tells another eps rule"
+    assert (normalise - GOLDEN["l2norm_fla"]).abs().max() > 1e-2, (
+        "the fixture tells another eps rule"
+    )

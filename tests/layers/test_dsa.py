@@ -19,7 +19,16 @@ from k31fn.layers import dsa, indexer, mla
 from k31fn.segments import from_lengths
 from k31fn.testing import live_bytes
 from tests.kernels import attention_oracles as oracle
-from tests.layers.attention_configs import INDEXER, MLA, drawn, dsa_config, pieces, projected, random_rows, tokens
+from tests.layers.attention_configs import (
+    INDEXER,
+    MLA,
+    drawn,
+    dsa_config,
+    pieces,
+    projected,
+    random_rows,
+    tokens,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dsa.safetensors"
 CONFIGS = [dsa_config(3), dsa_config(3, "dense_warmup")]
@@ -27,7 +36,9 @@ STAGES = pytest.mark.parametrize("cfg", CONFIGS, ids=["sparse", "warmup"])
 ROWS, T = [[4, 8], [1, 7, 2]], 12
 
 
-def one_query_at_a_time(p: dsa.Params[Tensor], x: Tensor, cfg: dsa.Config, rows: list[list[int]]) -> dsa.DsaOut:
+def one_query_at_a_time(
+    p: dsa.Params[Tensor], x: Tensor, cfg: dsa.Config, rows: list[list[int]]
+) -> dsa.DsaOut:
     """The layer from its projections and the oracles' loops."""
     cq, heads = projected(p.attn, x, cfg.attn)
     out = indexer.apply(p.indexer, x, cq, cfg.indexer)
@@ -56,7 +67,9 @@ def test_topk_as_large_as_the_context_is_dense(topk: int):
         out = dsa.apply(p, x, cfg)
         return out.y.square().sum() + out.kl
 
-    torch.testing.assert_close(dsa.apply(p, x, cfg).y, mla.apply(p.attn, x, MLA), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        dsa.apply(p, x, cfg).y, mla.apply(p.attn, x, MLA), rtol=0, atol=1e-12
+    )
     sparse = value_and_grad(losses, (0, 1))(p, x, cfg)
     warmup = value_and_grad(losses, (0, 1))(p, x, dsa_config(1, "dense_warmup"))
     torch.testing.assert_close(tree.leaves(sparse), tree.leaves(warmup), rtol=0, atol=1e-12)
@@ -69,7 +82,9 @@ def test_one_token_more_than_topk_trains(topk: int):
     out, pull = vjp(lambda p, x: dsa.apply(p, x, cfg), p, x)
     grads = tree.leaves(pull(dsa.DsaOut(torch.ones_like(out.y), torch.ones_like(out.kl))))
     assert all(g.isfinite().all() for g in grads)
-    torch.testing.assert_close(out, one_query_at_a_time(p, x, cfg, [[topk + 1]] * 2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        out, one_query_at_a_time(p, x, cfg, [[topk + 1]] * 2), rtol=0, atol=1e-12
+    )
 
 
 def assert_losses_are_isolated(cfg: dsa.Config) -> None:
@@ -81,11 +96,19 @@ def assert_losses_are_isolated(cfg: dsa.Config) -> None:
         return pull(dsa.DsaOut(torch.full_like(out.y, of_y), torch.full_like(out.kl, of_kl)))
 
     p_kl, x_kl = grads(0.0, 1.0)
-    assert all((g == 0).all() for g in [*tree.leaves(p_kl.attn), x_kl]), "the indexer's loss reached the trunk"
-    assert all((g != 0).any() for g in tree.leaves(p_kl.indexer)), "an indexer parameter does not learn"
+    assert all((g == 0).all() for g in [*tree.leaves(p_kl.attn), x_kl]), (
+        "the indexer's loss reached the trunk"
+    )
+    assert all((g != 0).any() for g in tree.leaves(p_kl.indexer)), (
+        "an indexer parameter does not learn"
+    )
     p_y, x_y = grads(1.0, 0.0)
-    assert all((g == 0).all() for g in tree.leaves(p_y.indexer)), "the output's loss reached the indexer"
-    assert all((g != 0).any() for g in [*tree.leaves(p_y.attn), x_y]), "a parameter of the attention does not learn"
+    assert all((g == 0).all() for g in tree.leaves(p_y.indexer)), (
+        "the output's loss reached the indexer"
+    )
+    assert all((g != 0).any() for g in [*tree.leaves(p_y.attn), x_y]), (
+        "a parameter of the attention does not learn"
+    )
 
 
 @STAGES
@@ -94,7 +117,9 @@ def test_each_loss_trains_its_own_parameters_only(cfg: dsa.Config):
 
 
 @STAGES
-def test_isolation_holds_when_tiles_are_recomputed(monkeypatch: pytest.MonkeyPatch, cfg: dsa.Config):
+def test_isolation_holds_when_tiles_are_recomputed(
+    monkeypatch: pytest.MonkeyPatch, cfg: dsa.Config
+):
     monkeypatch.setattr(tiling, "TILE_QUERIES", 2)
     monkeypatch.setattr(tiling, "KEPT_ELEMENTS", 0)
     assert_losses_are_isolated(cfg)
@@ -124,7 +149,9 @@ def test_kl_is_a_sum_over_queries_however_they_are_batched(cfg: dsa.Config):
         parts = value_and_grad(summed)(p, size)
         torch.testing.assert_close(tree.leaves(parts), tree.leaves(whole), rtol=0, atol=1e-12)
     alone = dsa.apply(p, x[3:, :3], cfg).kl
-    torch.testing.assert_close(dsa.apply(p, x[3:], cfg, segments=from_lengths([[3]], T)).kl, alone, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        dsa.apply(p, x[3:], cfg, segments=from_lengths([[3]], T)).kl, alone, rtol=0, atol=1e-12
+    )
 
 
 @STAGES
@@ -167,7 +194,9 @@ def test_all_scores_equal_attends_to_the_first_keys():
     """Index weights of zero make every score 0: the lowest positions of the document are chosen."""
     cfg = dsa_config(3)
     p, x = drawn(dsa.specs(cfg)), tokens(2, T)
-    p = dataclasses.replace(p, indexer=dataclasses.replace(p.indexer, w_w=torch.zeros_like(p.indexer.w_w)))
+    p = dataclasses.replace(
+        p, indexer=dataclasses.replace(p.indexer, w_w=torch.zeros_like(p.indexer.w_w))
+    )
     y = dsa.apply(p, x, cfg, segments=from_lengths(ROWS, T)).y
     sets = [[keys[:3] for keys in row] for row in oracle.seen_keys(ROWS, T)]
     _, heads = projected(p.attn, x, MLA)
@@ -206,7 +235,9 @@ def test_tiles_change_no_result(monkeypatch: pytest.MonkeyPatch, cfg: dsa.Config
         tiled = value_and_grad(loss, (0, 1))(p, x)
         torch.testing.assert_close(tree.leaves(tiled), tree.leaves(whole), rtol=1e-12, atol=1e-12)
         functional = torch.func.grad(loss, (0, 1))(p, x)
-        torch.testing.assert_close(tree.leaves(functional), tree.leaves(whole[1]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            tree.leaves(functional), tree.leaves(whole[1]), rtol=1e-12, atol=1e-12
+        )
 
 
 @STAGES
@@ -222,7 +253,9 @@ def test_recomputation_does_not_choose_again(cfg: dsa.Config):
     assert calls["sparse_attention", "reference"] == 2
     assert calls["index_topk", "reference"] == (1 if cfg.stage == "sparse" else 0)
     kept = value_and_grad(loss, (0, 1))(p, x)
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(recomputed), tree.leaves(kept), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tree.leaves(recomputed), tree.leaves(kept), strict=True)
+    )
 
 
 @STAGES
@@ -236,7 +269,9 @@ def test_recomputation_of_many_tiles(monkeypatch: pytest.MonkeyPatch, cfg: dsa.C
         return out.y.square().sum() + out.kl
 
     recomputed, kept = value_and_grad(remat(loss), (0, 1))(p, x), value_and_grad(loss, (0, 1))(p, x)
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(recomputed), tree.leaves(kept), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tree.leaves(recomputed), tree.leaves(kept), strict=True)
+    )
 
 
 def test_bfloat16():
@@ -272,7 +307,11 @@ def golden_layer() -> tuple[dsa.Params[Tensor], dsa.Config, dict[str, Tensor]]:
         k_norm_bias=weight("indexer.k_norm.bias"),
         w_w=weight("indexer.weights_proj.weight"),
     )
-    cfg = dsa.Config(mla.Config(64, 4, 24, 16, 16, 8, 16), indexer.Config(64, 24, num_heads=12, head_dim=16), topk=8)
+    cfg = dsa.Config(
+        mla.Config(64, 4, 24, 16, 16, 8, 16),
+        indexer.Config(64, 24, num_heads=12, head_dim=16),
+        topk=8,
+    )
     return dsa.Params(attn, index), cfg, g
 
 
@@ -286,7 +325,11 @@ def test_golden_layer():
     out = dsa.apply(p, g["hf.x"], cfg)
     torch.testing.assert_close(out.y, g["hf.out"], rtol=0, atol=5e-6)
     _, (p_grad, x_grad) = value_and_grad(projected, (0, 1))(p, g["hf.x"])
-    pairs = {"x": x_grad, "q_a_proj.weight": p_grad.attn.w_qa.T, "kv_b_proj.weight": p_grad.attn.w_kvb.T}
+    pairs = {
+        "x": x_grad,
+        "q_a_proj.weight": p_grad.attn.w_qa.T,
+        "kv_b_proj.weight": p_grad.attn.w_kvb.T,
+    }
     for name, grad in pairs.items():
         expected = g[f"hf.grad.{name}"]
         assert (grad - expected).norm() / expected.norm() < 2e-4
@@ -296,7 +339,9 @@ def test_golden_sets_probabilities_and_kl():
     p, cfg, g = golden_layer()
     cq, heads = projected(p.attn, g["hf.x"], cfg.attn)
     index = indexer.apply(p.indexer, g["hf.x"], cq, cfg.indexer)
-    chosen = dsa.index_topk(*index, *mla.visible_range(g["hf.x"], None), cfg.topk, cfg.indexer.scale)
+    chosen = dsa.index_topk(
+        *index, *mla.visible_range(g["hf.x"], None), cfg.topk, cfg.indexer.scale
+    )
     assert torch.equal(chosen.sort(-1).values, g["hf.indices_sorted"])
     probs = dsa.sparse_attention(*heads, chosen, cfg.attn.scale).probs
     slot = torch.where(chosen < 0, 32, chosen).long()
@@ -305,7 +350,9 @@ def test_golden_sets_probabilities_and_kl():
     full = spread[:, 7:], index_scores(*index, cfg.indexer.scale)[:, 7:]
     teacher, scores = (f.gather(-1, slot[:, 7:]) for f in full)
     order = scores.argsort(-1, descending=True)
-    torch.testing.assert_close(scores.gather(-1, order), g["kl.index_scores_sel"].sort(-1, descending=True)[0])
+    torch.testing.assert_close(
+        scores.gather(-1, order), g["kl.index_scores_sel"].sort(-1, descending=True)[0]
+    )
     golden_order = g["kl.index_scores_sel"].argsort(-1, descending=True)
     expected = g["kl.teacher_head_sum_sel"].gather(-1, golden_order)
     torch.testing.assert_close(teacher.gather(-1, order), expected, rtol=0, atol=5e-6)
@@ -315,13 +362,20 @@ def test_golden_sets_probabilities_and_kl():
 
 
 def _kl_of_first_rows(p: dsa.Params[Tensor], x: Tensor, cfg: dsa.Config) -> Tensor:
-    """The golden loss leaves out rows with fewer than 8 visible keys: the first 7, which see only themselves."""
+    """The golden loss leaves out rows with fewer than 8 visible keys: the first 7, which see only
+    themselves.
+    """
     return dsa.apply(p, x[:, :7], cfg).kl
 
 
 def peak(cfg: dsa.Config, length: int) -> tuple[int, int]:
-    """Peak of live bytes, and bytes of the largest tensor, over value and gradient of one long row."""
-    p, x = drawn(dsa.specs(cfg), torch.float32), tokens(1, length, torch.float32, width=cfg.hidden_size)
+    """Peak of live bytes, and bytes of the largest tensor, over value and gradient of one long
+    row.
+    """
+    p, x = (
+        drawn(dsa.specs(cfg), torch.float32),
+        tokens(1, length, torch.float32, width=cfg.hidden_size),
+    )
 
     def loss(p: dsa.Params[Tensor], x: Tensor) -> Tensor:
         out = dsa.apply(p, x, cfg)
@@ -335,9 +389,9 @@ def peak(cfg: dsa.Config, length: int) -> tuple[int, int]:
 def limits(cfg: dsa.Config, length: int) -> tuple[int, int]:
     """What tiling allows.
 
-    The largest tensor: the scores of a tile of queries, all heads, in float32. Together: a dozen of them (scores,
-    masks, probabilities, and their gradients), twenty tensors as wide as the queries of one token, for all tokens, and
-    four as wide as the sets (indices, probabilities).
+    The largest tensor: the scores of a tile of queries, all heads, in float32. Together: a dozen of
+    them (scores, masks, probabilities, and their gradients), twenty tensors as wide as the queries
+    of one token, for all tokens, and four as wide as the sets (indices, probabilities).
     """
     tile = 4 * tiling.TILE_QUERIES * length * max(cfg.attn.num_heads, cfg.indexer.num_heads)
     width = cfg.attn.num_heads * (cfg.attn.qk_nope_head_dim + cfg.attn.qk_rope_head_dim)

@@ -30,7 +30,8 @@ def test_value_and_gradient_are_those_of_a_product_with_one_hot_rows() -> None:
 
     assert torch.equal(lookup(weight, tokens), dense(weight))
     grads = [
-        torch.func.grad(lambda w, f=f: (f(w).sin() * ct).sum())(weight) for f in (lambda w: lookup(w, tokens), dense)
+        torch.func.grad(lambda w, f=f: (f(w).sin() * ct).sum())(weight)
+        for f in (lambda w: lookup(w, tokens), dense)
     ]
     torch.testing.assert_close(*grads, atol=1e-14, rtol=0)
     assert torch.equal(grads[0][5], torch.zeros(4, dtype=torch.float64))
@@ -40,14 +41,19 @@ def test_value_and_gradient_are_those_of_a_product_with_one_hot_rows() -> None:
 
 def test_gradient_is_deterministic() -> None:
     tokens, ct = torch.randint(0, 9, (4, 500)), torch.randn(4, 500, 4)
-    grads = [value_and_grad(lambda w: (lookup(w, tokens) * ct).sum())(torch.ones(9, 4))[1] for _ in range(3)]
+    grads = [
+        value_and_grad(lambda w: (lookup(w, tokens) * ct).sum())(torch.ones(9, 4))[1]
+        for _ in range(3)
+    ]
     assert all(torch.equal(g, grads[0]) for g in grads)
 
 
 def test_bfloat16_gradient_is_summed_in_float32() -> None:
     """5000 times the same token: a sum in bfloat16 stops at 256."""
     tokens = torch.zeros(1, 5000, dtype=torch.int64)
-    grad = torch.func.grad(lambda w: lookup(w, tokens).float().sum())(torch.ones(9, 4, dtype=torch.bfloat16))
+    grad = torch.func.grad(lambda w: lookup(w, tokens).float().sum())(
+        torch.ones(9, 4, dtype=torch.bfloat16)
+    )
     assert grad.dtype == torch.bfloat16
     assert torch.equal(grad[0], torch.full((4,), 5000.0).bfloat16())
 
@@ -66,7 +72,10 @@ def test_per_sample_gradients() -> None:
 def test_the_table_is_not_kept_for_the_backward() -> None:
     """A gathered one is freed when it was looked up."""
     weight, tokens = torch.ones(1000, 4), torch.zeros(1, 2, dtype=torch.int64)
-    for keeps, f in ((False, lookup), (True, lambda w, t: (w * w)[t])):  # the measure sees what is to be avoided
+    for keeps, f in (
+        (False, lookup),
+        (True, lambda w, t: (w * w)[t]),
+    ):  # the measure sees what is to be avoided
         with live_bytes() as live:
             y, _ = vjp(lambda w, f=f: f(w * 2, tokens), weight)
             assert y.shape == (1, 2, 4)
@@ -74,7 +83,9 @@ def test_the_table_is_not_kept_for_the_backward() -> None:
 
 
 def test_initial_table() -> None:
-    table = P.init(embedding.specs(Config(2000, 50, init_std=0.5)), random.key(0), dtype=torch.float32).weight
+    table = P.init(
+        embedding.specs(Config(2000, 50, init_std=0.5)), random.key(0), dtype=torch.float32
+    ).weight
     assert abs(table.std().item() - 0.5) < 0.005  # sd of the estimate: 0.5 / sqrt(2 * 1e5) = 0.0011
     spec = embedding.specs(CFG).weight
     assert (spec.shape, spec.axes, "matrix" in spec.tags) == ((9, 4), ("vocab", "hidden"), False)
@@ -91,7 +102,9 @@ def test_refusals() -> None:
 def test_check_tokens_names_the_first_bad_one() -> None:
     good = torch.tensor([[0, 1, 8], [2, 3, 4]])
     check_tokens(good, 9, "tokens")
-    with pytest.raises(ValueError, match=r"tokens\[1, 2\]=9: must be in \[0, 9\), as is not so for 1 of 6"):
+    with pytest.raises(
+        ValueError, match=r"tokens\[1, 2\]=9: must be in \[0, 9\), as is not so for 1 of 6"
+    ):
         check_tokens(good + torch.tensor([[0, 0, 0], [0, 0, 5]]), 9, "tokens")
     with pytest.raises(ValueError, match=r"tokens\[0, 0\]=-1.*2 of 6"):
         check_tokens(good - torch.tensor([[1, 0, 9], [0, 0, 0]]), 9, "tokens")

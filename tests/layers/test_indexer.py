@@ -25,7 +25,9 @@ def scores(p: indexer.Params[Tensor], x: Tensor, cq: Tensor, cfg: indexer.Config
 def by_formula(p: indexer.Params[Tensor], x: Tensor, cq: Tensor, cfg: indexer.Config) -> Tensor:
     """I[t, s] head by head, with torch's LayerNorm."""
     J, dim = cfg.num_heads, cfg.head_dim
-    key = torch.nn.functional.layer_norm(x @ p.w_k, (dim,), p.k_norm_weight, p.k_norm_bias, cfg.norm_eps)
+    key = torch.nn.functional.layer_norm(
+        x @ p.w_k, (dim,), p.k_norm_weight, p.k_norm_bias, cfg.norm_eps
+    )
     total = x.new_zeros(x.shape[0], x.shape[1], x.shape[1])
     for j in range(J):
         query = cq @ p.w_q[:, j * dim : (j + 1) * dim]
@@ -36,7 +38,9 @@ def by_formula(p: indexer.Params[Tensor], x: Tensor, cq: Tensor, cfg: indexer.Co
 
 def test_scores_equal_the_formula():
     p, x, cq = drawn(indexer.specs(INDEXER)), tokens(2, 9), tokens(2, 9, width=7)
-    torch.testing.assert_close(scores(p, x, cq, INDEXER), by_formula(p, x, cq, INDEXER), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        scores(p, x, cq, INDEXER), by_formula(p, x, cq, INDEXER), rtol=0, atol=1e-12
+    )
 
 
 def test_scales_can_be_set():
@@ -48,23 +52,33 @@ def test_scales_can_be_set():
 
 def test_sends_no_gradient_to_its_inputs_and_some_to_each_parameter():
     p, x, cq = drawn(indexer.specs(INDEXER)), tokens(2, 9), tokens(2, 9, width=7)
-    _, (p_grad, x_grad, cq_grad) = value_and_grad(lambda p, x, cq: scores(p, x, cq, INDEXER).square().sum(), (0, 1, 2))(
-        p, x, cq
-    )
+    _, (p_grad, x_grad, cq_grad) = value_and_grad(
+        lambda p, x, cq: scores(p, x, cq, INDEXER).square().sum(), (0, 1, 2)
+    )(p, x, cq)
     assert torch.equal(x_grad, torch.zeros_like(x))
     assert torch.equal(cq_grad, torch.zeros_like(cq))
     assert all((g != 0).all() for g in tree.leaves(p_grad))
 
 
 def test_head_weights_are_computed_in_float32():
-    p, x, cq = drawn(indexer.specs(INDEXER), torch.bfloat16), tokens(2, 9, torch.bfloat16), tokens(2, 9, width=7)
+    p, x, cq = (
+        drawn(indexer.specs(INDEXER), torch.bfloat16),
+        tokens(2, 9, torch.bfloat16),
+        tokens(2, 9, width=7),
+    )
     out = indexer.apply(p, x, cq.to(torch.bfloat16), INDEXER)
-    assert (out.q.dtype, out.k.dtype, out.w.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (out.q.dtype, out.k.dtype, out.w.dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
     torch.testing.assert_close(out.w, x.float() @ p.w_w.float() * 3**-0.5, rtol=0, atol=1e-6)
 
 
 def test_golden_scores():
-    """fp32; 5e-6 on scores up to 3.2. The key norm's eps matters: 1e-6 instead of 1e-5 changes scores by 0.028."""
+    """fp32; 5e-6 on scores up to 3.2. The key norm's eps matters: 1e-6 instead of 1e-5 changes
+    scores by 0.028.
+    """
     g = load_file(GOLDEN)
     p = indexer.Params(
         w_q=g["hf.weight.indexer.wq_b.weight"].T,
@@ -75,11 +89,17 @@ def test_golden_scores():
     )
     cfg = indexer.Config(64, 24, num_heads=12, head_dim=16)
     x = g["hf.x"]
-    cq = mla.rms_norm(x @ g["hf.weight.q_a_proj.weight"].T, g["hf.weight.q_a_layernorm.weight"], 1e-6)
+    cq = mla.rms_norm(
+        x @ g["hf.weight.q_a_proj.weight"].T, g["hf.weight.q_a_layernorm.weight"], 1e-6
+    )
     visible = g["hf.index_scores"] > -torch.inf
     difference = (scores(p, x, cq, cfg) - g["hf.index_scores"])[visible].abs().max()
     assert difference < 5e-6
-    wrong = (scores(p, x, cq, dataclasses.replace(cfg, norm_eps=1e-6)) - g["hf.index_scores"])[visible].abs().max()
+    wrong = (
+        (scores(p, x, cq, dataclasses.replace(cfg, norm_eps=1e-6)) - g["hf.index_scores"])[visible]
+        .abs()
+        .max()
+    )
     assert wrong > 1e-2
 
 

@@ -30,7 +30,9 @@ def one_document(p: kda.Params[Tensor], x: Tensor) -> Tensor:
         z = torch.stack([(inputs[t : t + 4] * taps.T).sum(0) for t in range(len(x))])
         return (z / (1 + (-z).exp())).reshape(-1, H, K)
 
-    q, k, v = (convolved(w, c.weight) for w, c in ((p.w_q, p.conv_q), (p.w_k, p.conv_k), (p.w_v, p.conv_v)))
+    q, k, v = (
+        convolved(w, c.weight) for w, c in ((p.w_q, p.conv_q), (p.w_k, p.conv_k), (p.w_v, p.conv_v))
+    )
     q, k = (y / (y.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
     z = (x @ p.w_fa @ p.w_fb + p.dt_bias).reshape(-1, H, K)
     decay = torch.exp(-5 / (1 + torch.exp(-p.A_log.exp()[:, None] * z)))
@@ -66,8 +68,12 @@ def test_values_and_all_gradients_are_those_of_the_separate_documents():
     """Weight gradients of a packed batch are the sums over its documents."""
     p, x = weights(), torch.randn(2, 27, D, dtype=torch.float64)
     ct, segments = torch.randn_like(x), from_lengths(LENGTHS, 27)
-    value, grads = value_and_grad(lambda p, x: (kda.apply(p, x, CFG, segments=segments) * ct).sum(), (0, 1))(p, x)
-    expected, wanted = value_and_grad(lambda p, x: (by_documents(p, x, LENGTHS) * ct).sum(), (0, 1))(p, x)
+    value, grads = value_and_grad(
+        lambda p, x: (kda.apply(p, x, CFG, segments=segments) * ct).sum(), (0, 1)
+    )(p, x)
+    expected, wanted = value_and_grad(
+        lambda p, x: (by_documents(p, x, LENGTHS) * ct).sum(), (0, 1)
+    )(p, x)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     for (path, g), w in zip(tree.flatten_with_paths(grads), tree.leaves(wanted), strict=True):
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-11, msg=path)
@@ -113,7 +119,11 @@ def test_documents_and_later_tokens_change_no_bit():
         return kda.apply(p, x, CFG, segments=segments), grad
 
     y, grad = run(x)
-    for changed, kept in ((slice(0, 21), slice(21, 40)), (slice(21, 36), slice(0, 21)), (slice(36, 40), slice(0, 36))):
+    for changed, kept in (
+        (slice(0, 21), slice(21, 40)),
+        (slice(21, 36), slice(0, 21)),
+        (slice(36, 40), slice(0, 36)),
+    ):
         other = x.clone()
         other[:, changed] = torch.randn_like(other[:, changed])
         y_other, grad_other = run(other)
@@ -124,7 +134,7 @@ def test_documents_and_later_tokens_change_no_bit():
     assert torch.equal(run(later)[0][:, :30], y[:, :30])
 
 
-# ------------------------------------------------------------------------------------------------ declarations
+# ------------------------------------------------------------------------------------- declarations
 
 
 def test_parameter_count_of_k3():
@@ -136,7 +146,9 @@ def test_islands_stay_float32_and_why():
     islands = {"A_log", "dt_bias", "conv_q.weight", "conv_k.weight", "conv_v.weight", "o_norm"}
     specs = kda.specs(CFG)
     built = params.init(specs, random.key(0), dtype=torch.bfloat16)
-    cast = params.cast(params.init(specs, random.key(0), dtype=torch.float32), specs, torch.bfloat16)
+    cast = params.cast(
+        params.init(specs, random.key(0), dtype=torch.float32), specs, torch.bfloat16
+    )
     for p in (built, cast):
         kept = {path for path, leaf in tree.flatten_with_paths(p) if leaf.dtype == torch.float32}
         assert kept == islands
@@ -176,15 +188,26 @@ def test_tags_and_initial_values():
 def test_low_rank_weights_equal_their_dense_sum(name):
     p, x = weights(), torch.randn(1, 9, D, dtype=torch.float64)
     base = getattr(p, name)
-    a, b = torch.randn(D, 2, dtype=torch.float64), torch.randn(2, base.shape[1], dtype=torch.float64)
-    adapted, dense = (dataclasses.replace(p, **{name: w}) for w in (LowRank(base, a, b), base + a @ b))
-    torch.testing.assert_close(kda.apply(adapted, x, CFG), kda.apply(dense, x, CFG), rtol=0, atol=1e-12)
+    a, b = (
+        torch.randn(D, 2, dtype=torch.float64),
+        torch.randn(2, base.shape[1], dtype=torch.float64),
+    )
+    adapted, dense = (
+        dataclasses.replace(p, **{name: w}) for w in (LowRank(base, a, b), base + a @ b)
+    )
+    torch.testing.assert_close(
+        kda.apply(adapted, x, CFG), kda.apply(dense, x, CFG), rtol=0, atol=1e-12
+    )
 
 
 def test_uses_the_operators():
     with record_impls() as used:
         kda.apply(weights(), torch.randn(1, 3, D, dtype=torch.float64), CFG)
-    assert used == {("short_conv", "reference"): 3, ("kda", "reference"): 1, ("gated_norm", "reference"): 1}
+    assert used == {
+        ("short_conv", "reference"): 3,
+        ("kda", "reference"): 1,
+        ("gated_norm", "reference"): 1,
+    }
 
 
 BAD = {

@@ -10,7 +10,9 @@ from k31fn.layers import latent_moe, mlp, norm, router
 from k31fn.params import LowRank, Quantized
 from k31fn.segments import from_lengths
 
-CFG = latent_moe.Config(hidden_size=6, latent_size=4, expert_size=5, shared_size=7, num_experts=5, top_k=2)
+CFG = latent_moe.Config(
+    hidden_size=6, latent_size=4, expert_size=5, shared_size=7, num_experts=5, top_k=2
+)
 MODEL = Path(__file__).parents[1] / "golden" / "k3_text_tiny"
 
 
@@ -18,7 +20,11 @@ def layer(cfg=CFG, dtype=torch.float64):
     """Parameters of order one, two rows of five tokens and a bias."""
     p = params.init(latent_moe.specs(cfg), random.key(0), dtype=dtype)
     p = tree.map(lambda w: 25 * w if w.ndim > 1 else w + 0.1 * torch.randn_like(w), p)
-    return p, torch.randn(2, 5, cfg.hidden_size, dtype=dtype), 0.1 * torch.randn(cfg.num_experts, dtype=torch.float32)
+    return (
+        p,
+        torch.randn(2, 5, cfg.hidden_size, dtype=dtype),
+        0.1 * torch.randn(cfg.num_experts, dtype=torch.float32),
+    )
 
 
 def situ(g, u):
@@ -101,9 +107,13 @@ def test_per_sample_gradients_over_packings():
 
         return torch.func.grad(loss)(p)
 
-    batched = torch.vmap(gradient)(torch.stack([x, -x]), tree.map(lambda *s: torch.stack(s), *packings))
+    batched = torch.vmap(gradient)(
+        torch.stack([x, -x]), tree.map(lambda *s: torch.stack(s), *packings)
+    )
     for i, (sample, segments) in enumerate(zip((x, -x), packings, strict=True)):
-        for ours, other in zip(tree.leaves(batched), tree.leaves(gradient(sample, segments)), strict=True):
+        for ours, other in zip(
+            tree.leaves(batched), tree.leaves(gradient(sample, segments)), strict=True
+        ):
             torch.testing.assert_close(ours[i], other, rtol=1e-11, atol=1e-12)
 
 
@@ -185,14 +195,20 @@ def test_recomputation_changes_nothing(remat):  # field cases D23, D26
 def test_low_rank_and_quantised_experts():
     p, x, bias = layer()
     randn = lambda *s: torch.randn(*s, dtype=torch.float64)  # noqa: E731
-    adapted = tree.map(lambda w: LowRank(w, randn(5, w.shape[1], 2), randn(5, 2, w.shape[2])), p.experts)
-    codes = tree.map(lambda w: Quantized((4 * w).round().to(torch.int8), 0.25 + 0 * w[:, :1]), p.experts)
+    adapted = tree.map(
+        lambda w: LowRank(w, randn(5, w.shape[1], 2), randn(5, 2, w.shape[2])), p.experts
+    )
+    codes = tree.map(
+        lambda w: Quantized((4 * w).round().to(torch.int8), 0.25 + 0 * w[:, :1]), p.experts
+    )
     is_leaf = lambda n: isinstance(n, LowRank | Quantized)  # noqa: E731
     merged = tree.map(lambda w: w.base + w.a @ w.b, adapted, is_leaf=is_leaf)
     wide = tree.map(lambda w: w.codes * w.scales, codes, is_leaf=is_leaf)
 
     def run(experts):
-        with_experts = latent_moe.Params(p.router, p.latent_down, experts, p.norm, p.latent_up, p.shared)
+        with_experts = latent_moe.Params(
+            p.router, p.latent_down, experts, p.norm, p.latent_up, p.shared
+        )
         return latent_moe.apply(with_experts, x, CFG, bias=bias).y
 
     torch.testing.assert_close(run(adapted), run(merged), rtol=1e-12, atol=1e-12)
@@ -203,14 +219,18 @@ def test_low_rank_and_quantised_experts():
 
 
 def test_experts_weigh_in_float32():
-    """In bf16 the result is closer to the exact one than if the weights were rounded before the sum."""
+    """In bf16 the result is closer to the exact one than if the weights were rounded before the
+    sum.
+    """
     p, x, bias = layer(dtype=torch.bfloat16)
     wide = tree.map(lambda w: w.double(), p)
     exact = latent_moe.apply(wide, x.double(), CFG, bias=bias)
     out = latent_moe.apply(p, x, CFG, bias=bias)
     assert out.y.dtype == torch.bfloat16
     assert torch.equal(out.routing.topk_idx, exact.routing.topk_idx)
-    assert ((out.y.double() - exact.y).norm() / exact.y.norm()).item() < 0.02  # five roundings to bf16 in a chain
+    assert (
+        (out.y.double() - exact.y).norm() / exact.y.norm()
+    ).item() < 0.02  # five roundings to bf16 in a chain
 
 
 def golden_layer(index):
@@ -225,7 +245,10 @@ def golden_mlp(w, prefix):
 
 def golden_moe(w):
     moe = "block_sparse_moe."
-    stacks = (torch.stack([w[f"{moe}experts.{j}.{n}.weight"].T for j in range(8)]) for n in ("w1", "w3", "w2"))
+    stacks = (
+        torch.stack([w[f"{moe}experts.{j}.{n}.weight"].T for j in range(8)])
+        for n in ("w1", "w3", "w2")
+    )
     return latent_moe.Params(
         router=router.Params(w[moe + "gate.weight"].T),
         latent_down=w[moe + "routed_expert_down_proj.weight"].T,
@@ -236,7 +259,9 @@ def golden_moe(w):
     )
 
 
-GOLDEN_CFG = latent_moe.Config(hidden_size=64, latent_size=32, expert_size=24, shared_size=48, num_experts=8, top_k=2)
+GOLDEN_CFG = latent_moe.Config(
+    hidden_size=64, latent_size=32, expert_size=24, shared_size=48, num_experts=8, top_k=2
+)
 
 
 def golden_input(w, expected, index):
@@ -256,7 +281,9 @@ def test_routes_equal_the_golden_model(index):
     idx, order = out.topk_idx.flatten(0, 1).sort(-1)
     assert torch.equal(idx, expected[f"layers.{index}.router_indices"].long())
     weights = out.weights.flatten(0, 1).gather(-1, order)
-    torch.testing.assert_close(weights, expected[f"layers.{index}.router_weights"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        weights, expected[f"layers.{index}.router_weights"], rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("impl", ["reference", "ragged"])
@@ -267,10 +294,14 @@ def test_output_equals_the_golden_model(impl):
     with use_impl(grouped_matmul=impl):
         out = latent_moe.apply(golden_moe(w), x, GOLDEN_CFG, bias=bias)
     golden = expected["layers.3.prefix_out"] - expected["layers.3.attn_out"]
-    torch.testing.assert_close(out.y, golden, rtol=0, atol=1e-5)  # fp32; the golden value is itself a difference
+    torch.testing.assert_close(
+        out.y, golden, rtol=0, atol=1e-5
+    )  # fp32; the golden value is itself a difference
     other_eps = latent_moe.Config(**{**GOLDEN_CFG.__dict__, "norm_eps": 1e-6})
     broken = latent_moe.apply(golden_moe(w), x, other_eps, bias=bias)
-    assert (broken.y - golden).abs().max() > 5e-5, "five times the tolerance: the fixture tells the eps"
+    assert (broken.y - golden).abs().max() > 5e-5, (
+        "five times the tolerance: the fixture tells the eps"
+    )
 
 
 def test_dense_layer_equals_the_golden_model():
@@ -284,8 +315,14 @@ def test_parameter_count_of_k3():
     cfg = latent_moe.Config(7168, 3584, 3072, 6144, 896, 16)
     specs = latent_moe.specs(cfg)
     assert params.count(specs.experts) == 896 * 33_030_144
-    assert params.count(specs, lambda _, s: "expert" not in s.tags) == 7168 * (896 + 2 * 3584 + 3 * 6144) + 3584
-    assert all(s.tags == {"expert", "matrix"} and s.axes[0] == "experts" for s in tree.leaves(specs.experts))
+    assert (
+        params.count(specs, lambda _, s: "expert" not in s.tags)
+        == 7168 * (896 + 2 * 3584 + 3 * 6144) + 3584
+    )
+    assert all(
+        s.tags == {"expert", "matrix"} and s.axes[0] == "experts"
+        for s in tree.leaves(specs.experts)
+    )
 
 
 def test_without_shared_experts():
@@ -296,7 +333,8 @@ def test_without_shared_experts():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("hidden_size", 0), ("latent_size", 0), ("expert_size", 0), ("shared_size", -1), ("top_k", 5)]
+    ("field", "value"),
+    [("hidden_size", 0), ("latent_size", 0), ("expert_size", 0), ("shared_size", -1), ("top_k", 5)],
 )
 def test_config_names_the_fault(field, value):
     with pytest.raises(ValueError, match=rf"={value}"):

@@ -4,7 +4,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import autodiff, tree
-from k31fn.layers.linear import dequantize, grouped_linear, linear, per_head, split_heads, transposed_linear
+from k31fn.layers.linear import (
+    dequantize,
+    grouped_linear,
+    linear,
+    per_head,
+    split_heads,
+    transposed_linear,
+)
 from k31fn.params import LowRank, Quantized
 
 IN, OUT, RANK, EXPERTS = 12, 10, 2, 3
@@ -37,7 +44,9 @@ class ShapesMade(TorchDispatchMode):
 
 def test_linear_is_a_product():
     x, w = torch.randn(2, 3, IN, dtype=torch.float64), torch.randn(IN, OUT, dtype=torch.float64)
-    torch.testing.assert_close(linear(x, w), torch.einsum("bti,io->bto", x, w), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        linear(x, w), torch.einsum("bti,io->bto", x, w), rtol=1e-13, atol=1e-13
+    )
     assert linear(x.bfloat16(), w.float()).dtype == torch.bfloat16
 
 
@@ -47,7 +56,9 @@ def test_low_rank_equals_the_merged_weight():
     merged, merged_pull = autodiff.vjp(lambda x, w: linear(x, w.base + w.a @ w.b), x, w)
     torch.testing.assert_close(y, merged, rtol=1e-12, atol=1e-12)
     ct = torch.randn_like(y)
-    torch.testing.assert_close(tree.leaves(pull(ct)), tree.leaves(merged_pull(ct)), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        tree.leaves(pull(ct)), tree.leaves(merged_pull(ct)), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_quantized_equals_the_dequantised_weight():
@@ -55,14 +66,22 @@ def test_quantized_equals_the_dequantised_weight():
     dense = torch.stack([w.codes[i] * w.scales[i // 4] for i in range(IN)])
     torch.testing.assert_close(linear(x, w), x @ dense, rtol=1e-13, atol=1e-13)
     on_top = LowRank(w, *(getattr(low_rank(), n) for n in "ab"))
-    torch.testing.assert_close(linear(x, on_top), x @ (dense + on_top.a @ on_top.b), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        linear(x, on_top), x @ (dense + on_top.a @ on_top.b), rtol=1e-12, atol=1e-12
+    )
     gradient = torch.func.grad(lambda s: linear(x, Quantized(w.codes, s)).sum())(w.scales)
-    torch.testing.assert_close(gradient[1], (x.sum((0, 1))[:, None] * w.codes)[4:8].sum(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradient[1], (x.sum((0, 1))[:, None] * w.codes)[4:8].sum(0), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_grouped_linear_equals_a_loop_for_every_leaf():
     x = torch.randn(int(SIZES.sum()), IN, dtype=torch.float64)
-    for w in (torch.randn(EXPERTS, IN, OUT, dtype=torch.float64), low_rank(EXPERTS), quantized(EXPERTS)):
+    for w in (
+        torch.randn(EXPERTS, IN, OUT, dtype=torch.float64),
+        low_rank(EXPERTS),
+        quantized(EXPERTS),
+    ):
         dense = w
         if isinstance(w, LowRank):
             dense = w.base + w.a @ w.b
@@ -84,18 +103,21 @@ def test_low_rank_never_forms_the_dense_update(grouped):
     with ShapesMade() as made:
         autodiff.value_and_grad(lambda a, b: adapters(a, b, product), (0, 1))(w.a, w.b)
     with ShapesMade() as merged:
-        autodiff.value_and_grad(lambda a, b: adapters(a, b, lambda x, w: product(x, w.base + w.a @ w.b)), (0, 1))(
-            w.a, w.b
-        )
+        autodiff.value_and_grad(
+            lambda a, b: adapters(a, b, lambda x, w: product(x, w.base + w.a @ w.b)), (0, 1)
+        )(w.a, w.b)
     products = {(IN, OUT), (EXPERTS, IN, OUT)}
     assert merged.shapes & products, "the check must see a dense update where there is one"
-    # Splitting a stack of experts gives views of the base, not updates: only the whole stack would be one.
+    # Splitting a stack of experts gives views of the base, not updates: only the whole stack would
+    # be one.
     assert not made.shapes & ({(EXPERTS, IN, OUT)} if grouped else products)
 
 
 def test_linear_refuses_wrong_shapes():
     x = torch.randn(3, IN)
-    with pytest.raises(ValueError, match=r"x \[3, 12\] has 12 features.*\[10, 12\].*stored \[in, out\]"):
+    with pytest.raises(
+        ValueError, match=r"x \[3, 12\] has 12 features.*\[10, 12\].*stored \[in, out\]"
+    ):
         linear(x, torch.randn(OUT, IN))
     with pytest.raises(ValueError, match="has 12 features"):
         linear(x, LowRank(torch.randn(IN, OUT), torch.randn(IN + 1, RANK), torch.randn(RANK, OUT)))
@@ -110,7 +132,10 @@ def test_linear_refuses_wrong_shapes():
 
 def test_linear_refuses_forward_mode():
     x, w = torch.randn(3, IN), torch.randn(IN, OUT)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="reverse-mode only"):
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match="reverse-mode only"),
+    ):
         linear(x, w)
 
 
@@ -122,10 +147,15 @@ def test_a_weight_that_is_no_leaf_is_refused():
 def test_columns_split_into_whole_heads_of_an_equal_share():
     x = torch.arange(12.0)[None]
     assert torch.equal(split_heads(x, 3, 4, "w"), x.view(1, 3, 4))
-    assert split_heads(x, 6, 4, "w").shape == (1, 3, 4)  # half of six heads, as a rank of two holds them
+    assert split_heads(x, 6, 4, "w").shape == (
+        1,
+        3,
+        4,
+    )  # half of six heads, as a rank of two holds them
     for num_heads, head_dim in ((3, 5), (4, 4), (2, 4), (1, 24)):
         with pytest.raises(
-            ValueError, match=rf"w: 12 columns do not divide into num_heads={num_heads} heads of {head_dim}"
+            ValueError,
+            match=rf"w: 12 columns do not divide into num_heads={num_heads} heads of {head_dim}",
         ):
             split_heads(x, num_heads, head_dim, "w")
 
@@ -153,7 +183,9 @@ def test_transposed_linear_forms_no_dense_update():
 
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
 def test_a_weight_by_head(leaf):
-    """Columns of 2 heads, each of 3 and then 2 columns; also where 4 heads are spread over 2 ranks."""
+    """Columns of 2 heads, each of 3 and then 2 columns; also where 4 heads are spread over 2
+    ranks.
+    """
     w, x = leaf(), torch.randn(7, IN, dtype=torch.float64)
     whole = linear(x, w)
     for num_heads in (2, 4):
@@ -161,7 +193,13 @@ def test_a_weight_by_head(leaf):
         assert type(first) is type(w)
         rows = x.expand(2, 7, IN)
         for h in range(2):
-            torch.testing.assert_close(linear(rows, first)[h], whole[:, 5 * h : 5 * h + 3], rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(linear(rows, second)[h], whole[:, 5 * h + 3 : 5 * h + 5], rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match=r"w: 10 columns do not divide into num_heads=2 heads of 4"):
+            torch.testing.assert_close(
+                linear(rows, first)[h], whole[:, 5 * h : 5 * h + 3], rtol=1e-12, atol=1e-12
+            )
+            torch.testing.assert_close(
+                linear(rows, second)[h], whole[:, 5 * h + 3 : 5 * h + 5], rtol=1e-12, atol=1e-12
+            )
+    with pytest.raises(
+        ValueError, match=r"w: 10 columns do not divide into num_heads=2 heads of 4"
+    ):
         per_head(w, 2, (3, 1), "w")

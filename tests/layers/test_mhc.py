@@ -1,4 +1,6 @@
-"""The mHC scheme: against plain residuals where they coincide, against its parts, and on a mesh of token shards."""
+"""The mHC scheme: against plain residuals where they coincide, against its parts, and on a mesh of
+token shards.
+"""
 
 import dataclasses
 import inspect
@@ -44,17 +46,23 @@ def test_two_sublayers_are_the_ops_in_a_row() -> None:
         assert torch.equal(pre.y, h)
         streams = mhc_post(streams, torch.tanh(h), pre.h_post, pre.h_res)
     assert torch.equal(carry.streams, streams)
-    assert torch.equal(mhc.finish(out, carry, CFG), mhc_head(streams, out.phi, out.scale, out.base, 1e-6))
+    assert torch.equal(
+        mhc.finish(out, carry, CFG), mhc_head(streams, out.phi, out.scale, out.base, 1e-6)
+    )
 
 
 def test_plain_residual_where_the_coefficients_are_uniform() -> None:
-    """Scale 0: h_res is 1/N and h_post 1: each stream is the plain one (to Sinkhorn's eps), the read N/2 of it."""
+    """Scale 0: h_res is 1/N and h_post 1: each stream is the plain one (to Sinkhorn's eps), the
+    read N/2 of it.
+    """
     x = torch.randn(2, 3, D, dtype=torch.float64)
     cfg = dataclasses.replace(CFG, init_scale=0.0)
     params = P.init(mhc.specs(cfg, D), random.key(0), dtype=torch.float64)
     carry, plain = mhc.start(x, cfg), plain_residual.start(x, plain_residual.Config())
     for _ in range(3):
-        carry, _ = mhc.connect(params, carry, cfg, lambda h: (torch.sin(h / 2), ()), opens_block=False)
+        carry, _ = mhc.connect(
+            params, carry, cfg, lambda h: (torch.sin(h / 2), ()), opens_block=False
+        )
         plain = plain_residual.Carry(plain.prefix + torch.sin(plain.prefix))
     for stream in carry.streams.unbind(-2):
         torch.testing.assert_close(stream, plain.prefix, atol=1e-4, rtol=0)
@@ -69,9 +77,15 @@ def test_initial_values_and_islands() -> None:
     assert P.count(mhc.specs_out(CFG, D)) == 4 * D * 4 + 1 + 4
     params = P.init(specs, random.key(0), dtype=torch.bfloat16)
     assert {p.dtype for p in tree.leaves(params)} == {torch.float32}
-    assert params.phi.std() == pytest.approx(0.02, rel=0.2)  # sd of the estimate: 3%, and the cut takes another 1%
+    assert params.phi.std() == pytest.approx(
+        0.02, rel=0.2
+    )  # sd of the estimate: 3%, and the cut takes another 1%
     assert (params.scale == 0.01).all()
-    assert [s.tags for s in tree.leaves(specs)] == [frozenset(), frozenset({"no_decay"}), frozenset({"no_decay"})]
+    assert [s.tags for s in tree.leaves(specs)] == [
+        frozenset(),
+        frozenset({"no_decay"}),
+        frozenset({"no_decay"}),
+    ]
     assert not params.base.any()
     pre = mhc_pre(torch.randn(1, 3, 4, D), params.phi, params.scale, params.base, 1e-6, 20)
     assert (pre.h_res - 0.25).abs().max() < 1e-3
@@ -83,7 +97,9 @@ def test_state_stays_in_the_dtype_of_the_model(opens_block: bool) -> None:
     params = P.init(mhc.specs(CFG, D), random.key(0))
     carry = mhc.start(torch.randn(1, 3, D).bfloat16(), CFG)
     for _ in range(2):
-        carry, _ = mhc.connect(params, carry, CFG, lambda h: (h.float() / 3, ()), opens_block=opens_block)
+        carry, _ = mhc.connect(
+            params, carry, CFG, lambda h: (h.float() / 3, ()), opens_block=opens_block
+        )
         assert carry.streams.shape == (1, 3, 4, D)
         assert carry.streams.dtype == torch.bfloat16
     out = P.init(mhc.specs_out(CFG, D), random.key(1))
@@ -92,7 +108,9 @@ def test_state_stays_in_the_dtype_of_the_model(opens_block: bool) -> None:
 
 def test_interchangeable_with_the_other_schemes() -> None:
     for name in ("specs", "specs_out", "start", "connect", "finish"):
-        ours, other = (list(inspect.signature(getattr(m, name)).parameters.values()) for m in (mhc, attn_res))
+        ours, other = (
+            list(inspect.signature(getattr(m, name)).parameters.values()) for m in (mhc, attn_res)
+        )
         assert [(p.name, p.kind) for p in ours] == [(p.name, p.kind) for p in other]
         assert name in mhc.__all__
 
@@ -100,11 +118,18 @@ def test_interchangeable_with_the_other_schemes() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("num_streams", 0), ("num_streams", 2.5), ("iterations", 0), ("eps", 0.0),
-        ("init_std", 0.0), ("init_std", math.inf), ("init_scale", math.nan),
+        ("num_streams", 0),
+        ("num_streams", 2.5),
+        ("iterations", 0),
+        ("eps", 0.0),
+        ("init_std", 0.0),
+        ("init_std", math.inf),
+        ("init_scale", math.nan),
     ],
-)  # fmt: skip
+)
 def test_refused_configs(field: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for a user, who gives 2.5 for an integer
+    monkeypatch.setattr(
+        jaxtyping.config, "jaxtyping_disable", True
+    )  # as for a user, who gives 2.5 for an integer
     with pytest.raises(ValueError, match=f"mhc.Config.{field}={value}"):
         dataclasses.replace(CFG, **{field: value})

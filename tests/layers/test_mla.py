@@ -22,7 +22,13 @@ from tests.layers.attention_configs import MLA, drawn, pieces, projected, random
 def full_matrix(p: mla.Params[Tensor], x: Tensor, cfg: mla.Config, rows: list[list[int]]) -> Tensor:
     """Gated MLA as in the report, with whole matrices and no code of the layer."""
     B, T, _ = x.shape
-    N, P, V, H, R = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.num_heads, cfg.kv_lora_rank
+    N, P, V, H, R = (
+        cfg.qk_nope_head_dim,
+        cfg.qk_rope_head_dim,
+        cfg.v_head_dim,
+        cfg.num_heads,
+        cfg.kv_lora_rank,
+    )
 
     def norm(a: Tensor, weight: Tensor) -> Tensor:
         return weight * a / (a.pow(2).mean(-1, keepdim=True) + cfg.latent_norm_eps).sqrt()
@@ -54,12 +60,18 @@ def test_gradients_equal_the_full_matrix_form():
     rows = [[4, 5], [6, 1]]
     p, x, upstream = drawn(mla.specs(MLA)), tokens(2, 9), tokens(2, 9)
     segments = from_lengths(rows, 9)
-    mine = value_and_grad(lambda p, x: (upstream * mla.apply(p, x, MLA, segments=segments)).sum(), (0, 1))(p, x)
-    theirs = value_and_grad(lambda p, x: (upstream * full_matrix(p, x, MLA, rows)).sum(), (0, 1))(p, x)
+    mine = value_and_grad(
+        lambda p, x: (upstream * mla.apply(p, x, MLA, segments=segments)).sum(), (0, 1)
+    )(p, x)
+    theirs = value_and_grad(lambda p, x: (upstream * full_matrix(p, x, MLA, rows)).sum(), (0, 1))(
+        p, x
+    )
     torch.testing.assert_close(tree.leaves(mine), tree.leaves(theirs), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shift", [(0, -1), (-1, 0), (1, 0)], ids=["not itself", "neighbour document", "late start"])
+@pytest.mark.parametrize(
+    "shift", [(0, -1), (-1, 0), (1, 0)], ids=["not itself", "neighbour document", "late start"]
+)
 def test_a_mask_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch, shift: tuple[int, int]):
     right = mla.visible_range
 
@@ -100,7 +112,10 @@ def test_another_document_changes_no_bit(dtype: torch.dtype):
         changed, (p_changed, x_changed) = value_and_grad(second, (0, 1))(p, other)
         assert torch.equal(changed, value)
         assert torch.equal(x_changed, x_grad)
-        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(p_changed), tree.leaves(p_grad), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(tree.leaves(p_changed), tree.leaves(p_grad), strict=True)
+        )
 
 
 def test_prefill_and_decode_in_any_cuts_equal_the_whole():
@@ -126,7 +141,11 @@ def test_heads_split_over_ranks_add_up():
             return w.chunk(2, dim=-1)[r]
 
         return dataclasses.replace(
-            p, w_qb=columns(p.w_qb), w_kvb=columns(p.w_kvb), w_g=columns(p.w_g), w_o=p.w_o.chunk(2)[r]
+            p,
+            w_qb=columns(p.w_qb),
+            w_kvb=columns(p.w_kvb),
+            w_g=columns(p.w_g),
+            w_o=p.w_o.chunk(2)[r],
         )
 
     total = mla.apply(rank(0), x, MLA) + mla.apply(rank(1), x, MLA)
@@ -134,7 +153,9 @@ def test_heads_split_over_ranks_add_up():
 
 
 def adapted(w: Tensor) -> parameters.LowRank[Tensor]:
-    return parameters.LowRank(w, torch.randn(w.shape[0], 2).double(), torch.randn(2, w.shape[1]).double())
+    return parameters.LowRank(
+        w, torch.randn(w.shape[0], 2).double(), torch.randn(2, w.shape[1]).double()
+    )
 
 
 def coded(w: Tensor) -> parameters.Quantized[Tensor]:
@@ -158,10 +179,14 @@ LEAVES = {
 
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
 @pytest.mark.parametrize("absorbs", [False, True], ids=["expanded", "absorbed"])
-def test_every_kind_of_leaf_in_both_forms(monkeypatch: pytest.MonkeyPatch, leaf: Callable[..., Any], absorbs: bool):
+def test_every_kind_of_leaf_in_both_forms(
+    monkeypatch: pytest.MonkeyPatch, leaf: Callable[..., Any], absorbs: bool
+):
     p, x = drawn(mla.specs(MLA)), tokens(2, 5)
     other = dataclasses.replace(p, w_qb=leaf(p.w_qb), w_kvb=leaf(p.w_kvb), w_o=leaf(p.w_o))
-    dense = dataclasses.replace(p, w_qb=merged(other.w_qb), w_kvb=merged(other.w_kvb), w_o=merged(other.w_o))
+    dense = dataclasses.replace(
+        p, w_qb=merged(other.w_qb), w_kvb=merged(other.w_kvb), w_o=merged(other.w_o)
+    )
     expected = full_matrix(dense, x, MLA, [[5], [5]])
     monkeypatch.setattr(mla, "absorbs", lambda *_: absorbs)
     torch.testing.assert_close(mla.apply(other, x, MLA), expected, rtol=0, atol=1e-12)
@@ -172,14 +197,20 @@ def test_gradients_of_the_absorbed_form(monkeypatch: pytest.MonkeyPatch):
     p, x, upstream = drawn(mla.specs(MLA)), tokens(2, 9), tokens(2, 9)
     segments = from_lengths(rows, 9)
     monkeypatch.setattr(mla, "absorbs", lambda *_: True)
-    mine = value_and_grad(lambda p, x: (upstream * mla.apply(p, x, MLA, segments=segments)).sum(), (0, 1))(p, x)
-    theirs = value_and_grad(lambda p, x: (upstream * full_matrix(p, x, MLA, rows)).sum(), (0, 1))(p, x)
+    mine = value_and_grad(
+        lambda p, x: (upstream * mla.apply(p, x, MLA, segments=segments)).sum(), (0, 1)
+    )(p, x)
+    theirs = value_and_grad(lambda p, x: (upstream * full_matrix(p, x, MLA, rows)).sum(), (0, 1))(
+        p, x
+    )
     torch.testing.assert_close(tree.leaves(mine), tree.leaves(theirs), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("rank", [2, 5, 9, 20])
 @pytest.mark.parametrize("new", [1, 2, 7, 20])
-def test_the_form_with_fewer_multiplications_is_taken(monkeypatch: pytest.MonkeyPatch, rank: int, new: int):
+def test_the_form_with_fewer_multiplications_is_taken(
+    monkeypatch: pytest.MonkeyPatch, rank: int, new: int
+):
     """Counted while the last ``new`` of 20 tokens are decoded."""
     cfg = dataclasses.replace(MLA, kv_lora_rank=rank)
     p, x = drawn(mla.specs(cfg)), tokens(1, 20)
@@ -209,7 +240,9 @@ def test_absorbing_pays_for_few_queries_at_the_published_size():
 
 
 def test_bfloat16_rounds_the_gated_output_once():
-    """Against the same bf16 projections with softmax, PV and gate in float64: 2^-8 relative is one rounding of y."""
+    """Against the same bf16 projections with softmax, PV and gate in float64: 2^-8 relative is one
+    rounding of y.
+    """
     p, x = drawn(mla.specs(MLA), torch.bfloat16), tokens(2, 9, torch.bfloat16)
     y = mla.apply(p, x, MLA)
     assert y.dtype == torch.bfloat16
@@ -218,7 +251,9 @@ def test_bfloat16_rounds_the_gated_output_once():
     k = torch.cat([wide.k, wide.kr[:, :, None].expand(-1, -1, 2, -1)], -1)
     scores = torch.einsum("bthk,bshk->bhts", wide.q, k) * MLA.scale
     mask = torch.ones(9, 9, dtype=torch.bool).tril()
-    o = torch.einsum("bhts,bshv->bthv", torch.softmax(scores.masked_fill(~mask, -torch.inf), -1), wide.v)
+    o = torch.einsum(
+        "bhts,bshv->bthv", torch.softmax(scores.masked_fill(~mask, -torch.inf), -1), wide.v
+    )
     gated = (torch.sigmoid((x @ p.w_g).double()) * o.flatten(-2)).to(torch.bfloat16)
     torch.testing.assert_close(y, gated @ p.w_o, rtol=2**-7, atol=2**-7)
     assert (y != gated @ p.w_o).float().mean() < 0.05
@@ -232,7 +267,9 @@ def test_declared_shapes_at_the_published_size():
     assert cfg.latent_norm_eps == 1e-6
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(mla.Config) if f.name != "report_logits"])
+@pytest.mark.parametrize(
+    "field", [f.name for f in dataclasses.fields(mla.Config) if f.name != "report_logits"]
+)
 def test_a_config_that_cannot_be_is_refused(field: str):
     zero = type(getattr(MLA, field))(0)
     with pytest.raises(ValueError, match=rf"mla\.Config\.{field}={zero}"):

@@ -28,7 +28,8 @@ def test_specs():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("hidden_size", 0), ("intermediate_size", 0), ("beta", 0.0), ("linear_beta", -1.0)]
+    ("field", "value"),
+    [("hidden_size", 0), ("intermediate_size", 0), ("beta", 0.0), ("linear_beta", -1.0)],
 )
 def test_config_names_the_fault(field, value):
     with pytest.raises(ValueError, match=rf"mlp\.Config\.{field}={value}"):

@@ -23,13 +23,19 @@ def golden_routing(weight=None, x=None, bias=None):
 
 def tokens(scale=1.0, dtype=torch.float64):
     p = params.init(router.specs(CFG), random.key(0), dtype=dtype)
-    return router.Params(p.weight * 50 * scale), torch.randn(2, 5, 6, dtype=dtype), torch.randn(5, dtype=dtype) * 0.1
+    return (
+        router.Params(p.weight * 50 * scale),
+        torch.randn(2, 5, 6, dtype=dtype),
+        torch.randn(5, dtype=dtype) * 0.1,
+    )
 
 
 def dense(routing, num_experts):
     """Weights as ``[tokens, experts]``, whatever the order of the choices."""
     flat = routing.topk_idx.flatten(0, 1)
-    return torch.zeros(flat.shape[0], num_experts, dtype=routing.weights.dtype).scatter(1, flat, routing.weights[0])
+    return torch.zeros(flat.shape[0], num_experts, dtype=routing.weights.dtype).scatter(
+        1, flat, routing.weights[0]
+    )
 
 
 def golden_dense():
@@ -38,7 +44,9 @@ def golden_dense():
 
 def test_sets_and_weights_equal_golden():
     routing = golden_routing()
-    assert torch.equal(routing.topk_idx[0].sort(-1).values, GOLDEN["indices"].long().sort(-1).values)
+    assert torch.equal(
+        routing.topk_idx[0].sort(-1).values, GOLDEN["indices"].long().sort(-1).values
+    )
     torch.testing.assert_close(dense(routing, 16), golden_dense(), rtol=0, atol=1e-6)
     torch.testing.assert_close(
         torch.sigmoid(GOLDEN["x"] @ GOLDEN["weight"].T), GOLDEN["scores"], rtol=0, atol=1e-6
@@ -57,7 +65,9 @@ def test_gradients_equal_golden():
 
 
 def test_golden_catches_a_bias_that_leaks_into_the_weights():
-    chosen = (GOLDEN["scores"] + GOLDEN["e_score_correction_bias"]).gather(1, GOLDEN["indices"].long())
+    chosen = (GOLDEN["scores"] + GOLDEN["e_score_correction_bias"]).gather(
+        1, GOLDEN["indices"].long()
+    )
     leaked = chosen / chosen.sum(-1, keepdim=True)
     assert (leaked - GOLDEN["weights"]).abs().max() > 1e-2
 
@@ -72,9 +82,12 @@ def test_golden_catches_a_missing_renormalisation():
 
 def test_the_bias_chooses_and_never_weighs():
     assert (
-        golden_routing(bias=torch.zeros(16)).topk_idx.sort(-1).values != golden_routing().topk_idx.sort(-1).values
+        golden_routing(bias=torch.zeros(16)).topk_idx.sort(-1).values
+        != golden_routing().topk_idx.sort(-1).values
     ).any()
-    shifted = golden_routing(bias=GOLDEN["e_score_correction_bias"] + 5)  # the same for all: same choice, same weights
+    shifted = golden_routing(
+        bias=GOLDEN["e_score_correction_bias"] + 5
+    )  # the same for all: same choice, same weights
     torch.testing.assert_close(shifted.weights, golden_routing().weights, rtol=0, atol=0)
     p, x, bias = tokens()
     gradient = torch.func.grad(lambda b: router.apply(p, x, CFG, bias=b).weights.sin().sum())(bias)
@@ -87,7 +100,9 @@ def test_scale_and_float32_scores():
     torch.testing.assert_close(routing.weights.sum(-1), torch.full((2, 5), 2.5))
     low = router.apply(router.Params(p.weight.bfloat16()), x.bfloat16(), CFG, bias=bias)
     assert low.weights.dtype == torch.float32
-    wide = router.apply(router.Params(p.weight.bfloat16().double()), x.bfloat16().double(), CFG, bias=bias)
+    wide = router.apply(
+        router.Params(p.weight.bfloat16().double()), x.bfloat16().double(), CFG, bias=bias
+    )
     assert torch.equal(low.topk_idx, wide.topk_idx)
     torch.testing.assert_close(low.weights.double(), wide.weights, rtol=0, atol=1e-6)
 
@@ -106,7 +121,9 @@ def test_counts_leave_out_padding():
     routing = router.apply(p, x, CFG, bias=bias, segments=segments)
     full = router.apply(p, x, CFG, bias=bias)
     real = segments.ids > 0
-    assert routing.load.tolist() == torch.bincount(full.topk_idx[real].flatten(), minlength=5).tolist()
+    assert (
+        routing.load.tolist() == torch.bincount(full.topk_idx[real].flatten(), minlength=5).tolist()
+    )
     assert routing.histogram.sum(1).tolist() == [6] * 5
     assert torch.equal(routing.topk_idx[real], full.topk_idx[real])
     assert torch.equal(routing.weights[real], full.weights[real])
@@ -149,7 +166,9 @@ def test_counts_once_with_recomputation(remat):  # field case D23
         routing = router.apply(p, x, CFG, bias=bias)
         return routing.weights.sin().sum(), (routing.load, routing.histogram)
 
-    (_, (load, histogram)), _ = autodiff.value_and_grad(autodiff.remat(loss) if remat else loss, has_aux=True)(p, x)
+    (_, (load, histogram)), _ = autodiff.value_and_grad(
+        autodiff.remat(loss) if remat else loss, has_aux=True
+    )(p, x)
     assert load.sum() == 10 * 2
     assert histogram.sum(1).tolist() == [10] * 5
 
@@ -190,14 +209,19 @@ def test_micro_batches_add_up(cuts):  # field case D15
 
         def loss(p):
             routing = router.apply(p, x[rows], CFG, bias=bias, segments=part)
-            return routing.weights.sin().sum() / 15, (routing.load, routing.histogram)  # 15 real tokens in all
+            return routing.weights.sin().sum() / 15, (
+                routing.load,
+                routing.histogram,
+            )  # 15 real tokens in all
 
         return autodiff.value_and_grad(loss, has_aux=True)(p)
 
     (value, counts), grads = run(torch.arange(4))
     parts = [run(rows) for rows in torch.arange(4).chunk(cuts)]
     torch.testing.assert_close(sum(part[0][0] for part in parts), value, rtol=1e-13, atol=0)
-    torch.testing.assert_close(sum(part[1].weight for part in parts), grads.weight, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        sum(part[1].weight for part in parts), grads.weight, rtol=1e-12, atol=1e-14
+    )
     for i in range(2):
         assert torch.equal(sum(part[0][1][i] for part in parts), counts[i])
 

@@ -36,7 +36,11 @@ def test_documents_are_separate():
 
 def test_the_taps_are_a_float32_island():
     spec = short_conv.specs(CFG).weight
-    assert (spec.shape, spec.axes, spec.tags) == ((5, 4), ("heads", "conv"), frozenset({"no_decay"}))
+    assert (spec.shape, spec.axes, spec.tags) == (
+        (5, 4),
+        ("heads", "conv"),
+        frozenset({"no_decay"}),
+    )
     assert weights(torch.bfloat16).weight.dtype == torch.float32
     assert weights().weight.abs().max() <= 0.5
     assert short_conv.specs(short_conv.Config(5, init=Normal(0.02))).weight.init == Normal(0.02)

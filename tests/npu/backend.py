@@ -1,7 +1,9 @@
-"""A device ``npu`` in Python whose tensors hold tensors of the CPU: for code that must not care where it runs.
+"""A device ``npu`` in Python whose tensors hold tensors of the CPU: for code that must not care
+where it runs.
 
-With the stand-in for torch_npu beside it, so that :mod:`k31fn.device` finds two devices and adapters their operators.
-torch takes the name for the whole process, so :func:`install` belongs into a process of its own.
+With the stand-in for torch_npu beside it, so that :mod:`k31fn.device` finds two devices and
+adapters their operators. torch takes the name for the whole process, so :func:`install` belongs
+into a process of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ class NpuTensor(Tensor):
         if isinstance(held, NpuTensor):
             raise TypeError("an npu tensor holds a tensor of the CPU")
         made = Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), dtype=held.dtype, device=torch.device("npu", index)
+            cls,
+            held.size(),
+            strides=held.stride(),
+            dtype=held.dtype,
+            device=torch.device("npu", index),
         )
         made.raw = held
         _hold(made)
@@ -61,7 +67,9 @@ class NpuTensor(Tensor):
         if target is not None and torch.device(target).type == "cpu":
             return out
         held = {id(x.raw): x for x in given if isinstance(x, NpuTensor)}
-        return pytree.tree_map_only(Tensor, lambda t: held[id(t)] if id(t) in held else NpuTensor(t), out)
+        return pytree.tree_map_only(
+            Tensor, lambda t: held[id(t)] if id(t) in held else NpuTensor(t), out
+        )
 
 
 def raw(x: NpuTensor) -> Tensor:
@@ -130,7 +138,11 @@ def install() -> types.ModuleType:
         inside[1].copy_(inside[0])
         return target
 
-    for name, f in (("empty.memory_format", empty), ("empty_strided", empty_strided), ("_copy_from", copy_from)):
+    for name, f in (
+        ("empty.memory_format", empty),
+        ("empty_strided", empty_strided),
+        ("_copy_from", copy_from),
+    ):
         library.impl(name, f, "PrivateUse1")
     module = fake_torch_npu.install()
     module.npu = _Npu()

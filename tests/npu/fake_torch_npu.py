@@ -1,8 +1,9 @@
 """A stand-in for torch_npu, so that adapters run where there is no NPU and no CANN.
 
-The operators have the schemas that torch_npu 2.13.0 publishes (``tools/ascend/operators.txt``), so torch's dispatcher
-refuses a wrong name, type or number of arguments. Values are plain torch formulas, shapes of fake tensors plain rules,
-both after torch_npu's documentation of each operator. What it forbids is refused.
+The operators have the schemas that torch_npu 2.13.0 publishes (``tools/ascend/operators.txt``), so
+torch's dispatcher refuses a wrong name, type or number of arguments. Values are plain torch
+formulas, shapes of fake tensors plain rules, both after torch_npu's documentation of each operator.
+What it forbids is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def need(condition: Any, message: str) -> None:
 
 
 def _by_name(operator: str, f: Callable[..., Any]) -> Callable[..., Any]:
-    """``f``, given the arguments that it has, by the schema's names; the dispatcher leaves defaults out."""
+    """``f``, given the arguments that it has, by the schema's names; the dispatcher leaves defaults
+    out.
+    """
     arguments = getattr(torch.ops.npu, operator).default._schema.arguments
     wanted = inspect.signature(f).parameters
 
@@ -69,7 +72,7 @@ def install() -> types.ModuleType:
     return module
 
 
-# ------------------------------------------------------------------------------------------------------- RMSNorm
+# ------------------------------------------------------------------------------------------ RMSNorm
 
 
 @value
@@ -81,11 +84,15 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, 
 
 @shape
 def npu_rms_norm_shape(input: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(input), input.new_empty((*input.shape[: input.dim() - gamma.dim()], 1), dtype=F32)
+    return torch.empty_like(input), input.new_empty(
+        (*input.shape[: input.dim() - gamma.dim()], 1), dtype=F32
+    )
 
 
 @value
-def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def npu_rms_norm_backward(
+    dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     need(dy.dtype == input.dtype == gamma.dtype and rstd.dtype == F32, "dtypes")
     hat, g = input.float() * rstd, dy.float()
     weighted = g * gamma.float()
@@ -98,25 +105,47 @@ def npu_rms_norm_backward_shape(input: Tensor, gamma: Tensor) -> tuple[Tensor, T
     return torch.empty_like(input), gamma.new_empty(gamma.shape, dtype=F32)
 
 
-# ------------------------------------------------------------------------------------------------------- experts
+# ------------------------------------------------------------------------------------------ experts
 
 
 @value
 def npu_grouped_matmul(
-    x: list[Tensor], weight: list[Tensor], group_list: Tensor, split_item: int, group_type: int, group_list_type: int
+    x: list[Tensor],
+    weight: list[Tensor],
+    group_list: Tensor,
+    split_item: int,
+    group_type: int,
+    group_list_type: int,
 ) -> list[Tensor]:
     (a,), (b,) = x, weight
     need(split_item in (2, 3) and group_list_type == 0, "one result, cumulative groups")
-    need(a.dtype == b.dtype and group_list.dtype == I64 and (group_list.diff() >= 0).all(), "dtypes, groups in order")
+    need(
+        a.dtype == b.dtype and group_list.dtype == I64 and (group_list.diff() >= 0).all(),
+        "dtypes, groups in order",
+    )
     bounds = [0, *group_list.tolist()]
     pairs = list(itertools.pairwise(bounds))
     if group_type == 0:
-        need(a.is_contiguous() and b.dim() == 3 and len(pairs) == len(b) and bounds[-1] == len(a), "groups of rows")
-        return [torch.cat([a[i:j].float() @ b[e].float() for e, (i, j) in enumerate(pairs)]).to(a.dtype)]
-    need(group_type == 2 and a.dim() == b.dim() == 2 and bounds[-1] == a.shape[1] == len(b), "groups of the sum")
+        need(
+            a.is_contiguous() and b.dim() == 3 and len(pairs) == len(b) and bounds[-1] == len(a),
+            "groups of rows",
+        )
+        return [
+            torch.cat([a[i:j].float() @ b[e].float() for e, (i, j) in enumerate(pairs)]).to(a.dtype)
+        ]
+    need(
+        group_type == 2 and a.dim() == b.dim() == 2 and bounds[-1] == a.shape[1] == len(b),
+        "groups of the sum",
+    )
     need(a.mT.is_contiguous() and b.is_contiguous(), "a transposed left factor")
-    unknown = torch.full((len(a), b.shape[1]), torch.nan)  # the value for an empty group is not documented
-    return [torch.stack([a[:, i:j].float() @ b[i:j].float() if j > i else unknown for i, j in pairs]).to(a.dtype)]
+    unknown = torch.full(
+        (len(a), b.shape[1]), torch.nan
+    )  # the value for an empty group is not documented
+    return [
+        torch.stack(
+            [a[:, i:j].float() @ b[i:j].float() if j > i else unknown for i, j in pairs]
+        ).to(a.dtype)
+    ]
 
 
 @shape
@@ -124,12 +153,18 @@ def npu_grouped_matmul_shape(
     x: list[Tensor], weight: list[Tensor], group_list: Tensor, group_type: int
 ) -> list[Tensor]:
     (a,), (b,) = x, weight
-    return [a.new_empty((*((len(group_list),) if group_type == 2 else ()), a.shape[0], b.shape[-1]))]
+    return [
+        a.new_empty((*((len(group_list),) if group_type == 2 else ()), a.shape[0], b.shape[-1]))
+    ]
 
 
 @value
 def npu_moe_token_permute_grad_v2(
-    grad_permuted_tokens: Tensor, sorted_indices: Tensor, tokens_size_0: int, tokens_dtype: torch.dtype, num_topK: int
+    grad_permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    tokens_size_0: int,
+    tokens_dtype: torch.dtype,
+    num_topK: int,
 ) -> Tensor:
     need(sorted_indices.dtype == I32 and sorted_indices.dim() == 1, "int32 indices")
     copies = grad_permuted_tokens[sorted_indices.long()].view(tokens_size_0, num_topK, -1)
@@ -140,19 +175,27 @@ def npu_moe_token_permute_grad_v2(
 def npu_moe_token_permute_grad_v2_shape(
     grad_permuted_tokens: Tensor, tokens_size_0: int, tokens_dtype: torch.dtype
 ) -> Tensor:
-    return grad_permuted_tokens.new_empty((tokens_size_0, grad_permuted_tokens.shape[1]), dtype=tokens_dtype)
+    return grad_permuted_tokens.new_empty(
+        (tokens_size_0, grad_permuted_tokens.shape[1]), dtype=tokens_dtype
+    )
 
 
 @value
-def npu_moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor) -> Tensor:
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor
+) -> Tensor:
     need(sorted_indices.dtype == I32 and probs.dtype == permuted_tokens.dtype, "dtypes")
     copies = permuted_tokens[sorted_indices.long()].view(*probs.shape, -1)
     return (copies.float() * probs.float()[..., None]).sum(1).to(permuted_tokens.dtype)
 
 
 @shape
-def npu_moe_token_unpermute_shape(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor) -> Tensor:
-    return permuted_tokens.new_empty((sorted_indices.shape[0] // probs.shape[1], permuted_tokens.shape[1]))
+def npu_moe_token_unpermute_shape(
+    permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor
+) -> Tensor:
+    return permuted_tokens.new_empty(
+        (sorted_indices.shape[0] // probs.shape[1], permuted_tokens.shape[1])
+    )
 
 
 @value
@@ -160,7 +203,10 @@ def npu_moe_token_unpermute_grad(
     permuted_tokens: Tensor, grad_unpermuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:
     need(sorted_indices.dtype == I32, "int32 indices")
-    index, g = sorted_indices.long(), grad_unpermuted_tokens.float().repeat_interleave(probs.shape[1], 0)
+    index, g = (
+        sorted_indices.long(),
+        grad_unpermuted_tokens.float().repeat_interleave(probs.shape[1], 0),
+    )
     d_rows = torch.empty(permuted_tokens.shape)
     d_rows[index] = g * probs.flatten().float()[:, None]
     d_probs = (g * permuted_tokens[index].float()).sum(-1).view(probs.shape)
@@ -168,26 +214,49 @@ def npu_moe_token_unpermute_grad(
 
 
 @shape
-def npu_moe_token_unpermute_grad_shape(permuted_tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+def npu_moe_token_unpermute_grad_shape(
+    permuted_tokens: Tensor, probs: Tensor
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(permuted_tokens), torch.empty_like(probs)
 
 
-# ----------------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 
 
-def _sequences(query: Tensor, key: Tensor, layout: str, mask: Tensor | None, ends: Any, mode: int) -> list[Any]:
-    need(layout == "TND" and query.dim() == key.dim() == 3 and query.dtype == key.dtype, "packed tokens")
-    causal = mode == 3 and mask is not None and torch.equal(mask, torch.ones(TRIANGLE, TRIANGLE).triu(1).bool())
+def _sequences(
+    query: Tensor, key: Tensor, layout: str, mask: Tensor | None, ends: Any, mode: int
+) -> list[Any]:
+    need(
+        layout == "TND" and query.dim() == key.dim() == 3 and query.dtype == key.dtype,
+        "packed tokens",
+    )
+    causal = (
+        mode == 3
+        and mask is not None
+        and torch.equal(mask, torch.ones(TRIANGLE, TRIANGLE).triu(1).bool())
+    )
     need(causal or (mode == 0 and mask is None), "the mask")
-    need(len(ends[0]) == len(ends[1]) and ends[0][-1] == len(query) and ends[1][-1] == len(key), "ends")
-    return list(zip(*([slice(*pair) for pair in itertools.pairwise([0, *each])] for each in ends), strict=True))
+    need(
+        len(ends[0]) == len(ends[1]) and ends[0][-1] == len(query) and ends[1][-1] == len(key),
+        "ends",
+    )
+    return list(
+        zip(
+            *([slice(*pair) for pair in itertools.pairwise([0, *each])] for each in ends),
+            strict=True,
+        )
+    )
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     wide = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.einsum("thd,shd->ths", q.float(), wide) * scale
     need(len(q) <= len(k) or not causal, "no query without a key")
-    later = torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool() if causal else torch.zeros(1, 1).bool()
+    later = (
+        torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool()
+        if causal
+        else torch.zeros(1, 1).bool()
+    )
     return scores.masked_fill(later[:, None], -torch.inf)
 
 
@@ -206,7 +275,9 @@ def npu_fusion_attention(
 ) -> tuple[Any, ...]:
     need(head_num == query.shape[1], "heads")
     parts = []
-    for d, s in _sequences(query, key, input_layout, atten_mask, (actual_seq_qlen, actual_seq_kvlen), sparse_mode):
+    for d, s in _sequences(
+        query, key, input_layout, atten_mask, (actual_seq_qlen, actual_seq_kvlen), sparse_mode
+    ):
         scores = _scores(query[d], key[s], scale, sparse_mode == 3)
         largest = scores.amax(-1)
         e = torch.exp(scores - largest[..., None])
@@ -221,7 +292,14 @@ def npu_fusion_attention(
 @shape
 def npu_fusion_attention_shape(query: Tensor, value: Tensor, head_num: int) -> tuple[Any, ...]:
     statistics = (query.new_empty((len(query), head_num, 8), dtype=F32) for _ in range(2))
-    return query.new_empty((*query.shape[:2], value.shape[2])), *statistics, query.new_empty(0), 0, 0, 0
+    return (
+        query.new_empty((*query.shape[:2], value.shape[2])),
+        *statistics,
+        query.new_empty(0),
+        0,
+        0,
+        0,
+    )
 
 
 @value
@@ -241,45 +319,76 @@ def npu_fusion_attention_grad(
     actual_seq_kvlen: Any,
     sparse_mode: int,
 ) -> tuple[Tensor, ...]:
-    need(head_num == query.shape[1] and dy.dtype == query.dtype == attention_in.dtype, "heads and dtypes")
-    need(dy.shape == attention_in.shape and softmax_max.shape == softmax_sum.shape == (*query.shape[:2], 8), "shapes")
+    need(
+        head_num == query.shape[1] and dy.dtype == query.dtype == attention_in.dtype,
+        "heads and dtypes",
+    )
+    need(
+        dy.shape == attention_in.shape
+        and softmax_max.shape == softmax_sum.shape == (*query.shape[:2], 8),
+        "shapes",
+    )
     groups = query.shape[1] // key.shape[1]
     d_q, d_k, d_v = (torch.zeros(x.shape) for x in (query, key, value))
-    for d, s in _sequences(query, key, input_layout, atten_mask, (actual_seq_qlen, actual_seq_kvlen), sparse_mode):
+    for d, s in _sequences(
+        query, key, input_layout, atten_mask, (actual_seq_qlen, actual_seq_kvlen), sparse_mode
+    ):
         k, v = (x[s].float().repeat_interleave(groups, 1) for x in (key, value))
         p = (
-            torch.exp(_scores(query[d], key[s], scale_value, sparse_mode == 3) - softmax_max[d, :, :1])
+            torch.exp(
+                _scores(query[d], key[s], scale_value, sparse_mode == 3) - softmax_max[d, :, :1]
+            )
             / softmax_sum[d, :, :1]
         )
         g = dy[d].float()
         d_p = torch.einsum("thv,shv->ths", g, v)
         d_s = scale_value * p * (d_p - (g * attention_in[d].float()).sum(-1)[..., None])
         d_q[d] = torch.einsum("ths,shd->thd", d_s, k)
-        d_k[s] = torch.einsum("ths,thd->shd", d_s, query[d].float()).unflatten(1, (-1, groups)).sum(2)
+        d_k[s] = (
+            torch.einsum("ths,thd->shd", d_s, query[d].float()).unflatten(1, (-1, groups)).sum(2)
+        )
         d_v[s] = torch.einsum("ths,thv->shv", p, g).unflatten(1, (-1, groups)).sum(2)
     like = query.dtype
     return d_q.to(like), d_k.to(like), d_v.to(like), query.new_empty(0), query.new_empty(0)
 
 
 @shape
-def npu_fusion_attention_grad_shape(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    return *(torch.empty_like(x) for x in (query, key, value)), query.new_empty(0), query.new_empty(0)
+def npu_fusion_attention_grad_shape(
+    query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
+    return (
+        *(torch.empty_like(x) for x in (query, key, value)),
+        query.new_empty(0),
+        query.new_empty(0),
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- mHC
+# ---------------------------------------------------------------------------------------------- mHC
 
 
 def _streams(x: Tensor, phi: Tensor) -> tuple[int, Tensor]:
     n, width = x.shape[-2:]
-    need(n in (4, 6, 8) and x.dtype == torch.bfloat16 and phi.shape == (n * n + 2 * n, n * width), "streams and phi")
+    need(
+        n in (4, 6, 8) and x.dtype == torch.bfloat16 and phi.shape == (n * n + 2 * n, n * width),
+        "streams and phi",
+    )
     return n, x.float().flatten(-2)
 
 
 @value
 def npu_mhc_pre(
-    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, norm_eps: float, hc_eps: float, out_flag: int
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    out_flag: int,
 ) -> tuple[Tensor, ...]:
-    need(phi.dtype == alpha.dtype == bias.dtype == F32 and out_flag == 1, "dtypes, and what the backward needs")
+    need(
+        phi.dtype == alpha.dtype == bias.dtype == F32 and out_flag == 1,
+        "dtypes, and what the backward needs",
+    )
     n, flat = _streams(x, phi)
     inverse = torch.rsqrt(flat.square().mean(-1) + norm_eps)
     mix = flat @ phi.mT
@@ -313,7 +422,10 @@ def npu_mhc_pre_backward(
     hc_eps: float,
     grad_x_post: Tensor,
 ) -> tuple[Tensor, ...]:
-    need(grad_x_post.dtype == x.dtype == grad_h_in.dtype and grad_x_post.shape == x.shape, "gradients")
+    need(
+        grad_x_post.dtype == x.dtype == grad_h_in.dtype and grad_x_post.shape == x.shape,
+        "gradients",
+    )
     n, flat = _streams(x, phi)
     g, inverse = grad_h_in.float(), inv_rms[..., None]
     opened = h_pre - hc_eps
@@ -377,7 +489,11 @@ def npu_mhc_sinkhorn_backward_shape(grad_y: Tensor) -> Tensor:
 @value
 def npu_mhc_post(x: Tensor, h_res: Tensor, h_out: Tensor, h_post: Tensor) -> Tensor:
     need(x.dtype == h_out.dtype == torch.bfloat16 and h_res.dtype == h_post.dtype == F32, "dtypes")
-    need(h_res.shape == (*h_post.shape, h_post.shape[-1]) and h_out.shape == (*x.shape[:-2], x.shape[-1]), "shapes")
+    need(
+        h_res.shape == (*h_post.shape, h_post.shape[-1])
+        and h_out.shape == (*x.shape[:-2], x.shape[-1]),
+        "shapes",
+    )
     return (h_res.mT @ x.float() + h_post[..., None] * h_out.float()[..., None, :]).to(x.dtype)
 
 
@@ -396,5 +512,7 @@ def npu_mhc_post_backward(
 
 
 @shape
-def npu_mhc_post_backward_shape(x: Tensor, h_res: Tensor, h_out: Tensor, h_post: Tensor) -> tuple[Tensor, ...]:
+def npu_mhc_post_backward_shape(
+    x: Tensor, h_res: Tensor, h_out: Tensor, h_post: Tensor
+) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(t) for t in (x, h_res, h_out, h_post))

@@ -1,6 +1,8 @@
-"""What :mod:`tests.npu.test_backend` runs in a process of its own: k31fn on a device ``npu``, against the CPU.
+"""What :mod:`tests.npu.test_backend` runs in a process of its own: k31fn on a device ``npu``,
+against the CPU.
 
-Raises on the first difference. ``python -m tests.npu.on_backend FOLDER`` (an empty one for some text).
+Raises on the first difference. ``python -m tests.npu.on_backend FOLDER`` (an empty one for some
+text).
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def devices() -> None:
 
 
 def equal(found: Any, expected: Any, where: torch.device, tolerance: float = 0.0) -> None:
-    """Bit for bit, or within the tolerance of the largest element; and every tensor on the device."""
+    """Bit for bit, or within the tolerance of the largest element; and every tensor on the
+    device.
+    """
     for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
         if isinstance(a, torch.Tensor):
             assert a.device.type == where.type, (a.device, a.shape)
@@ -58,7 +62,9 @@ def equal(found: Any, expected: Any, where: torch.device, tolerance: float = 0.0
 
 
 def gradient(where: torch.device, dtype: torch.dtype, **impls: str) -> tuple[Any, Counter[Any]]:
-    """Initial weights, a sum over the hidden states, and its gradient, of a model with KDA and Gated MLA."""
+    """Initial weights, a sum over the hidden states, and its gradient, of a model with KDA and
+    Gated MLA.
+    """
     attention = small.config().full_attention.attn
     cfg = small.config(full_attention=attention, num_layers=2, full_attention_layers=(1,))
     with use_impl(**impls), record_impls() as ran:
@@ -81,7 +87,9 @@ def step(recipe: config.Recipe, rows: Any, where: torch.device) -> tuple[Any, An
     with use_impl(**REFERENCE):
         state = trainer.init_state(recipe, where)
         before = tree.map(torch.clone, state)
-        return before, *trainer.make_step(recipe)(state, trainer.make_batches(recipe, rows, where), 0.02)
+        return before, *trainer.make_step(recipe)(
+            state, trainer.make_batches(recipe, rows, where), 0.02
+        )
 
 
 def main(folder: Path) -> None:
@@ -93,17 +101,23 @@ def main(folder: Path) -> None:
     equal(found, expected, npu)
     assert {name for _, name in ran} == {"reference", "ragged"}
     found, ran = gradient(npu, torch.float32, attn_res="reference")
-    equal(found, expected, npu, 1e-4)  # flash attention and norms in another order of sums, through two layers
+    equal(
+        found, expected, npu, 1e-4
+    )  # flash attention and norms in another order of sums, through two layers
     assert {op for op, name in ran if name == "npu"} == ADAPTED
     found, ran = gradient(npu, torch.bfloat16, attn_res="reference")
     assert {op for op, name in ran if name == "npu"} == {*ADAPTED, "grouped_matmul"}
     assert all(bool(g.cpu().isfinite().all()) for g in tree.leaves(found))
 
     recipe = runs.recipe(
-        runs.write_text(folder), optimizer=config.Optimizer(kind="adamw", peak_lr=0.02, warmup_steps=0)
+        runs.write_text(folder),
+        optimizer=config.Optimizer(kind="adamw", peak_lr=0.02, warmup_steps=0),
     )
     rows = trainer.load_corpus(recipe).dataset.batch_at(0)
-    (first, after, metrics), (_, expected, numbers) = step(recipe, rows, npu), step(recipe, rows, CPU)
+    (first, after, metrics), (_, expected, numbers) = (
+        step(recipe, rows, npu),
+        step(recipe, rows, CPU),
+    )
     equal(metrics, numbers, npu)
     equal(after, expected, npu, 1e-6)  # the CPU has a kernel that fuses AdamW
     pairs = zip(tree.leaves(first.params), tree.leaves(after.params), strict=True)

@@ -1,4 +1,6 @@
-"""Adapters of torch_npu's operators, over stand-ins: values, gradients, shapes, and what they refuse."""
+"""Adapters of torch_npu's operators, over stand-ins: values, gradients, shapes, and what they
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 class Case(NamedTuple):
-    """``module`` of the adapter, arguments of the op, and a tolerance relative to the largest element."""
+    """``module`` of the adapter, arguments of the op, and a tolerance relative to the largest
+    element.
+    """
 
     module: str
     args: Callable[[torch.dtype], tuple[Any, ...]]
@@ -97,10 +101,14 @@ CASES = {
     "gated_norm": Case("gated_norm", gated, BOTH, RMS),
     "grouped_matmul": Case("experts", products, BOTH, ("npu_grouped_matmul",)),
     "dispatch": Case("experts", routed, BOTH, ("npu_moe_token_permute_grad_v2",)),
-    "combine": Case("experts", joined, BOTH, ("npu_moe_token_unpermute", "npu_moe_token_unpermute_grad")),
+    "combine": Case(
+        "experts", joined, BOTH, ("npu_moe_token_unpermute", "npu_moe_token_unpermute_grad")
+    ),
     "attention": Case("attention", attended, BOTH, FLASH),
     "interval_attention": Case("interval_attention", pictured, BOTH, FLASH),
-    "mhc_pre": Case("mhc_pre", streams, (BF16,), ("npu_mhc_pre", "npu_mhc_pre_backward", *SINKHORN)),
+    "mhc_pre": Case(
+        "mhc_pre", streams, (BF16,), ("npu_mhc_pre", "npu_mhc_pre_backward", *SINKHORN)
+    ),
     "mhc_post": Case("mhc_post", updated, (BF16,), ("npu_mhc_post", "npu_mhc_post_backward")),
 }
 EACH = [(op, dtype) for op, case in CASES.items() for dtype in case.dtypes]
@@ -118,7 +126,9 @@ def adapter(op: str) -> types.ModuleType:
     return importlib.import_module(f"k31fn.kernels.{CASES[op].module}.npu")
 
 
-def results(f: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype | None = None) -> list[Tensor]:
+def results(
+    f: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Value and gradients of all floating arguments, for cotangents that are exact in bfloat16."""
     values, structure = tree.flatten(args)
     index = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point()]
@@ -129,8 +139,12 @@ def results(f: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype | N
             given[i] = leaf
         return f(*tree.unflatten(structure, given))
 
-    out, pull = autodiff.vjp(call, *[values[i] if dtype is None else values[i].to(dtype) for i in index])
-    cts = tree.map(lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape).to(BF16).to(y.dtype), out)
+    out, pull = autodiff.vjp(
+        call, *[values[i] if dtype is None else values[i].to(dtype) for i in index]
+    )
+    cts = tree.map(
+        lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape).to(BF16).to(y.dtype), out
+    )
     return [*tree.leaves(out), *pull(cts)]
 
 
@@ -171,7 +185,9 @@ def test_attention_of_other_shapes(changed: Callable[[], tuple[Any, ...]]):
 
 
 @pytest.mark.parametrize(("op", "dtype"), EACH)
-def test_shapes_under_fake_tensors_are_those_of_values(op: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_shapes_under_fake_tensors_are_those_of_values(
+    op: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
     args = CASES[op].args(dtype)
     real = results(getattr(adapter(op), op), args)
     if "attention" in op:  # reads the documents on the host
@@ -184,9 +200,13 @@ def test_shapes_under_fake_tensors_are_those_of_values(op: str, dtype: torch.dty
 
 
 class Watched:
-    """The stand-in with every call counted, and one operator's tensors ``i`` and ``j`` exchanged."""
+    """The stand-in with every call counted, and one operator's tensors ``i`` and ``j``
+    exchanged.
+    """
 
-    def __init__(self, module: types.ModuleType, operator: str = "", i: int = 0, j: int = 0) -> None:
+    def __init__(
+        self, module: types.ModuleType, operator: str = "", i: int = 0, j: int = 0
+    ) -> None:
         self.calls: Counter[str] = Counter()
         self.tensors: dict[str, list[Tensor]] = {}
         self.npu, self._module, self._swap = module.npu, module, (operator, i, j)
@@ -209,7 +229,9 @@ class Watched:
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_arguments_in_another_order_are_noticed(op: str, torch_npu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_arguments_in_another_order_are_noticed(
+    op: str, torch_npu: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+):
     """Each two tensors of one operator exchanged: refused, or other numbers."""
     args, module = CASES[op].args(CASES[op].dtypes[0]), adapter(op)
     exact = results(OPS[op].reference, args, torch.float64)
@@ -262,9 +284,9 @@ def test_a_second_derivative_is_refused(op: str):
     args = CASES[op].args(CASES[op].dtypes[0])
 
     def first(x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: upcast(tree.leaves(getattr(adapter(op), op)(x, *args[1:]))[0]).square().sum())(
-            x
-        )
+        return torch.func.grad(
+            lambda x: upcast(tree.leaves(getattr(adapter(op), op)(x, *args[1:]))[0]).square().sum()
+        )(x)
 
     assert first(args[0]).shape == args[0].shape
     with pytest.raises(RuntimeError, match=r"\(npu\) is first order only"):
@@ -272,7 +294,9 @@ def test_a_second_derivative_is_refused(op: str):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, autodiff.remat], ids=["plain", "remat"])
-def test_a_frozen_weight_costs_no_product(wrap: Any, torch_npu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_a_frozen_weight_costs_no_product(
+    wrap: Any, torch_npu: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+):
     rows, w, sizes = products(F32)
     watched = Watched(torch_npu)
     monkeypatch.setattr(adapter("grouped_matmul"), "torch_npu", watched)
@@ -326,7 +350,9 @@ def test_what_an_adapter_cannot_do_is_said(reason: str):
 
 
 def test_another_chip_has_no_mhc(torch_npu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch_npu, "npu", types.SimpleNamespace(get_device_name=lambda: "Ascend910B3"))
+    monkeypatch.setattr(
+        torch_npu, "npu", types.SimpleNamespace(get_device_name=lambda: "Ascend910B3")
+    )
     for op in ("mhc_pre", "mhc_post"):
         monkeypatch.setattr(adapter(op), "torch_npu", torch_npu)
         assert "this is Ascend910B3" in getattr(adapter(op), f"{op}_accepts")(*CASES[op].args(BF16))
@@ -335,7 +361,9 @@ def test_another_chip_has_no_mhc(torch_npu: types.ModuleType, monkeypatch: pytes
 def test_what_does_not_keep_to_a_contract_is_refused_with_the_reason():
     x = torch.randn(3, 5)
     with (
-        pytest.raises(ValueError, match="'npu_moe_gating_top_k' was asked for but cannot run: it runs on npu"),
+        pytest.raises(
+            ValueError, match="'npu_moe_gating_top_k' was asked for but cannot run: it runs on npu"
+        ),
         use_impl(topk="npu_moe_gating_top_k"),
     ):
         OPS["topk"](x, 2)

@@ -1,4 +1,6 @@
-"""On Ascend a batch is split over the vector cores, by its shape and their number: one program on each."""
+"""On Ascend a batch is split over the vector cores, by its shape and their number: one program on
+each.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ BF16 = torch.bfloat16
 
 def mhc_pre(tokens: int) -> tuple[Any, ...]:
     phi = torch.zeros(4 * 512, 24)
-    return torch.zeros(1, tokens, 4, 512, dtype=BF16), phi, torch.zeros(3), torch.zeros(24), 1e-6, 20
+    return (
+        torch.zeros(1, tokens, 4, 512, dtype=BF16),
+        phi,
+        torch.zeros(3),
+        torch.zeros(24),
+        1e-6,
+        20,
+    )
 
 
 def mhc_post(tokens: int) -> tuple[Any, ...]:
@@ -78,6 +87,7 @@ def test_one_program_on_each_vector_core(op: str, make: Any):
     assert len(launched) >= 2
     assert all(grids == [2 * CUBES] for grids in launched.values()), launched
     few = programs(op, make(1))
-    # no more than there are pieces: a token, and beside its mix its coefficients; sums are over parameters, not tokens
+    # no more than there are pieces: a token, and beside its mix its coefficients; sums are over
+    # parameters, not tokens
     pieces = {"mhc_pre_mix": 2, "mhc_pre_backward_mix": 2, "mhc_pre_backward_sums": 2 * CUBES}
     assert few == {name: [pieces.get(name, 1)] for name in few}

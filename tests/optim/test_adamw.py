@@ -16,7 +16,10 @@ def torch_adamw(start, steps, lr=1e-2, **kwargs):
     kind = dict(tree.flatten_with_paths(specs()))
     trained = [p for p in values if "frozen" not in kind[p].tags]
     groups = [
-        {"params": [values[p] for p in trained if "no_decay" not in kind[p].tags], "weight_decay": 0.3},
+        {
+            "params": [values[p] for p in trained if "no_decay" not in kind[p].tags],
+            "weight_decay": 0.3,
+        },
         {"params": [values[p] for p in trained if "no_decay" in kind[p].tags], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, **kwargs)
@@ -32,7 +35,9 @@ def ours(start, steps, lr=1e-2, donate=True, transform=None):
     values = clone(start)
     state = transform.init(values)
     for step in range(steps):
-        values, state = transform.update(gradients(step, start), state, values, lr=lr, donate=donate)
+        values, state = transform.update(
+            gradients(step, start), state, values, lr=lr, donate=donate
+        )
     return values, state
 
 
@@ -48,7 +53,9 @@ def test_equals_torch(dtype):
     assert largest_difference(functional, torch_adamw(start, 20, fused=False)) < tolerance
 
 
-@pytest.mark.parametrize("change", [{"beta1": 0.8}, {"beta2": 0.9}, {"eps": 1e-3}, {"weight_decay": 0.0}])
+@pytest.mark.parametrize(
+    "change", [{"beta1": 0.8}, {"beta2": 0.9}, {"eps": 1e-3}, {"weight_decay": 0.0}]
+)
 def test_each_number_matters(change):
     values, _ = ours(weights(), 3, transform=optim.adamw(specs(), **{**NUMBERS, **change}))
     assert largest_difference(values, ours(weights(), 3)[0]) > 1e-4
@@ -61,17 +68,24 @@ def test_without_the_kernel(monkeypatch):
 
 
 def test_gradients_of_any_layout():
-    """The CPU kernel reads memory in order, whatever the strides: transposed and expanded gradients must be copied."""
+    """The CPU kernel reads memory in order, whatever the strides: transposed and expanded gradients
+    must be copied.
+    """
     start = weights()
     transform = optim.adamw(specs(), **NUMBERS)
 
     def step(layout):
-        grads = tree.map(layout, tree.map(lambda g: g.mean(-1, keepdim=True).expand_as(g) if g.ndim else g, plain))
+        grads = tree.map(
+            layout,
+            tree.map(lambda g: g.mean(-1, keepdim=True).expand_as(g) if g.ndim else g, plain),
+        )
         return transform.update(grads, transform.init(start), clone(start), lr=0.1)[0]
 
     plain = gradients(0, start)
     assert identical(step(lambda g: g), step(lambda g: g.contiguous()))
-    assert identical(step(lambda g: g.mT.contiguous().mT if g.ndim > 1 else g), step(lambda g: g.contiguous()))
+    assert identical(
+        step(lambda g: g.mT.contiguous().mT if g.ndim > 1 else g), step(lambda g: g.contiguous())
+    )
 
 
 def test_weights_of_any_layout():
@@ -119,7 +133,9 @@ def test_bf16_parameters_have_float32_masters():
         )
     assert values.embedding.dtype == torch.bfloat16
     torch.testing.assert_close(state.master.embedding, wide.embedding, rtol=1e-6, atol=1e-6)
-    assert identical(values, tree.map(lambda w, p: w.to(p.dtype), with_masters(values, state), start))
+    assert identical(
+        values, tree.map(lambda w, p: w.to(p.dtype), with_masters(values, state), start)
+    )
     assert (values.embedding != start.embedding).float().mean() > 0.3
 
 
@@ -136,7 +152,9 @@ def test_functional_update_is_differentiable():
     def after(lr, w):
         values, state = {"w": w}, transform.init({"w": w})
         for target in (1.0, 2.0):
-            grads = {"w": torch.where(torch.arange(3) == 0, 0.0, 2 * (values["w"] - target))}  # one always zero
+            grads = {
+                "w": torch.where(torch.arange(3) == 0, 0.0, 2 * (values["w"] - target))
+            }  # one always zero
             values, state = transform.update(grads, state, values, lr=lr, donate=False)
         return values["w"].square().sum()
 
@@ -146,7 +164,9 @@ def test_functional_update_is_differentiable():
         h = 1e-6 * torch.ones_like((lr, w)[i])
         up, down = ((lr + h, w), (lr - h, w)) if i == 0 else ((lr, w + h), (lr, w - h))
         assert grad.isfinite().all()
-        torch.testing.assert_close(grad.sum() * 1e-6, (after(*up) - after(*down)) / 2, rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(
+            grad.sum() * 1e-6, (after(*up) - after(*down)) / 2, rtol=1e-5, atol=1e-12
+        )
 
 
 def test_many_runs_at_once():
@@ -172,7 +192,9 @@ def test_state_on_meta():
     assert all(x.is_meta for x in tree.leaves(state))
 
 
-@pytest.mark.parametrize("bad", [{"beta1": 1.0}, {"beta2": -0.1}, {"eps": 0.0}, {"weight_decay": -1.0}])
+@pytest.mark.parametrize(
+    "bad", [{"beta1": 1.0}, {"beta2": -0.1}, {"eps": 0.0}, {"weight_decay": -1.0}]
+)
 def test_errors(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
         optim.adamw(specs(), **bad)
@@ -186,8 +208,16 @@ def test_on_cuda():
     state = transform.init(values)
     for step in range(20):
         grads = tree.map(lambda g: g.cuda(), gradients(step, start))
-        values, state = transform.update(grads, state, values, lr=1e-2, skip=torch.tensor(False, device="cuda"))
-    assert largest_difference(tree.map(lambda x: x.cpu(), values), torch_adamw(start, 20)) < 20 * 1.2e-7
-    before, bad = clone((values, state)), tree.map(lambda p: torch.full_like(p, float("nan")), values)
+        values, state = transform.update(
+            grads, state, values, lr=1e-2, skip=torch.tensor(False, device="cuda")
+        )
+    assert (
+        largest_difference(tree.map(lambda x: x.cpu(), values), torch_adamw(start, 20))
+        < 20 * 1.2e-7
+    )
+    before, bad = (
+        clone((values, state)),
+        tree.map(lambda p: torch.full_like(p, float("nan")), values),
+    )
     after = transform.update(bad, state, values, lr=1e-2, skip=optim.non_finite(bad))
     assert identical(after, before)

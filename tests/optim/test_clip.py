@@ -30,9 +30,14 @@ def test_by_the_largest_magnitude():
 
 
 def test_norm_is_computed_in_float32():
-    grads = {"a": torch.full((3000,), 1.0, dtype=torch.bfloat16), "b": torch.full((1000,), 1.0, dtype=torch.float64)}
+    grads = {
+        "a": torch.full((3000,), 1.0, dtype=torch.bfloat16),
+        "b": torch.full((1000,), 1.0, dtype=torch.float64),
+    }
     norm = optim.global_norm(grads)
-    torch.testing.assert_close(norm, torch.tensor(4000.0, dtype=norm.dtype).sqrt(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        norm, torch.tensor(4000.0, dtype=norm.dtype).sqrt(), rtol=1e-7, atol=0
+    )
     got, _ = optim.clip_by_global_norm(grads, 1.0)
     assert [x.dtype for x in got.values()] == [torch.bfloat16, torch.float64]
     assert optim.global_norm({"a": torch.ones(2, dtype=torch.bfloat16)}).dtype == torch.float32
@@ -43,7 +48,9 @@ def test_frozen_leaves_do_not_count():
     without = [g for p, g in tree.flatten_with_paths(grads) if p != "extra.frozen"]
     torch.testing.assert_close(optim.global_norm(grads, specs()), optim.global_norm(without))
     assert optim.global_norm(grads) > optim.global_norm(grads, specs())
-    poisoned = tree.map_with_path(lambda p, g: g * float("nan") if p == "extra.frozen" else g, grads)
+    poisoned = tree.map_with_path(
+        lambda p, g: g * float("nan") if p == "extra.frozen" else g, grads
+    )
     assert optim.clip_by_global_norm(poisoned, 1.0, specs=specs())[1].isfinite()
 
 
@@ -51,7 +58,9 @@ def test_differentiable():
     g = torch.tensor([3.0, 4.0], dtype=torch.float64)
     jacobian = torch.func.jacrev(lambda g: optim.clip_by_global_norm({"g": g}, 1.0)[0]["g"])(g)
     unit = g / 5
-    torch.testing.assert_close(jacobian, (torch.eye(2) - torch.outer(unit, unit)) / 5, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        jacobian, (torch.eye(2) - torch.outer(unit, unit)) / 5, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_errors():

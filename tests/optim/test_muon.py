@@ -11,7 +11,9 @@ A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def by_svd(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Newton-Schulz leaves singular vectors alone and acts on each singular value: a polynomial, applied to those."""
+    """Newton-Schulz leaves singular vectors alone and acts on each singular value: a polynomial,
+    applied to those.
+    """
     U, S, Vh = torch.linalg.svd(x.to(torch.float64), full_matrices=False)
     S = S / S.square().sum(-1, keepdim=True).sqrt()
     for _ in range(steps):
@@ -24,7 +26,9 @@ def test_orthogonalize_against_svd(shape):
     x = torch.randn(shape, dtype=torch.float64)
     # Coefficients above 3 amplify roundings: 3.4^5 = 480 per unit.
     torch.testing.assert_close(orthogonalize(x), by_svd(x), rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(orthogonalize(x.to(torch.float32)), by_svd(x).to(torch.float32), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        orthogonalize(x.to(torch.float32)), by_svd(x).to(torch.float32), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_singular_values_end_near_one():
@@ -43,7 +47,9 @@ def test_orthogonalize_ignores_scale_and_keeps_zero():
     assert torch.equal(orthogonalize(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float32, 1e-5), (torch.float64, 0.0)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float32, 1e-5), (torch.float64, 0.0)]
+)
 def test_precision_of_newton_schulz(dtype, tolerance):
     """Relative to float64, and the singular values, of random blocks."""
     x = torch.randn(4, 128, 512)
@@ -62,12 +68,17 @@ def test_a_head_without_gradient_leaves_the_others_alone():
     without = g.clone()
     without[:, 6:12] = 0
     transform = optim.muon(s)
-    new = [transform.update({"w": x}, transform.init(w), w, lr=0.1, donate=False)[0]["w"] for x in (g, without)]
+    new = [
+        transform.update({"w": x}, transform.init(w), w, lr=0.1, donate=False)[0]["w"]
+        for x in (g, without)
+    ]
     others = [i for i in range(24) if not 6 <= i < 12]
     assert torch.equal(new[0][:, others], new[1][:, others])
     torch.testing.assert_close(new[1][:, 6:12], (1 - 0.1 * 0.1) * w["w"][:, 6:12])
     whole = optim.muon({"w": spec(16, 24, tags=["matrix"])})
-    joint = [whole.update({"w": x}, whole.init(w), w, lr=0.1, donate=False)[0]["w"] for x in (g, without)]
+    joint = [
+        whole.update({"w": x}, whole.init(w), w, lr=0.1, donate=False)[0]["w"] for x in (g, without)
+    ]
     assert not torch.equal(joint[0][:, others], joint[1][:, others])
 
 
@@ -97,7 +108,9 @@ def ours(start, steps, lr, donate=True, **kwargs):
     values = clone(start)
     state = transform.init(values)
     for step in range(steps):
-        values, state = transform.update(gradients(step, start), state, values, lr=lr, donate=donate)
+        values, state = transform.update(
+            gradients(step, start), state, values, lr=lr, donate=donate
+        )
     return values, state
 
 
@@ -118,14 +131,24 @@ def test_per_head_is_a_run_per_block():
 
     def step(spec, w, g):
         transform = optim.muon({"w": spec})
-        return transform.update({"w": g}, transform.init({"w": w}), {"w": w}, lr=0.1, donate=False)[0]["w"]
+        return transform.update({"w": g}, transform.init({"w": w}), {"w": w}, lr=0.1, donate=False)[
+            0
+        ]["w"]
 
     whole = step(spec(10, 12, tags=["matrix", "per_head"], head_dim=3), w, g)
-    blocks = [step(spec(10, 3, tags=["matrix"]), w[:, i : i + 3], g[:, i : i + 3]) for i in range(0, 12, 3)]
+    blocks = [
+        step(spec(10, 3, tags=["matrix"]), w[:, i : i + 3], g[:, i : i + 3])
+        for i in range(0, 12, 3)
+    ]
     torch.testing.assert_close(whole, torch.cat(blocks, dim=1), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(whole, step(spec(10, 12, tags=["matrix"]), w, g), atol=1e-3)
-    local = [step(spec(10, 12, tags=["matrix", "per_head"], head_dim=3), w[:, s], g[:, s]) for s in HALVES]
-    torch.testing.assert_close(torch.cat(local, dim=1), whole, rtol=1e-12, atol=1e-12)  # a shard of whole heads
+    local = [
+        step(spec(10, 12, tags=["matrix", "per_head"], head_dim=3), w[:, s], g[:, s])
+        for s in HALVES
+    ]
+    torch.testing.assert_close(
+        torch.cat(local, dim=1), whole, rtol=1e-12, atol=1e-12
+    )  # a shard of whole heads
 
 
 HALVES = (slice(0, 6), slice(6, 12))
@@ -134,7 +157,9 @@ HALVES = (slice(0, 6), slice(6, 12))
 def test_update_has_the_size_of_adamw():
     w = {"w": torch.zeros(64, 96)}
     transform = optim.muon({"w": spec(64, 96, tags=["matrix"])}, weight_decay=0.0)
-    new, _ = transform.update({"w": torch.randn(64, 96)}, transform.init(w), w, lr=1.0, donate=False)
+    new, _ = transform.update(
+        {"w": torch.randn(64, 96)}, transform.init(w), w, lr=1.0, donate=False
+    )
     assert 0.15 < new["w"].square().mean().sqrt() < 0.25
 
 
@@ -163,7 +188,11 @@ def test_bf16_parameters_have_float32_masters():
 
 def test_combined_with_adamw_and_differentiable():
     start = tree.map(lambda x: x.to(torch.float64), weights())
-    both = optim.combine(specs(), optim.muon(specs()), optim.adamw(specs(), where=lambda _, s: "matrix" not in s.tags))
+    both = optim.combine(
+        specs(),
+        optim.muon(specs()),
+        optim.adamw(specs(), where=lambda _, s: "matrix" not in s.tags),
+    )
 
     def after(lr):
         values, state = start, both.init(start)
@@ -173,7 +202,9 @@ def test_combined_with_adamw_and_differentiable():
 
     lr = torch.tensor(0.02, dtype=torch.float64)
     h = 1e-5
-    torch.testing.assert_close(torch.func.grad(after)(lr), (after(lr + h) - after(lr - h)) / (2 * h), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        torch.func.grad(after)(lr), (after(lr + h) - after(lr - h)) / (2 * h), rtol=1e-6, atol=0
+    )
     assert identical(start, tree.map(lambda x: x.to(torch.float64), weights()))
 
 
@@ -196,8 +227,13 @@ def test_on_cuda():
     state = transform.init(values)
     for step in range(10):
         grads = tree.map(lambda g: g.cuda(), gradients(step, start))
-        values, state = transform.update(grads, state, values, lr=0.05, skip=torch.tensor(False, device="cuda"))
+        values, state = transform.update(
+            grads, state, values, lr=0.05, skip=torch.tensor(False, device="cuda")
+        )
     assert largest_difference(tree.map(lambda x: x.cpu(), values), ours(start, 10, 0.05)[0]) < 0.03
-    before, bad = clone((values, state)), tree.map(lambda p: torch.full_like(p, float("nan")), values)
+    before, bad = (
+        clone((values, state)),
+        tree.map(lambda p: torch.full_like(p, float("nan")), values),
+    )
     after = transform.update(bad, state, values, lr=1e-2, skip=optim.non_finite(bad))
     assert identical(after, before)

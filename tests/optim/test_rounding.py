@@ -19,7 +19,10 @@ def start():
 
 
 def grads(step: int):
-    return {n: random.normal(random.fold_in(random.key(1), step), SPECS[n].shape) for n in ("w", "island")}
+    return {
+        n: random.normal(random.fold_in(random.key(1), step), SPECS[n].shape)
+        for n in ("w", "island")
+    }
 
 
 def test_no_copy_is_kept():
@@ -31,10 +34,15 @@ def test_no_copy_is_kept():
 
 
 def test_steps_far_below_a_weight_add_up():
-    """100 of AdamW's steps of 1e-4 on weights of 1 to 2, whose neighbours are 2^-7 away, within 5 standard errors."""
+    """100 of AdamW's steps of 1e-4 on weights of 1 to 2, whose neighbours are 2^-7 away, within 5
+    standard errors.
+    """
     specs = {"w": ParamSpec((2048,), ("",), params.Uniform(1.0, 2.0))}
     p = params.init(specs, random.key(0), dtype=BF16)
-    transform, first = optim.rounded(optim.adamw(specs, weight_decay=0.0), specs, 3), p["w"].double()
+    transform, first = (
+        optim.rounded(optim.adamw(specs, weight_decay=0.0), specs, 3),
+        p["w"].double(),
+    )
     state, one = transform.init(p), {"w": torch.ones(2048)}
     assert torch.equal((first - 1e-4).to(BF16).double(), first), "nearest rounding loses each step"
     for _ in range(100):
@@ -59,7 +67,9 @@ def test_both_updates_agree_and_a_skipped_one_changes_nothing():
     q, other = transform.update(grads(3), other, q, lr=0.01)
     assert_close_trees(p, q, rtol=0, atol=0)
     assert int(state.updates) == int(other.updates) == 4
-    again, _ = optim.rounded(optim.adamw(SPECS), SPECS, 1).update(grads(0), transform.init(start()), start(), lr=0.01)
+    again, _ = optim.rounded(optim.adamw(SPECS), SPECS, 1).update(
+        grads(0), transform.init(start()), start(), lr=0.01
+    )
     first, _ = transform.update(grads(0), transform.init(start()), start(), lr=0.01)
     assert not torch.equal(again["w"], first["w"]), "another seed"
     assert torch.equal(again["island"], first["island"])
@@ -69,7 +79,11 @@ def test_a_rank_rounds_its_part_as_one_device_does():
     rows = slice(16, 48)
 
     def tile(path: str, spec: ParamSpec) -> tuple[slice, ...]:
-        return (rows, *(slice(0, n) for n in spec.shape[1:])) if path == "w" else tuple(slice(0, n) for n in spec.shape)
+        return (
+            (rows, *(slice(0, n) for n in spec.shape[1:]))
+            if path == "w"
+            else tuple(slice(0, n) for n in spec.shape)
+        )
 
     whole, part = start(), params.init(SPECS, random.key(0), dtype=BF16, tile=tile)
     one, mine = (optim.rounded(optim.adamw(SPECS), SPECS, 0, tile=t) for t in (None, tile))

@@ -24,7 +24,11 @@ def test_corner_points():
 
 def test_degenerate_lengths():
     assert warmup_cosine(0, peak=1.0, num_steps=1) == 1.0
-    assert [warmup_cosine(s, peak=1.0, num_steps=2, final_fraction=0.0) for s in (0, 1, 2)] == [1.0, 0.0, 0.0]
+    assert [warmup_cosine(s, peak=1.0, num_steps=2, final_fraction=0.0) for s in (0, 1, 2)] == [
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert [warmup_cosine(s, peak=1.0, num_steps=2, warmup_steps=2) for s in (0, 1)] == [0.5, 1.0]
     assert warmup_cosine(0, peak=1.0, num_steps=5, warmup_steps=1) == 1.0
     assert warmup_cosine(3, peak=1.0, num_steps=9, final_fraction=1.0) == 1.0
@@ -46,7 +50,13 @@ def test_errors(change, message):
         warmup_cosine(-1, **RUN)
 
 
-STABLE = {"peak": 2.0, "num_steps": 100, "warmup_steps": 10, "decay_steps": 20, "final_fraction": 0.1}
+STABLE = {
+    "peak": 2.0,
+    "num_steps": 100,
+    "warmup_steps": 10,
+    "decay_steps": 20,
+    "final_fraction": 0.1,
+}
 
 
 class TestStable:
@@ -59,7 +69,9 @@ class TestStable:
 
     def test_a_longer_run_begins_alike(self):
         longer = {**STABLE, "num_steps": 300}
-        assert all(warmup_stable_decay(s, **STABLE) == warmup_stable_decay(s, **longer) for s in range(80))
+        assert all(
+            warmup_stable_decay(s, **STABLE) == warmup_stable_decay(s, **longer) for s in range(80)
+        )
 
     def test_without_a_part(self):
         assert warmup_stable_decay(99, peak=1.0, num_steps=100, decay_steps=0) == 1.0

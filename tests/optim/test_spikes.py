@@ -14,7 +14,10 @@ def feed(values, threshold=6.0, norms=None, state=None):
     """Which of these losses are spikes, one after the other, and the state after them."""
     state, found = state or init_spikes(device="cpu"), []
     for i, value in enumerate(values):
-        loss, norm = torch.tensor(float(value)), NORM if norms is None else torch.tensor(float(norms[i]))
+        loss, norm = (
+            torch.tensor(float(value)),
+            NORM if norms is None else torch.tensor(float(norms[i])),
+        )
         spike = is_spike(state, loss, norm, threshold)
         state = remember(state, loss, norm, spike, spike)
         found.append(bool(spike))

@@ -39,7 +39,9 @@ def test_bfloat16_state_has_half_the_bytes_and_nearly_the_steps():
 
 @pytest.mark.parametrize(("beta2", "bias"), [(0.95, 0.005), (0.98, 0.025)])
 def test_a_mean_in_bfloat16_is_hardly_biased(beta2, bias):
-    """The second moment of unit noise, rounded to nearest at each step, has about the mean that it has in float32."""
+    """The second moment of unit noise, rounded to nearest at each step, has about the mean that it
+    has in float32.
+    """
     w = {"w": torch.zeros(4000)}
     transform = optim.adamw({"w": spec(4000)}, beta2=beta2, storage=NARROW)
     state, values = transform.init(w), w
@@ -105,12 +107,20 @@ def test_on_cuda_the_state_lies_in_pinned_memory(dtype):
         state = t.init(values)
         for step in range(4):
             grads = tree.map(lambda g: g.cuda(), gradients(step, weights()))
-            values, state = t.update(grads, state, values, lr=0.02, skip=torch.tensor(False, device="cuda"))
+            values, state = t.update(
+                grads, state, values, lr=0.02, skip=torch.tensor(False, device="cuda")
+            )
             if t is transform:
-                kept = [*tree.leaves(state[0].momentum), *tree.leaves(state[1].mu), *tree.leaves(state[1].nu)]
+                kept = [
+                    *tree.leaves(state[0].momentum),
+                    *tree.leaves(state[1].mu),
+                    *tree.leaves(state[1].nu),
+                ]
                 assert all(x.is_cpu and x.is_pinned() and x.dtype == dtype for x in kept)
         found.append(tree.map(lambda x: x.cpu(), (values, state)))
-    assert largest_difference(found[0][0], found[1][0]) < 1e-6  # one fused call against one for each leaf
+    assert (
+        largest_difference(found[0][0], found[1][0]) < 1e-6
+    )  # one fused call against one for each leaf
 
 
 def test_on_meta_tensors_it_says_the_shapes():

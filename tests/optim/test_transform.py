@@ -9,7 +9,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def everything(dtype=torch.float32) -> optim.Transform:
     s = specs(dtype)
-    return optim.combine(s, optim.muon(s), optim.adamw(s, where=lambda path, spec: "matrix" not in spec.tags))
+    return optim.combine(
+        s, optim.muon(s), optim.adamw(s, where=lambda path, spec: "matrix" not in spec.tags)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -20,7 +22,10 @@ def test_donate_reuses_storage(dtype):
     before = clone((values, state))
     values, state = transform.update(gradients(0, values), state, values, lr=0.1)
     assert [x.data_ptr() for x in tree.leaves((values, state))] == pointers
-    changed = [not torch.equal(a, b) for a, b in zip(tree.leaves((values, state)), tree.leaves(before), strict=True)]
+    changed = [
+        not torch.equal(a, b)
+        for a, b in zip(tree.leaves((values, state)), tree.leaves(before), strict=True)
+    ]
     frozen = [i for i, path in enumerate(tree.paths(values)) if path == "extra.frozen"]
     assert [i for i, c in enumerate(changed) if not c] == frozen
 
@@ -29,7 +34,9 @@ def test_donate_reuses_storage(dtype):
 def test_functional_update_changes_no_input(dtype):
     transform, values = everything(dtype), weights(dtype)
     state, grads = transform.init(values), gradients(0, values)
-    values, state = transform.update(grads, state, values, lr=0.1, donate=False)  # a state that is not all zero
+    values, state = transform.update(
+        grads, state, values, lr=0.1, donate=False
+    )  # a state that is not all zero
     before = clone((grads, state, values))
     new_values, new_state = transform.update(grads, state, values, lr=0.1, donate=False)
     assert identical((grads, state, values), before)
@@ -61,7 +68,9 @@ def test_a_non_finite_step_changes_nothing(dtype, donate, bad):
 
     for path in ("embedding", "layers.1.w_q", "layers.0.norm", "extra.scale"):
         grads = tree.map_with_path(
-            lambda p, g, path=path: g.index_fill(0, torch.tensor([0]), bad) if p == path and g.ndim else g,
+            lambda p, g, path=path: (
+                g.index_fill(0, torch.tensor([0]), bad) if p == path and g.ndim else g
+            ),
             gradients(1, values),
         )
         if path == "extra.scale":
@@ -95,7 +104,10 @@ def test_no_host_synchronisation(monkeypatch):
 
 
 def test_select():
-    a, b = {"x": torch.ones(2), "y": (torch.zeros(3),)}, {"x": torch.zeros(2), "y": (torch.ones(3),)}
+    a, b = (
+        {"x": torch.ones(2), "y": (torch.zeros(3),)},
+        {"x": torch.zeros(2), "y": (torch.ones(3),)},
+    )
     assert identical(optim.select(torch.tensor(True), a, b), a)
     assert identical(optim.select(torch.tensor(False), a, b), b)
 
@@ -130,7 +142,10 @@ def test_trees_must_match():
 
 def test_combine_covers_every_leaf_once():
     s = specs()
-    with pytest.raises(ValueError, match=r"transforms\[1\] steps leaves that one before it steps too: \['layers.0.exp"):
+    with pytest.raises(
+        ValueError,
+        match=r"transforms\[1\] steps leaves that one before it steps too: \['layers.0.exp",
+    ):
         optim.combine(s, optim.muon(s), optim.adamw(s))
     with pytest.raises(ValueError, match=r"no transform steps \['embedding', .* tag them frozen"):
         optim.combine(s, optim.muon(s))

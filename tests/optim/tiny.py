@@ -39,7 +39,10 @@ def specs(dtype=torch.float32) -> Tiny[ParamSpec]:
         )
         for _ in range(2)
     )
-    extra = {"frozen": spec(4, 4, dtype=dtype, tags=["frozen", "matrix"]), "scale": spec(dtype=dtype)}
+    extra = {
+        "frozen": spec(4, 4, dtype=dtype, tags=["frozen", "matrix"]),
+        "scale": spec(dtype=dtype),
+    }
     return Tiny(spec(11, 6, dtype=dtype), layers, extra)
 
 
@@ -60,7 +63,9 @@ def clone(values: Any) -> Any:
 def identical(a: Any, b: Any) -> bool:
     """Bit for bit, NaN equal to NaN."""
     pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
-    return all(x.dtype == y.dtype and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs)
+    return all(
+        x.dtype == y.dtype and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs
+    )
 
 
 def largest_difference(a: Any, b: Any) -> float:

@@ -17,7 +17,9 @@ BAD = [math.nan, math.inf, -math.inf]
 
 
 def probed(bad: float, where: str, *, probes: int = 12) -> tuple[Probes, list[dict[str, float]]]:
-    """Two parameters; one element of the first is ``bad`` on the sides ``where``, in the fifth probe and the last."""
+    """Two parameters; one element of the first is ``bad`` on the sides ``where``, in the fifth
+    probe and the last.
+    """
     found, apart = Probes(rounding=1e-7), []
     for i in range(probes):
         sides = {name: {"w": torch.ones(4), "v": torch.ones(3)} for name in ("a", "b", "exact")}
@@ -36,7 +38,10 @@ def probed(bad: float, where: str, *, probes: int = 12) -> tuple[Probes, list[di
         ("a", "not finite on side a in 2 of 12 probes"),
         ("exact", "not finite by the references in 2 of 12 probes"),
         ("a b", "not finite on side a in 2, on side b in 2 of 12 probes"),
-        ("a b exact", "not finite on side a in 2, on side b in 2, by the references in 2 of 12 probes"),
+        (
+            "a b exact",
+            "not finite on side a in 2, on side b in 2, by the references in 2 of 12 probes",
+        ),
     ],
 )
 def test_a_gradient_that_is_not_finite_differs(bad: float, where: str, text_: str) -> None:
@@ -68,12 +73,16 @@ def test_a_loss_that_is_not_finite_differs(bad: float) -> None:
     a, b = [2.0] * 8, [bad, *[2.0] * 7]  # in the first half, whose losses are not compared
     assert losses_apart(a, a, a)[2] == ""
     assert losses_apart(a, b, a)[2] == "training loss: not finite on side b in 1 of 8 steps"
-    assert losses_apart(b, b, [])[2].startswith("training loss: not finite on side a in 1, on side b in 1")
+    assert losses_apart(b, b, [])[2].startswith(
+        "training loss: not finite on side a in 1, on side b in 1"
+    )
     assert "rows reversed in 1 of 8" in losses_apart(a, a, b)[2]
 
 
 def spoilt(sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    """AttnRes whose first element of the query's gradient is NaN: 0 times the slope of a root at 0."""
+    """AttnRes whose first element of the query's gradient is NaN: 0 times the slope of a root
+    at 0.
+    """
     nothing = 0 * (query[:1] - query[:1].detach()).sqrt()
     spoilt_query = torch.cat([query[:1] + nothing, query[1:]])
     return OPS["attn_res"].reference(sources, spoilt_query, norm_weight, eps)
@@ -91,10 +100,14 @@ def test_an_operator_with_a_gradient_of_nan_is_found(
     assert status == 1
     assert "gradient of attn_res(query): not finite on side b in 6 of 6 probes" in report["differs"]
     assert "gradient norm: not finite on side b in 6 of 6 steps" in report["differs"]
-    assert not any("on side a" in reason or "attn_res(sources)" in reason for reason in report["differs"])
+    assert not any(
+        "on side a" in reason or "attn_res(sources)" in reason for reason in report["differs"]
+    )
     for record in report["records"]:
         assert record["worst"].endswith("mix.query")
-        assert record["worst_apart"] == record["grad_apart"] == record["grad_apart/ffn_mix"] == "NaN"
+        assert (
+            record["worst_apart"] == record["grad_apart"] == record["grad_apart/ffn_mix"] == "NaN"
+        )
         assert record["grad_apart/kda"] < 1e-5
     (folder,) = (tmp_path / "pairs" / "small").iterdir()
     strict = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
@@ -112,7 +125,9 @@ def test_an_operator_with_a_gradient_of_nan_is_found(
 @pytest.mark.slow
 def test_the_same_of_both_sides_is_no_agreement(text: Path, tmp_path: Path) -> None:
     with planted("attn_res", spoilt):
-        status, report = pair(text, tmp_path, "--a", "kernels=attn_res:planted", "--b", "kernels=attn_res:planted")
+        status, report = pair(
+            text, tmp_path, "--a", "kernels=attn_res:planted", "--b", "kernels=attn_res:planted"
+        )
     assert status == 1
     both = "not finite on side a in 6, on side b in 6 of 6 probes"  # and finite by the references
     assert f"gradient of final_mix.query: {both}" in report["differs"]

@@ -25,8 +25,12 @@ from tests.trainer import runs
 PROBES = 60
 
 
-def judged(noise_a: float, noise_b: float, *, scale: float = 1.0, size: int = 500, other: float = 1.0) -> Leaf:
-    """A parameter of ``size`` elements with independent relative noise on both sides, beside one of norm ``other``."""
+def judged(
+    noise_a: float, noise_b: float, *, scale: float = 1.0, size: int = 500, other: float = 1.0
+) -> Leaf:
+    """A parameter of ``size`` elements with independent relative noise on both sides, beside one of
+    norm ``other``.
+    """
     probes = Probes(rounding=2**-8)
     for _ in range(PROBES):
         exact, a, b = torch.randn(3, size, dtype=torch.float64)
@@ -38,7 +42,9 @@ def judged(noise_a: float, noise_b: float, *, scale: float = 1.0, size: int = 50
 @pytest.mark.parametrize("noise", [0.0, 1e-6, 0.02, 0.2])
 def test_noise_is_no_difference_and_one_percent_is(noise: float) -> None:
     assert judged(noise, noise).differs == ""
-    assert judged(noise, noise / 3).differs == ""  # a better one; regressing b on a would find it 4% too large at 0.2
+    assert (
+        judged(noise, noise / 3).differs == ""
+    )  # a better one; regressing b on a would find it 4% too large at 0.2
     one_percent = judged(noise, noise, scale=1.01, size=5000)
     assert one_percent.differs.startswith("1.0")
     assert one_percent.scale == pytest.approx(0.01, abs=3 * one_percent.deviation + 1e-9)
@@ -52,7 +58,9 @@ def test_what_is_too_noisy_is_unresolved_and_other_errors_are_seen() -> None:
     assert judged(0.5, 0.5, size=5000).unresolved
     assert "error 0.1" in judged(0.02, 0.1).differs  # of no direction, five times side a's
     assert judged(0.02, 0.06).differs == ""
-    assert judged(2.0, 6.0, other=1e4).differs == ""  # both are what is left of much larger gradients
+    assert (
+        judged(2.0, 6.0, other=1e4).differs == ""
+    )  # both are what is left of much larger gradients
     assert not judged(0.02, 0.02).unresolved
 
 
@@ -60,7 +68,10 @@ def test_a_gradient_that_one_side_does_not_have_differs() -> None:
     probes, one = Probes(rounding=1e-7), torch.ones(3)
     for _ in range(6):
         probes.add({"w": one, "z": 0 * one}, {"w": one, "z": one}, {"w": one, "z": 0 * one})
-    assert [leaf.differs for leaf in probes.judged()] == ["side b has a gradient, side a has none", ""]
+    assert [leaf.differs for leaf in probes.judged()] == [
+        "side b has a gradient, side a has none",
+        "",
+    ]
     (missing,) = [leaf for leaf in _probed(one, 0 * one) if leaf.path == "w"]
     assert missing.differs.startswith("0.0000 times side a's")
 
@@ -74,7 +85,10 @@ def _probed(a: Tensor, b: Tensor) -> list[Leaf]:
 
 def test_losses_apart_are_measured_against_those_of_another_order() -> None:
     a, wave = [2.0] * 40, [0.1 * math.sin(i) for i in range(40)]
-    assert losses_apart(a, [x + w for x, w in zip(a, wave, strict=True)], [2 + w / 2 for w in wave])[2] == ""
+    assert (
+        losses_apart(a, [x + w for x, w in zip(a, wave, strict=True)], [2 + w / 2 for w in wave])[2]
+        == ""
+    )
     apart, noise, differs = losses_apart(a, [2.3] * 40, [2 + w / 2 for w in wave])
     assert (apart, noise) == (pytest.approx(0.3), pytest.approx(0.035, rel=0.1))
     assert differs == "training losses are 0.3 nats apart, at most 0.18"
@@ -95,7 +109,9 @@ def scaled(name: str, argument: str, factor: float = 1.01) -> Callable[..., Any]
     return fn
 
 
-def backwards(sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+def backwards(
+    sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
     """AttnRes with the features in reverse order: all its sums run the other way."""
     flipped = tuple(s.flip(-1) for s in sources)
     return OPS["attn_res"].reference(flipped, query.flip(-1), norm_weight.flip(-1), eps).flip(-1)
@@ -111,7 +127,9 @@ def planted(op: str, fn: Callable[..., Any]) -> Iterator[None]:
         del OPS[op].implementations["planted"]
 
 
-def pair(text: Path, tmp_path: Path, *args: str, steps: int = 6, **changes: Any) -> tuple[int, dict[str, Any]]:
+def pair(
+    text: Path, tmp_path: Path, *args: str, steps: int = 6, **changes: Any
+) -> tuple[int, dict[str, Any]]:
     config = runs.write_config(tmp_path / "c.py", runs.recipe(text, steps=steps, **changes))
     status = main([config, "--device", "cpu", "--out", str(tmp_path / "pairs"), *args])
     (folder,) = (tmp_path / "pairs" / "small").iterdir()
@@ -121,7 +139,9 @@ def pair(text: Path, tmp_path: Path, *args: str, steps: int = 6, **changes: Any)
     return status, {**json.loads((folder / "report.json").read_text()), "records": records}
 
 
-def test_one_percent_of_one_gradient_is_found(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_percent_of_one_gradient_is_found(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with planted("kda", scaled("kda", "g")):
         status, report = pair(text, tmp_path, "--b", "kernels=kda:planted")
     assert status == 1
@@ -134,13 +154,17 @@ def test_one_percent_of_one_gradient_is_found(text: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_another_order_of_sums_is_no_difference(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_order_of_sums_is_no_difference(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with planted("attn_res", backwards):
         status, report = pair(text, tmp_path, "--b", "kernels=attn_res:planted")
     assert status == 0, report["differs"]
     found = report["records"][0]
     assert 0 < found["grad_apart"] < 1e-5  # it is another order
-    assert {x["path"] for x in report["operators"]} == {f"attn_res({n})" for n in ("sources", "query", "norm_weight")}
+    assert {x["path"] for x in report["operators"]} == {
+        f"attn_res({n})" for n in ("sources", "query", "norm_weight")
+    }
     assert all(x["error_b"] < 1e-5 for x in report["operators"])
     assert report["milliseconds"]["a"] > 0
     assert report["peak_bytes"]["b"] > 0
@@ -154,7 +178,9 @@ def test_in_bfloat16(text: Path, tmp_path: Path, argument: str) -> None:
     """The noise of a gradient is some percent there."""
     fn = scaled("attn_res", argument) if argument else backwards
     with planted("attn_res", fn):
-        status, report = pair(text, tmp_path, "--b", "kernels=attn_res:planted", steps=60, compute="bfloat16")
+        status, report = pair(
+            text, tmp_path, "--b", "kernels=attn_res:planted", steps=60, compute="bfloat16"
+        )
     assert status == (1 if argument else 0), report["differs"]
     noise = {x["path"]: x["error_a"] for x in report["parameters"]}
     assert noise["layers.0.attn.w_q"] > 0.01
@@ -163,7 +189,9 @@ def test_in_bfloat16(text: Path, tmp_path: Path, argument: str) -> None:
 
 
 @pytest.mark.slow
-def test_both_start_from_a_checkpoint(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_start_from_a_checkpoint(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from k31fn.trainer import main as train
 
     config = runs.write_config(tmp_path / "t.py", runs.recipe(text, steps=5))
@@ -180,10 +208,19 @@ def test_both_start_from_a_checkpoint(text: Path, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--b", "kernels=tritn"], "--b kernels='tritn': no op has an implementation 'tritn'; there are"),
-        (["--b", "kernels=grouped_matmul:grouped_mm"], "--b kernels: grouped_matmul:grouped_mm runs on cuda"),
+        (
+            ["--b", "kernels=tritn"],
+            "--b kernels='tritn': no op has an implementation 'tritn'; there are",
+        ),
+        (
+            ["--b", "kernels=grouped_matmul:grouped_mm"],
+            "--b kernels: grouped_matmul:grouped_mm runs on cuda",
+        ),
         (["--b", "remat"], "--b 'remat' must be kernels=WHAT or FIELD=VALUE"),
-        (["--b", "seed=3"], "--b seed=3: both sides train on the same rows; set it for both, with --seed"),
+        (
+            ["--b", "seed=3"],
+            "--b seed=3: both sides train on the same rows; set it for both, with --seed",
+        ),
         (["--b", "model.moe.num-experts=6"], "the sides have other parameters"),
         (["--steps", "3"], "steps=3 with probe_every=1: gradients are compared 3 times"),
         (["--start", "nowhere"], "nowhere is neither a run folder nor a folder of runs"),
@@ -208,8 +245,12 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "layer"])
-def test_the_choice_holds_in_a_backward_on_another_thread(remat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's backward runs on threads of the engine, whose context knows of no choice: no operator may ask it then."""
+def test_the_choice_holds_in_a_backward_on_another_thread(
+    remat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's backward runs on threads of the engine, whose context knows of no choice: no operator
+    may ask it then.
+    """
     cfg = small.config()
     weights, biases = small.weights(cfg), model.init_balance(cfg)
     batch = model.make_batch(small.tokens(2, 12), vocab_size=cfg.vocab_size)

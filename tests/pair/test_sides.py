@@ -1,4 +1,6 @@
-"""Each field that a side of a pair can be given is honoured, or refused before anything is written."""
+"""Each field that a side of a pair can be given is honoured, or refused before anything is
+written.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -80,8 +82,12 @@ def dataset(text: Path) -> Any:
 
 def recipe(text: Path | str, **changes: Any) -> Recipe:
     """Four steps in which every field of the optimiser counts."""
-    optimizer = Optimizer(peak_lr=0.02, warmup_steps=1, schedule="wsd", decay_fraction=0.5, max_norm=0.1)
-    wide = dataclasses.replace(small.config().dense, intermediate_size=32)  # FP8 products have multiples of 16
+    optimizer = Optimizer(
+        peak_lr=0.02, warmup_steps=1, schedule="wsd", decay_fraction=0.5, max_norm=0.1
+    )
+    wide = dataclasses.replace(
+        small.config().dense, intermediate_size=32
+    )  # FP8 products have multiples of 16
     cfg = small.config(vocab_size=257, num_layers=2, full_attention_layers=(1,), dense=wide)
     return runs.recipe(text, steps=4, batch_size=2, optimizer=optimizer, model=cfg, **changes)
 
@@ -92,7 +98,9 @@ def side(name: str, made: Recipe) -> Side:
 
 def test_every_field_is_honoured_or_refused() -> None:
     names = {f.name for f in dataclasses.fields(Recipe)}
-    assert names == OWN | SHARED.keys(), "say in k31fn.pair.sides whether a side has the field for itself"
+    assert names == OWN | SHARED.keys(), (
+        "say in k31fn.pair.sides whether a side has the field for itself"
+    )
     assert not OWN & SHARED.keys()
     assert OF_ONE_SIDE.keys() == SHARED.keys()
     assert OPTIMIZER.keys() == {f.name for f in dataclasses.fields(Optimizer)}
@@ -141,9 +149,13 @@ def equal(x: TrainState, y: TrainState) -> bool:
 
 @pytest.mark.parametrize("field", [*OPTIMIZER, *OTHERS])
 def test_a_side_trains_as_it_would_alone(field: str, text: Path, dataset: Any) -> None:
-    """Side b with the field of its own ends where that recipe ends, which is elsewhere than side a."""
+    """Side b with the field of its own ends where that recipe ends, which is elsewhere than
+    side a.
+    """
     a = recipe(text, compute="bfloat16" if field in ("master", "products") else "float32")
-    own = OTHERS.get(field) or {"optimizer": dataclasses.replace(a.optimizer, **{field: OPTIMIZER[field]})}
+    own = OTHERS.get(field) or {
+        "optimizer": dataclasses.replace(a.optimizer, **{field: OPTIMIZER[field]})
+    }
     b = dataclasses.replace(a, **own)
     of_a, of_b = beside(a, b, dataset)
     assert equal(of_b, alone(b, dataset))
@@ -160,11 +172,17 @@ def test_side_a_may_have_a_field_for_itself_too(text: Path, dataset: Any) -> Non
 @pytest.mark.parametrize("change", ["kind", "state_dtype", "spike"])
 def test_a_checkpoint_has_the_state_of_both_or_is_refused(change: str) -> None:
     a = runs.recipe("text")
-    b = dataclasses.replace(a, optimizer=dataclasses.replace(a.optimizer, **{change: OPTIMIZER[change]}))
-    with pytest.raises(ValueError, match=rf"start='run'.*optimizer\.{change}={OPTIMIZER[change]!r}\) is another"):
+    b = dataclasses.replace(
+        a, optimizer=dataclasses.replace(a.optimizer, **{change: OPTIMIZER[change]})
+    )
+    with pytest.raises(
+        ValueError, match=rf"start='run'.*optimizer\.{change}={OPTIMIZER[change]!r}\) is another"
+    ):
         start(side("a", a), side("b", b), CPU, Path("run"))
     lr = dataclasses.replace(a, optimizer=dataclasses.replace(a.optimizer, peak_lr=1e-3))
-    with pytest.raises(ValueError, match="run is neither a run folder"):  # the next thing that is looked at
+    with pytest.raises(
+        ValueError, match="run is neither a run folder"
+    ):  # the next thing that is looked at
         start(side("a", a), side("b", lr), CPU, Path("run"))
 
 
@@ -176,9 +194,15 @@ def test_the_exact_side_is_wider_whatever_side_a_rounds() -> None:
 
 
 def test_true_and_false_are_values_of_a_field() -> None:
-    wide = dataclasses.replace(small.config().moe, latent_size=32, expert_size=32)  # MXFP4 has groups of 32
+    wide = dataclasses.replace(
+        small.config().moe, latent_size=32, expert_size=32
+    )  # MXFP4 has groups of 32
     base = runs.recipe("text", model=small.config(moe=wide))
-    for word, qat in (("model.moe.qat=true", True), ("--model.moe.qat=true", True), ("model.moe.qat=false", False)):
+    for word, qat in (
+        ("model.moe.qat=true", True),
+        ("--model.moe.qat=true", True),
+        ("model.moe.qat=false", False),
+    ):
         assert parse_side("b", [word], base).recipe.model.moe.qat is qat
     on = parse_side("b", ["model.moe.qat=true", "optimizer.offload=true"], base).recipe
     assert on.optimizer.offload
@@ -188,7 +212,12 @@ def test_true_and_false_are_values_of_a_field() -> None:
 def test_sides_with_optimisers_of_their_own_are_told_apart(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["optimizer.kind=adamw", "optimizer.spike=8", "optimizer.peak-lr=0.5", "model.moe.qat=false"]
+    words = [
+        "optimizer.kind=adamw",
+        "optimizer.spike=8",
+        "optimizer.peak-lr=0.5",
+        "model.moe.qat=false",
+    ]
     status, report = pair(text, tmp_path, "--a", "optimizer.max-norm=2", "--b", *words)
     assert status == 1
     (reason,) = report["differs"]  # their gradients at equal parameters agree
@@ -199,16 +228,37 @@ def test_sides_with_optimisers_of_their_own_are_told_apart(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--b", "steps=400"], "--b steps=400: both sides take the same steps; set it for both, with --steps"),
-        (["--b", "init=/nonexistent"], "--b init='/nonexistent': both sides train the same parameters"),
+        (
+            ["--b", "steps=400"],
+            "--b steps=400: both sides take the same steps; set it for both, with --steps",
+        ),
+        (
+            ["--b", "init=/nonexistent"],
+            "--b init='/nonexistent': both sides train the same parameters",
+        ),
         (["--a", "seed=3", "--b", "seed=3"], "--a seed=3: both sides train on the same rows"),
-        (["--b", "data.heldout-fraction=0.2"], "--b data.heldout_fraction=0.2: both sides train on the same rows"),
+        (
+            ["--b", "data.heldout-fraction=0.2"],
+            "--b data.heldout_fraction=0.2: both sides train on the same rows",
+        ),
         (["--b", "eval-every=7"], "--b eval_every=7: a pair makes no use of it; leave it out"),
-        (["--b", "model.kda.init-std=0.5"], "--b model (kda.init_std=0.5): the sides have other initial values"),
+        (
+            ["--b", "model.kda.init-std=0.5"],
+            "--b model (kda.init_std=0.5): the sides have other initial values",
+        ),
         (["--b", "model.moe.qat=1"], "--b model.moe.qat='1' must be true or false"),
-        (["--b", "kernels=reference", "kernels=triton"], "--b kernels is given twice, as 'reference' and as 'triton'"),
-        (["--a", "micro_batches=1", "micro-batches=2"], "--a micro-batches is given twice, as '1' and as '2'"),
-        (["--b", "remat=layer", "--b=micro-batches=2"], "--b is given twice, and the last would replace the first"),
+        (
+            ["--b", "kernels=reference", "kernels=triton"],
+            "--b kernels is given twice, as 'reference' and as 'triton'",
+        ),
+        (
+            ["--a", "micro_batches=1", "micro-batches=2"],
+            "--a micro-batches is given twice, as '1' and as '2'",
+        ),
+        (
+            ["--b", "remat=layer", "--b=micro-batches=2"],
+            "--b is given twice, and the last would replace the first",
+        ),
     ],
 )
 def test_a_wrong_side_is_refused(

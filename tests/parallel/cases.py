@@ -1,4 +1,6 @@
-"""Functions of one rank's arrays that the tests run on every backend; spawned processes import them from here."""
+"""Functions of one rank's arrays that the tests run on every backend; spawned processes import them
+from here.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ from k31fn.parallel import (
 )
 from k31fn.parallel.tiling import cut
 
-SHIFT = {n: tuple((i, (i + 1) % n) for i in range(n - 1)) for n in (2, 4, 8)}  # the last rank sends nothing
+SHIFT = {
+    n: tuple((i, (i + 1) % n) for i in range(n - 1)) for n in (2, 4, 8)
+}  # the last rank sends nothing
 
 # kind of operand, kind of result, the collective: I equal on the ranks of the axis, V varies
 COLLECTIVES: dict[str, tuple[str, str, Callable[[Tensor, Any], Tensor]]] = {
@@ -50,11 +54,17 @@ COLLECTIVES: dict[str, tuple[str, str, Callable[[Tensor, Any], Tensor]]] = {
     "pslice": ("I", "V", pslice),
     "psum_scatter": ("V", "V", lambda x, a: psum_scatter(x, a, -2)),
     "all_to_all": ("V", "V", lambda x, a: all_to_all(x, a, 0, 1)),
-    "ppermute": ("V", "V", lambda x, a: ppermute(x, a, SHIFT[functools.reduce(lambda n, b: n * b.size, a, 1)])),
+    "ppermute": (
+        "V",
+        "V",
+        lambda x, a: ppermute(x, a, SHIFT[functools.reduce(lambda n, b: n * b.size, a, 1)]),
+    ),
 }
 
 
-def derivatives(axes: MeshAxes, op: str, over: list[str], x: Tensor, ct: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def derivatives(
+    axes: MeshAxes, op: str, over: list[str], x: Tensor, ct: Tensor, v: Tensor
+) -> tuple[Tensor, ...]:
     """y = C(x^2), its gradient for ``ct``, and the gradients of <v, gradient> for ``x`` and ``ct``.
 
     Arguments and results have the ranks' dimension in front, of size 1.
@@ -80,7 +90,7 @@ def on_rank(
     return list(out), {"counts": dict(record.counts)}
 
 
-# ------------------------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------------------- layers
 MLP = mlp.Config(hidden_size=6, intermediate_size=8)
 
 
@@ -89,7 +99,9 @@ def tensor_parallel_mlp(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -
 
 
 def dense_in_disguise(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -> Tensor:
-    """Equal values and gradients, without any work split: gathers the weights and computes everything."""
+    """Equal values and gradients, without any work split: gathers the weights and computes
+    everything.
+    """
     dims = mlp.Params(w_gate=1, w_up=1, w_down=0)
     whole = tree.map(lambda w, dim: all_gather_invariant(w, axes.tp, dim), params, dims)
     return pslice(mlp.apply(whole, all_gather_invariant(x, axes.tp, 1), MLP), axes.tp, 1)
@@ -104,11 +116,17 @@ def gathered_mlp(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -> Tenso
     return remat(block)(params, x)
 
 
-_relu = custom_vjp(torch.relu, opaque=True).defvjp(lambda h: (torch.relu(h), h), lambda h, g: (g * (h > 0),))
+_relu = custom_vjp(torch.relu, opaque=True).defvjp(
+    lambda h: (torch.relu(h), h), lambda h, g: (g * (h > 0),)
+)
 
 
-def composition(axes: MeshAxes, layers: list[dict[str, Tensor]], x: Tensor, *, mode: str = "remat") -> Tensor:
-    """FSDP gather x TP x an opaque custom_vjp, plain, inside remat or inside nested remats; the mean square."""
+def composition(
+    axes: MeshAxes, layers: list[dict[str, Tensor]], x: Tensor, *, mode: str = "remat"
+) -> Tensor:
+    """FSDP gather x TP x an opaque custom_vjp, plain, inside remat or inside nested remats; the
+    mean square.
+    """
 
     def block(p: dict[str, Tensor], x: Tensor) -> Tensor:
         w1, w2 = all_gather(p["w1"], axes.fsdp, 0), all_gather(p["w2"], axes.fsdp, 1)
@@ -147,9 +165,12 @@ def prefetched(axes: MeshAxes, layers: list[Tensor], x: Tensor) -> Tensor:
     return x
 
 
-# ------------------------------------------------------------------------------------- what only real ranks can do
+# ---------------------------------------------------------------------- what only real ranks can do
 def exchange_rows(axes: MeshAxes, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rank 0 keeps one row and sends the rest; rank 1 sends nothing. The result and the gradient of its square sum."""
+    """Rank 0 keeps one row and sends the rest; rank 1 sends nothing.
+
+    The result and the gradient of its square sum.
+    """
     sizes = [(1, 3), (0, 0)]
     me = int(axis_index(axes.tp))
     x = x[: sum(sizes[me])]
@@ -160,13 +181,17 @@ def exchange_rows(axes: MeshAxes, x: Tensor) -> tuple[Tensor, Tensor]:
 def rows_on_rank() -> tuple[list[Tensor], dict[str, Any]]:
     axes, _ = axes_of_process(Mesh(tp=2))
     y, g = exchange_rows(axes, torch.arange(8.0).reshape(4, 2) + 1)
-    heard = exchange_json({"rank": int(axis_index(axes.tp)), "text": "é" * int(axis_index(axes.tp))}, axes.tp)
+    heard = exchange_json(
+        {"rank": int(axis_index(axes.tp)), "text": "é" * int(axis_index(axes.tp))}, axes.tp
+    )
     top = pmax(torch.tensor([1.0 + float(axis_index(axes.tp))]), axes.tp)
     return [y, g, top], {"heard": heard}
 
 
 def forgotten_pvary(axes: MeshAxes, w: Tensor, x: Tensor) -> Tensor:
-    """Two row-parallel products; the second uses the sum of the first on each rank without pvary."""
+    """Two row-parallel products; the second uses the sum of the first on each rank without
+    pvary.
+    """
     h = psum(pvary(x, axes.tp) * w, axes.tp)
     return psum(h * w, axes.tp)
 
@@ -184,7 +209,9 @@ def forgotten_on_rank(check: bool) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def started_before_the_other_came(folder: str) -> tuple[list[Tensor], dict[str, Any]]:
-    """Rank 1 joins a sum only after rank 0 has written that its start returned: a start that blocks never ends."""
+    """Rank 1 joins a sum only after rank 0 has written that its start returned: a start that blocks
+    never ends.
+    """
     axes, coordinate = axes_of_process(Mesh(tp=2))
     mark, x = Path(folder) / "started", torch.ones(2) + coordinate["tp"]
     if coordinate["tp"] == 1:

@@ -1,4 +1,6 @@
-"""Gated MLA and Gated DSA on one rank of a mesh: what the tests run on every backend, and spawned processes import."""
+"""Gated MLA and Gated DSA on one rank of a mesh: what the tests run on every backend, and spawned
+processes import.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,17 @@ from k31fn.parallel import AxisRules, Mesh, MeshAxes, P, Sharding, partition, ps
 from k31fn.segments import from_lengths
 from tests.layers.attention_configs import drawn
 
-# N + V = 2 R: both forms of the attention take equally many multiplications per pair of query and key, so the work of
-# ranks, which absorb, can be compared with one device's, which does not
+# N + V = 2 R: both forms of the attention take equally many multiplications per pair of query and
+# key, so the work of ranks, which absorb, can be compared with one device's, which does not
 MLA = mla.Config(
-    8, 4, q_lora_rank=6, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, init_std=0.4
+    8,
+    4,
+    q_lora_rank=6,
+    kv_lora_rank=4,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=4,
+    init_std=0.4,
 )
 WIDE = dataclasses.replace(MLA, kv_lora_rank=20)  # absorbing does not pay for 4 queries
 INDEXER = indexer.Config(8, 6, num_heads=3, head_dim=4, init_std=0.4)
@@ -59,9 +68,18 @@ CASES = {
 
 
 def apply(
-    layer: Any, cfg: Any, axes: MeshAxes, weights: Any, x: Tensor, segments: Any, *, transform: Any = lambda f: f
+    layer: Any,
+    cfg: Any,
+    axes: MeshAxes,
+    weights: Any,
+    x: Tensor,
+    segments: Any,
+    *,
+    transform: Any = lambda f: f,
 ) -> Any:
-    """The layer on the rank's tokens; the KL summed over all ranks. ``transform``: of the layer, such as remat."""
+    """The layer on the rank's tokens; the KL summed over all ranks. ``transform``: of the layer,
+    such as remat.
+    """
 
     def run(weights: Any, x: Tensor) -> Any:
         return layer.apply(weights, x, cfg, segments=segments, sh=Sharding.on(axes))
@@ -84,4 +102,6 @@ def specs(name: str, mesh: Mesh, *, packed: bool) -> tuple[tuple[Any, ...], Any]
     rows = ("dp", "fsdp")
     tokens: Any = P(rows, ("cp", "tp"))
     kl: Any = P()
-    return (weights, tokens, P(rows, "cp"))[: 2 + packed], tokens if layer is mla else dsa.DsaOut(tokens, kl)
+    return (weights, tokens, P(rows, "cp"))[: 2 + packed], tokens if layer is mla else dsa.DsaOut(
+        tokens, kl
+    )

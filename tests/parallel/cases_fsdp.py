@@ -84,7 +84,9 @@ _noted.defvjp(_noted_fwd, _noted_bwd)
 
 
 def step(i: int, axes: MeshAxes, w: Any, carry: Any, shared: Any, own: Any) -> tuple[Any, Any]:
-    """Tensor-parallel layer ``i`` on a state that freezes a block at every other layer; chooses some features."""
+    """Tensor-parallel layer ``i`` on a state that freezes a block at every other layer; chooses
+    some features.
+    """
     x = _noted(carry["x"], str(i))
     chosen = decision("half", lambda x: x.abs() > x.abs().mean(-1, keepdim=True), x)
     read = x * chosen + sum(carry["blocks"], torch.zeros_like(x)) * shared["mix"]
@@ -94,7 +96,13 @@ def step(i: int, axes: MeshAxes, w: Any, carry: Any, shared: Any, own: Any) -> t
 
 
 def chain(
-    axes: MeshAxes, layers: list[dict[str, Tensor]], x: Tensor, mix: Tensor, *, mode: str = "scan", places: Any = None
+    axes: MeshAxes,
+    layers: list[dict[str, Tensor]],
+    x: Tensor,
+    mix: Tensor,
+    *,
+    mode: str = "scan",
+    places: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """The last state, and a sum over tokens by row.
 
@@ -103,12 +111,16 @@ def chain(
         layers: its parts.
         x: its rows and tokens.
         mix: a weight that all layers share.
-        mode: scan, prefetch (a loop that gathers ahead) or plain (one that gathers each layer when it is used).
+        mode: scan, prefetch (a loop that gathers ahead) or plain (one that gathers each layer when
+            it is used).
         places: of the layers.
     """
     places = placed(axes, mesh_of(axes)) if places is None else places
     steps = [functools.partial(step, i, axes) for i in range(len(layers))]
-    carry, own = {"x": x, "blocks": ()}, [stop_gradient(x[0, 0]) * 0 + i for i in range(len(layers))]
+    carry, own = (
+        {"x": x, "blocks": ()},
+        [stop_gradient(x[0, 0]) * 0 + i for i in range(len(layers))],
+    )
     shared = {"mix": pvary(mix, axes.data), "count": torch.tensor(2)}
     if mode == "scan":
         carry, sums = scan(steps, places, layers, carry, shared, own)
@@ -126,18 +138,22 @@ def chain(
 plain = functools.partial(chain, mode="plain")
 
 
-def prefetched(axes: MeshAxes, layers: list[dict[str, Tensor]], x: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
+def prefetched(
+    axes: MeshAxes, layers: list[dict[str, Tensor]], x: Tensor, mix: Tensor
+) -> tuple[Tensor, Tensor]:
     return chain(axes, layers, x, mix, mode="prefetch")
 
 
-# -------------------------------------------------------------------------------------------------- a training step
+# ---------------------------------------------------------------------------------- a training step
 def loss_of(axes: MeshAxes, layers: Any, x: Tensor, places: Any, mode: str = "scan") -> Tensor:
     """This rank's part of the loss, a plain sum."""
     y, sums = chain(axes, layers, x, torch.tensor(0.4, dtype=x.dtype), mode=mode, places=places)
     return y.square().sum() + pvary(sums, axes.cp).sum() / axis_size(axes.cp)
 
 
-def gradients(axes: MeshAxes, layers: Any, x: Tensor, micro: int, **dtypes: Any) -> tuple[Tensor, Any, Tensor]:
+def gradients(
+    axes: MeshAxes, layers: Any, x: Tensor, micro: int, **dtypes: Any
+) -> tuple[Tensor, Any, Tensor]:
     """Loss, gradients and their norm of a step of ``micro`` micro-batches."""
     places = placed(axes, mesh_of(axes), **dtypes)
     held, inner = fsdp.enter_step(layers, places), fsdp.gathers(places)
@@ -149,17 +165,21 @@ def gradients(axes: MeshAxes, layers: Any, x: Tensor, micro: int, **dtypes: Any)
     return psum(total, axes.data), sums, optim.global_norm(sums, placements=places)
 
 
-def gradients_on_rank(mesh: Mesh, layers: Any, x: Tensor, micro: int) -> tuple[list[Tensor], dict[str, Any]]:
+def gradients_on_rank(
+    mesh: Mesh, layers: Any, x: Tensor, micro: int
+) -> tuple[list[Tensor], dict[str, Any]]:
     axes, coordinate = axes_of_process(mesh)
     part = partition(SPECS, AxisRules(), mesh)
-    layers = tree.unflatten(tree.flatten(layers)[1], cut(tree.leaves(part), tree.leaves(layers), mesh, coordinate))
+    layers = tree.unflatten(
+        tree.flatten(layers)[1], cut(tree.leaves(part), tree.leaves(layers), mesh, coordinate)
+    )
     x = cut([ROWS], [x], mesh, coordinate)[0]
     with record_collectives() as record:
         total, sums, norm = gradients(axes, layers, x, micro)
     return [total, norm, *tree.leaves(sums)], {"psum": record.counts["psum"]}
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------- memory
 WIDE = [layer_specs(256, 64) for _ in range(8)]
 
 
@@ -168,10 +188,14 @@ def peak_on_rank(mode: str) -> tuple[list[Tensor], dict[str, Any]]:
     mesh = Mesh(fsdp=dist.get_world_size())
     axes, coordinate = axes_of_process(mesh)
     part = partition(WIDE, AxisRules(), mesh)
-    layers = params.init(WIDE, random.key(0), dtype=torch.float32, tile=tiles(WIDE, part, mesh, coordinate))
+    layers = params.init(
+        WIDE, random.key(0), dtype=torch.float32, tile=tiles(WIDE, part, mesh, coordinate)
+    )
     places, x = placed(axes, mesh, WIDE), torch.ones(1, 2, 64)
     state = optim.adamw(WIDE).init(layers)
     with live_bytes() as live:
         _, grads = value_and_grad(lambda w: loss_of(axes, w, x, places, mode))(layers)
     size = {"params": layers, "grads": grads, "state": (state.mu, state.nu)}
-    return [], {"peak": live.peak} | {k: sum(t.nbytes for t in tree.leaves(v)) for k, v in size.items()}
+    return [], {"peak": live.peak} | {
+        k: sum(t.nbytes for t in tree.leaves(v)) for k, v in size.items()
+    }

@@ -37,7 +37,9 @@ def rematerialised(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor) -> Ten
 
 
 def whole(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor, segments: Segments) -> Tensor:
-    """KDA with weights that each data rank holds whole: collectives are the layer's own, and one psum per weight."""
+    """KDA with weights that each data rank holds whole: collectives are the layer's own, and one
+    psum per weight.
+    """
     params = tree.map(lambda w: pvary(w, axes.data), params)
     return kda.apply(params, x, CFG, segments=segments, sh=Sharding.on(axes))
 

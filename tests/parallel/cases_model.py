@@ -1,4 +1,6 @@
-"""The model and its layers on one rank of a mesh: what the tests run on every backend, and spawned processes import."""
+"""The model and its layers on one rank of a mesh: what the tests run on every backend, and spawned
+processes import.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,11 @@ from k31fn.params import LowRank
 D, T, ROWS, VOCAB = 16, 16, 4, 20
 TOKENS = P(("dp", "fsdp"), ("cp", "tp"))  # of a layer's input and output
 SLICE = P(("dp", "fsdp"), "cp")  # of token ids, labels, segments
-# twice the rank is both head sizes: the two forms of MLA take equally many multiplications, so work can be compared
-ATTENTION = mla.Config(D, 4, q_lora_rank=8, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
+# twice the rank is both head sizes: the two forms of MLA take equally many multiplications, so work
+# can be compared
+ATTENTION = mla.Config(
+    D, 4, q_lora_rank=8, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4
+)
 CFG = model.Config(
     vocab_size=VOCAB,
     hidden_size=D,
@@ -91,8 +96,15 @@ TOWER = vision.Config(
 CONFIGS["mhc"] = dataclasses.replace(
     CFG, residual=mhc.Config(num_streams=2, iterations=3, init_std=0.5, init_scale=0.5)
 )
-CONFIGS["k31 vision"] = dataclasses.replace(CFG, vision=TOWER, projector=projector.Config(TOWER.output_size, D))
-PACKED = [[3, 7, 4], [1, 12], [16], [5, 6]]  # documents cross slices of 4 and of 8 tokens; rows end in padding
+CONFIGS["k31 vision"] = dataclasses.replace(
+    CFG, vision=TOWER, projector=projector.Config(TOWER.output_size, D)
+)
+PACKED = [
+    [3, 7, 4],
+    [1, 12],
+    [16],
+    [5, 6],
+]  # documents cross slices of 4 and of 8 tokens; rows end in padding
 
 
 def mesh_of(axes: MeshAxes) -> Mesh:
@@ -101,7 +113,9 @@ def mesh_of(axes: MeshAxes) -> Mesh:
 
 
 def shaken(specs: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """Parameters none of which is nearly absent or special, equal in float32 and float64 up to rounding."""
+    """Parameters none of which is nearly absent or special, equal in float32 and float64 up to
+    rounding.
+    """
     drawn = params.init(specs, random.key(3), dtype=torch.float32)
     leaves, structure = tree.flatten(drawn)
     keys = random.split(random.key(4), len(leaves))
@@ -109,16 +123,24 @@ def shaken(specs: Any, dtype: torch.dtype = torch.float64) -> Any:
     return tree.map(lambda w: w.to(dtype), tree.unflatten(structure, moved))
 
 
-# --------------------------------------------------------------------------------------------------- the whole model
+# ---------------------------------------------------------------------------------- the whole model
 def batch(cfg: model.Config = CFG) -> model.Batch:
-    tokens, packing = random.bits(random.key(5), (ROWS, T)) % cfg.vocab_size, segments.from_lengths(PACKED, T)
+    tokens, packing = (
+        random.bits(random.key(5), (ROWS, T)) % cfg.vocab_size,
+        segments.from_lengths(PACKED, T),
+    )
     if isinstance(cfg.vision, tuple):
         return model.make_batch(tokens, packing, vocab_size=cfg.vocab_size)
     tokens, images = with_images(tokens, cfg.vision)
     return model.make_batch(tokens, packing, vocab_size=cfg.vocab_size, images=images)
 
 
-GRIDS = [[(1, 2, 6), (1, 2, 2)], [(1, 6, 4)], [], []]  # the second row's lies on both halves; the others have none
+GRIDS = [
+    [(1, 2, 6), (1, 2, 2)],
+    [(1, 6, 4)],
+    [],
+    [],
+]  # the second row's lies on both halves; the others have none
 PLACES = [[4, 5, 6, 11], [2, 3, 4, 5, 6, 7], [], []]  # of their placeholders
 MEDIA, PATCHES = VOCAB - 1, 32
 
@@ -145,7 +167,9 @@ def biases(cfg: model.Config, device: torch.device | str | None = None) -> balan
 
 
 class Step(NamedTuple):
-    """The loss of all ranks and its parts, and the gradient of each parameter as the ranks hold it."""
+    """The loss of all ranks and its parts, and the gradient of each parameter as the ranks hold
+    it.
+    """
 
     loss: Any
     parts: Any
@@ -167,13 +191,17 @@ def step(
     state = biases(cfg, rows.tokens.device)
 
     def loss(weights: model.Params[Tensor]) -> tuple[Tensor, model.Losses]:
-        return model.loss(weights, rows, cfg, balance=state, remat=remat, placements=places, sh=Sharding.on(axes))
+        return model.loss(
+            weights, rows, cfg, balance=state, remat=remat, placements=places, sh=Sharding.on(axes)
+        )
 
     (total, parts), grads = value_and_grad(loss, has_aux=True)(weights)
     return Step(psum(total, axes.data), tree.map(lambda x: psum(x, axes.data), parts), grads)
 
 
-def step_on_rank(mesh: Mesh, name: str, remat: model.Remat, double: bool) -> tuple[list[Tensor], dict[str, Any]]:
+def step_on_rank(
+    mesh: Mesh, name: str, remat: model.Remat, double: bool
+) -> tuple[list[Tensor], dict[str, Any]]:
     """:func:`step` on a process, which cuts its tiles out of arguments it makes itself."""
     axes, coordinate = axes_of_process(mesh)
     cfg, dtype = CONFIGS[name], torch.float64 if double else torch.float32
@@ -186,7 +214,7 @@ def step_on_rank(mesh: Mesh, name: str, remat: model.Remat, double: bool) -> tup
         return tree.leaves(step(axes, *local, name=name, remat=remat)), {}
 
 
-# -------------------------------------------------------------------------------------------------- one layer at a time
+# ------------------------------------------------------------------------------ one layer at a time
 WHOLE = AxisRules(spread=(), expert_spread=())
 EMBEDDING = embedding.Config(VOCAB, D)
 ROUTER = router.Config(D, num_experts=6, top_k=2)
@@ -203,9 +231,13 @@ def look_up(axes: MeshAxes, table: embedding.Params[Tensor], tokens: Tensor) -> 
     return embedding.apply(vary(axes, table), tokens, EMBEDDING, sh=Sharding.on(axes))
 
 
-def cross_entropy(axes: MeshAxes, hidden: Tensor, head: Any, labels: Tensor, *, logits_bytes: int = 2**20) -> Tensor:
+def cross_entropy(
+    axes: MeshAxes, hidden: Tensor, head: Any, labels: Tensor, *, logits_bytes: int = 2**20
+) -> Tensor:
     sh, head = Sharding.on(axes), vary(axes, head)
-    if isinstance(head, LowRank):  # its first factor is whole on every rank, as k31fn.parallel.fsdp knows of specs
+    if isinstance(
+        head, LowRank
+    ):  # its first factor is whole on every rank, as k31fn.parallel.fsdp knows of specs
         head = dataclasses.replace(head, a=pvary(head.a, axes.tp))
     out = losses.linear_cross_entropy(hidden, head, labels, sh=sh, logits_bytes=logits_bytes)
     return psum(torch.stack([out.total, out.num_tokens.to(out.total.dtype)]), axes.data)
@@ -213,11 +245,17 @@ def cross_entropy(axes: MeshAxes, hidden: Tensor, head: Any, labels: Tensor, *, 
 
 def cross_entropy_in_pieces(axes: MeshAxes, hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
     """Of three columns."""
-    return cross_entropy(axes, hidden, head, labels, logits_bytes=3 * labels.numel() * hidden.element_size())
+    return cross_entropy(
+        axes, hidden, head, labels, logits_bytes=3 * labels.numel() * hidden.element_size()
+    )
 
 
-def replicated_cross_entropy(axes: MeshAxes, hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    """Equal values and gradients, without any work split: every rank computes all logits of all tokens."""
+def replicated_cross_entropy(
+    axes: MeshAxes, hidden: Tensor, head: Tensor, labels: Tensor
+) -> Tensor:
+    """Equal values and gradients, without any work split: every rank computes all logits of all
+    tokens.
+    """
     whole, w = all_gather_invariant(hidden, axes.tp, 1), all_gather_invariant(head, axes.tp, 1)
     return cross_entropy(Mesh().axes(), whole, w, labels)
 
@@ -229,7 +267,9 @@ def normed(axes: MeshAxes, weights: norm.Params[Tensor], x: Tensor) -> Tensor:
 def routed(
     axes: MeshAxes, weights: router.Params[Tensor], x: Tensor, packing: segments.Segments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights and choices of this rank's tokens, without those of padding, and what all ranks count."""
+    """Weights and choices of this rank's tokens, without those of padding, and what all ranks
+    count.
+    """
     sh, bias = Sharding.on(axes), torch.linspace(-0.1, 0.1, ROUTER.num_experts)
     out = router.apply(vary(axes, weights), x, ROUTER, bias=bias, segments=packing, sh=sh)
     chosen = torch.where(pslice(packing.ids, sh.sequence, 1)[..., None] > 0, out.topk_idx, -1)
@@ -237,11 +277,15 @@ def routed(
 
 
 def residuals(axes: MeshAxes, weights: Any, x: Tensor) -> Tensor:
-    """Two layers of two sublayers each in one block, a third that opens another, and the final mix."""
+    """Two layers of two sublayers each in one block, a third that opens another, and the final
+    mix.
+    """
     weights, sh = vary(axes, weights), Sharding.on(axes)
     carry = attn_res.start(x, RESIDUAL)
     for i, mix in enumerate(weights[:-1]):
-        carry, _ = attn_res.connect(mix, carry, RESIDUAL, lambda h: (h.tanh(), ()), opens_block=i % 4 == 0, sh=sh)
+        carry, _ = attn_res.connect(
+            mix, carry, RESIDUAL, lambda h: (h.tanh(), ()), opens_block=i % 4 == 0, sh=sh
+        )
     return attn_res.finish(weights[-1], carry, RESIDUAL, sh=sh)
 
 
@@ -254,7 +298,9 @@ def predicted(
     packing: segments.Segments,
 ) -> Tensor:
     weights, table = vary(axes, (weights, table))
-    return mtp.apply(weights, h, tokens, MTP, embed=table, segments=packing, sh=Sharding.on(axes)).hidden
+    return mtp.apply(
+        weights, h, tokens, MTP, embed=table, segments=packing, sh=Sharding.on(axes)
+    ).hidden
 
 
 def second_labels(axes: MeshAxes, labels: Tensor) -> Tensor:

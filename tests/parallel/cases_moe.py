@@ -29,10 +29,18 @@ from k31fn.parallel import (
     wait,
 )
 from k31fn.parallel.collectives import axis_size
-from k31fn.parallel.expert import Exchange, finish_combine, plan_exchange, start_combine, start_dispatch
+from k31fn.parallel.expert import (
+    Exchange,
+    finish_combine,
+    plan_exchange,
+    start_combine,
+    start_dispatch,
+)
 from k31fn.segments import Segments
 
-CFG = latent_moe.Config(hidden_size=8, latent_size=8, expert_size=8, shared_size=8, num_experts=8, top_k=2)
+CFG = latent_moe.Config(
+    hidden_size=8, latent_size=8, expert_size=8, shared_size=8, num_experts=8, top_k=2
+)
 WHOLE = AxisRules(spread=(), expert_spread=())
 TOKENS = P(("dp", "fsdp"), ("cp", "tp"))
 
@@ -45,7 +53,9 @@ def mesh_of(axes: MeshAxes) -> Mesh:
 def placed(axes: MeshAxes, weights: Any, rules: AxisRules = WHOLE) -> Any:
     """The weights as the model hands them to a layer."""
     specs = latent_moe.specs(CFG)
-    return fsdp.gather(weights, fsdp.placements(specs, partition(specs, rules, mesh_of(axes)), axes))
+    return fsdp.gather(
+        weights, fsdp.placements(specs, partition(specs, rules, mesh_of(axes)), axes)
+    )
 
 
 def moe(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -54,7 +64,9 @@ def moe(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor) -> Tensor:
 
 def spread_moe(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor) -> Tensor:
     """With the weights spread over the data axes too."""
-    return latent_moe.apply(placed(axes, weights, AxisRules()), x, CFG, bias=bias, sh=Sharding.on(axes)).y
+    return latent_moe.apply(
+        placed(axes, weights, AxisRules()), x, CFG, bias=bias, sh=Sharding.on(axes)
+    ).y
 
 
 def counted_moe(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,18 +96,24 @@ def padded_moe(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor, segments: 
 
 
 def moe_with_other_leaves(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor) -> Tensor:
-    """Weights that hold quantised or low-rank experts; floating ones vary over the data axes where they are whole."""
+    """Weights that hold quantised or low-rank experts; floating ones vary over the data axes where
+    they are whole.
+    """
 
     def vary(path: str, w: Tensor) -> Tensor:
         return pvary(w, axes.view("dp", "efsdp") if path.startswith("experts") else axes.data)
 
-    return latent_moe.apply(tree.map_with_path(vary, weights), x, CFG, bias=bias, sh=Sharding.on(axes)).y
+    return latent_moe.apply(
+        tree.map_with_path(vary, weights), x, CFG, bias=bias, sh=Sharding.on(axes)
+    ).y
 
 
 def moe_with_all_experts(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor) -> Tensor:
     """Every rank gets all experts and computes its own tokens."""
     weights = placed(axes, weights)
-    whole = dataclasses.replace(weights, experts=tree.map(lambda w: all_gather(w, axes.ep), weights.experts))
+    whole = dataclasses.replace(
+        weights, experts=tree.map(lambda w: all_gather(w, axes.ep), weights.experts)
+    )
     return latent_moe.apply(whole, x, CFG, bias=bias).y
 
 
@@ -109,18 +127,26 @@ def moe_of_all_tokens(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor) -> 
 def arguments(batch: int = 4, length: int = 8) -> tuple[Any, Tensor, Tensor]:
     """Weights of order one, tokens and a bias that prefers some experts."""
     weights = params.init(latent_moe.specs(CFG), random.key(3), dtype=torch.float64)
-    weights = tree.map(lambda w: 25 * w if w.ndim > 1 else w + 0.1 * torch.linspace(-1, 1, len(w)), weights)
+    weights = tree.map(
+        lambda w: 25 * w if w.ndim > 1 else w + 0.1 * torch.linspace(-1, 1, len(w)), weights
+    )
     x = random.normal(random.key(4), (batch, length, CFG.hidden_size)).double()
     return weights, x, 0.1 * random.normal(random.key(5), (CFG.num_experts,)).float()
 
 
-# ------------------------------------------------------------------------------------------------------- the exchange
+# ------------------------------------------------------------------------------------- the exchange
 def exchanged(axes: MeshAxes, rows: Tensor, sizes: Tensor, w: Tensor) -> Tensor:
-    """Each rank's rows, sorted by expert, times the matrix of their expert, on the rank that has it."""
+    """Each rank's rows, sorted by expert, times the matrix of their expert, on the rank that has
+    it.
+    """
     exchange = decision("exchange", plan_exchange, sizes[0], axes.ep, rows.shape[1])
     assert isinstance(exchange, Exchange)
-    came = permute(wait(start_dispatch(rows[0], exchange, axes.ep)), exchange.order, exchange.inverse)
-    y = permute(grouped_matmul(came, pvary(w, axes.efsdp), exchange.sizes), exchange.inverse, exchange.order)
+    came = permute(
+        wait(start_dispatch(rows[0], exchange, axes.ep)), exchange.order, exchange.inverse
+    )
+    y = permute(
+        grouped_matmul(came, pvary(w, axes.efsdp), exchange.sizes), exchange.inverse, exchange.order
+    )
     return finish_combine(start_combine(y, exchange, axes.ep), exchange, axes.ep)[None]
 
 
@@ -131,5 +157,8 @@ def exchanged_twice(axes: MeshAxes, rows: Tensor, sizes: Tensor, w: Tensor) -> T
 
 def by_hand(axes: MeshAxes, rows: Tensor, sizes: Tensor, w: Tensor) -> Tensor:
     """The same on one device, a rank and an expert at a time."""
-    parts = [[x @ m for x, m in zip(r.split(n.tolist()), w, strict=True)] for r, n in zip(rows, sizes, strict=True)]
+    parts = [
+        [x @ m for x, m in zip(r.split(n.tolist()), w, strict=True)]
+        for r, n in zip(rows, sizes, strict=True)
+    ]
     return torch.stack([torch.cat(p) for p in parts])

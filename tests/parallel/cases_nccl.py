@@ -21,8 +21,12 @@ def gradients(axes: MeshAxes, made: config.Recipe, device: torch.device) -> dict
     return {"loss": sums.total, **dict(tree.flatten_with_paths(grads))}
 
 
-def on_rank(made: config.Recipe, device: str, grouped_matmul: str) -> tuple[list[Tensor], dict[str, Any]]:
-    """:func:`gradients` on a process, by one implementation of the experts' product, and which ones ran."""
+def on_rank(
+    made: config.Recipe, device: str, grouped_matmul: str
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """:func:`gradients` on a process, by one implementation of the experts' product, and which ones
+    ran.
+    """
     axes, _ = axes_of_process(made.mesh)
     with use_impl(grouped_matmul=grouped_matmul), record_impls() as ran:
         found = gradients(axes, made, torch.device(device))

@@ -13,8 +13,12 @@ from k31fn.parallel.tiling import cut
 from k31fn.params import Constant, Normal, ParamSpec
 
 
-def _matrix(*shape: int, axes: tuple[str, ...], tags: tuple[str, ...] = (), head_dim: int = 0) -> ParamSpec:
-    return ParamSpec(shape, axes, Normal(0.5), torch.bfloat16, frozenset({"matrix", *tags}), head_dim)
+def _matrix(
+    *shape: int, axes: tuple[str, ...], tags: tuple[str, ...] = (), head_dim: int = 0
+) -> ParamSpec:
+    return ParamSpec(
+        shape, axes, Normal(0.5), torch.bfloat16, frozenset({"matrix", *tags}), head_dim
+    )
 
 
 SPECS = {
@@ -59,7 +63,9 @@ def three_steps(axes: MeshAxes, mesh: Mesh, kind: str, w: Any, *grads: Any) -> S
         clipped, norm = optim.clip_by_global_norm(g, 1.0, specs=SPECS, placements=places)
         w, state = transform.update(clipped, state, w, lr=0.1, skip=optim.non_finite(norm))
     remembered = [state.mu] if kind == "adamw" else [state[0].momentum, state[1].nu]
-    shapes = {path: x.shape for part in remembered for path, x in part.items() if isinstance(x, Tensor)}
+    shapes = {
+        path: x.shape for part in remembered for path, x in part.items() if isinstance(x, Tensor)
+    }
     assert shapes.keys() == SPECS.keys()
     return Steps(w, shapes, norm)
 

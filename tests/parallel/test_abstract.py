@@ -56,7 +56,9 @@ def test_a_layer_with_fsdp_tp_and_prefetch():
     with record_collectives() as real:
         each_rank(both, MESH, lambda _: (w, x))
     with record_collectives() as alone:
-        (g,) = vjp(lambda w: step(abstract_axes(MESH), w, x.to("meta")), w.to("meta"))[1](torch.ones((), device="meta"))
+        (g,) = vjp(lambda w: step(abstract_axes(MESH), w, x.to("meta")), w.to("meta"))[1](
+            torch.ones((), device="meta")
+        )
     assert (g.shape, g.dtype) == (w.shape, w.dtype)
     assert alone.events == real.events
     assert alone.nbytes["all_gather"] == 4 * 6 * 2
@@ -64,9 +66,14 @@ def test_a_layer_with_fsdp_tp_and_prefetch():
 
 def test_sizes_that_differ_by_rank():
     axes = abstract_axes(MESH, MESH.coordinate(5)).tp
-    assert ragged_all_to_all(torch.empty(5, 3, device="meta"), axes, [2, 3], [4, 7]).shape == (11, 3)
+    assert ragged_all_to_all(torch.empty(5, 3, device="meta"), axes, [2, 3], [4, 7]).shape == (
+        11,
+        3,
+    )
 
 
 def test_values_are_refused():
-    with pytest.raises(ValueError, match="psum_scatter on an abstract mesh of a tensor on cpu: only meta tensors"):
+    with pytest.raises(
+        ValueError, match="psum_scatter on an abstract mesh of a tensor on cpu: only meta tensors"
+    ):
         psum_scatter(torch.ones(4), abstract_axes(MESH).tp)

@@ -47,7 +47,9 @@ MESHES = {
 
 
 def numpy_collective(op: str, xs: list[np.ndarray]) -> list[np.ndarray]:
-    """What each rank gets, from what each holds; one array where the operand or the result is equal on all."""
+    """What each rank gets, from what each holds; one array where the operand or the result is equal
+    on all.
+    """
     n = len(xs)
     match op:
         case "psum":
@@ -70,8 +72,12 @@ def from_invariant(op: str, x: np.ndarray, n: int) -> list[np.ndarray]:
     return [x] * n if op == "pvary" else np.split(x, n, 0)
 
 
-def matrix(op: str, mesh: Mesh, over: list[str]) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
-    """The collective on the stacked arrays of all ranks, as a matrix, and the shapes that it maps."""
+def matrix(
+    op: str, mesh: Mesh, over: list[str]
+) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
+    """The collective on the stacked arrays of all ranks, as a matrix, and the shapes that it
+    maps.
+    """
     axes = mesh.axes()
     n = math.prod(a.size for a in axes.view(*over))
     others = mesh.world_size // n
@@ -84,7 +90,11 @@ def matrix(op: str, mesh: Mesh, over: list[str]) -> tuple[np.ndarray, tuple[int,
     def apply(x: np.ndarray) -> np.ndarray:
         out: dict[int, np.ndarray] = {}
         for g, ranks in enumerate(groups.values()):
-            ys = from_invariant(op, x[g], n) if operand == "I" else numpy_collective(op, [x[r] for r in ranks])
+            ys = (
+                from_invariant(op, x[g], n)
+                if operand == "I"
+                else numpy_collective(op, [x[r] for r in ranks])
+            )
             out.update({g: ys[0]} if result == "I" else dict(zip(ranks, ys, strict=True)))
         return np.stack([out[i] for i in sorted(out)])
 
@@ -105,7 +115,9 @@ def expected(op: str, mesh: Mesh, over: list[str], seed: int):
         2 * v * back,
         (A @ (2 * x * v).ravel()).reshape(shape_out),
     )
-    return [torch.from_numpy(a) for a in (x, ct, v)], [torch.from_numpy(np.ascontiguousarray(a)) for a in results]
+    return [torch.from_numpy(a) for a in (x, ct, v)], [
+        torch.from_numpy(np.ascontiguousarray(a)) for a in results
+    ]
 
 
 def specs_of(op: str, mesh: Mesh, over: list[str]) -> tuple[P, P]:
@@ -137,7 +149,9 @@ def test_value_gradient_and_second_derivatives(op: str, mesh_name: str, backend)
     with check_invariance():
         got = run(*arrays)
     for y, e in zip(got, results, strict=True):
-        torch.testing.assert_close(y, e, rtol=1e-12, atol=1e-12)  # sums of at most 8 float64 numbers
+        torch.testing.assert_close(
+            y, e, rtol=1e-12, atol=1e-12
+        )  # sums of at most 8 float64 numbers
 
 
 @pytest.mark.parametrize("op", cases.COLLECTIVES)
@@ -176,10 +190,18 @@ def test_under_an_unrelated_vmap_inside_and_outside(op: str):
         return collective(x[0], axes.view(*over))[None]
 
     one_by_one = torch.stack([shard_map(f, mesh, (i,), o)(x) for x in samples])
-    torch.testing.assert_close(vmap(shard_map(f, mesh, (i,), o))(samples), one_by_one, rtol=0, atol=0)
+    torch.testing.assert_close(
+        vmap(shard_map(f, mesh, (i,), o))(samples), one_by_one, rtol=0, atol=0
+    )
     inner = P((), *i.dims), P((), *o.dims)
     for backend in ("simulated", "threads"):
-        within = shard_map(lambda axes, xs: vmap(lambda x: f(axes, x))(xs), mesh, inner[:1], inner[1], backend=backend)
+        within = shard_map(
+            lambda axes, xs: vmap(lambda x: f(axes, x))(xs),
+            mesh,
+            inner[:1],
+            inner[1],
+            backend=backend,
+        )
         torch.testing.assert_close(within(samples), one_by_one, rtol=0, atol=0)
 
 
@@ -201,7 +223,9 @@ def test_json_values_and_pmax_on_processes(two_ranks: Ranks):
 
 
 def test_json_values_between_threads():
-    heard = each_rank(lambda axes, me: exchange_json(["ü" * me, me], axes.tp), Mesh(tp=3), lambda c: (c["tp"],))
+    heard = each_rank(
+        lambda axes, me: exchange_json(["ü" * me, me], axes.tp), Mesh(tp=3), lambda c: (c["tp"],)
+    )
     assert heard == [[["", 0], ["ü", 1], ["üü", 2]]] * 3
 
 
@@ -211,7 +235,11 @@ def test_pmax_has_no_gradient_and_axis_index_counts_row_major():
 
     def f(axes, x):
         both = axes.view("fsdp", "tp")
-        return pmax(x[0], both), axis_index(both)[None], grad(lambda x: pmax(x, both).sum() + x.sum())(x)
+        return (
+            pmax(x[0], both),
+            axis_index(both)[None],
+            grad(lambda x: pmax(x, both).sum() + x.sum())(x),
+        )
 
     for backend in ("simulated", "threads"):
         spec = P(("fsdp", "tp"))
@@ -225,13 +253,17 @@ def test_a_tuple_of_axes_means_the_order_of_the_mesh_however_it_is_written(backe
         return all_gather_invariant(x, axes.tp + axes.fsdp), axis_index(axes.tp + axes.fsdp)[None]
 
     spec = P(("fsdp", "tp"))
-    y, index = shard_map(f, Mesh(fsdp=2, tp=2), (spec,), (P(), spec), backend=backend)(torch.arange(4.0))
+    y, index = shard_map(f, Mesh(fsdp=2, tp=2), (spec,), (P(), spec), backend=backend)(
+        torch.arange(4.0)
+    )
     assert (y.tolist(), index.tolist()) == ([0.0, 1.0, 2.0, 3.0], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("backend", ["simulated", "threads"])
 def test_gather_travels_in_dtype_and_its_gradient_is_summed_in_grad_dtype(backend):
-    """bf16 cotangents 1 + 2^-8 would each round to 1 with bf16 sums; in fp32 nothing is lost but their own rounding."""
+    """bf16 cotangents 1 + 2^-8 would each round to 1 with bf16 sums; in fp32 nothing is lost but
+    their own rounding.
+    """
     w = torch.tensor([1.0, 1.001, 3.0, 4.0])
     scale = torch.tensor([256.0, 1.0, 1.0, 1.0])[:, None]
 
@@ -273,7 +305,10 @@ def test_over_one_rank_with_arguments():
     [
         (lambda a: psum_scatter(torch.ones(3), a), r"2 ranks do not divide dimension 0 of \[3\]"),
         (lambda a: all_gather(torch.ones(()), a), "dim=0 of a tensor of 0 dimensions"),
-        (lambda a: ppermute(torch.ones(1), a, [(0, 1), (1, 1)]), "each rank is source and target at most once"),
+        (
+            lambda a: ppermute(torch.ones(1), a, [(0, 1), (1, 1)]),
+            "each rank is source and target at most once",
+        ),
         (lambda a: ppermute(torch.ones(1), a, [(0, 2)]), "over 2 ranks"),
         (lambda a: ragged_all_to_all(torch.ones(2), a, [1, 2], [1, 1]), "send adds up to the rows"),
         (lambda a: psum(torch.ones(1), (*a, *a)), "named twice"),
@@ -282,18 +317,29 @@ def test_over_one_rank_with_arguments():
 def test_a_wrong_call_is_refused(call, message: str):
     for backend in ("simulated", "threads"):
         with pytest.raises(ValueError, match=message):
-            shard_map(lambda axes: (call(axes.tp), torch.ones(1))[1], Mesh(tp=2), (), P(), backend=backend)()
+            shard_map(
+                lambda axes: (call(axes.tp), torch.ones(1))[1], Mesh(tp=2), (), P(), backend=backend
+            )()
 
 
 def test_the_simulated_mesh_has_no_ragged_exchange():
-    with pytest.raises(ValueError, match="sizes differ by rank; use a padded all_to_all, or backend threads"):
-        shard_map(lambda axes, x: ragged_all_to_all(x, axes.tp, [1, 1], [1, 1]), Mesh(tp=2), (P("tp"),), P("tp"))(
-            torch.ones(4)
-        )
+    with pytest.raises(
+        ValueError, match="sizes differ by rank; use a padded all_to_all, or backend threads"
+    ):
+        shard_map(
+            lambda axes, x: ragged_all_to_all(x, axes.tp, [1, 1], [1, 1]),
+            Mesh(tp=2),
+            (P("tp"),),
+            P("tp"),
+        )(torch.ones(4))
 
 
 def test_sums_are_in_the_order_of_ranks_on_both_backends():
-    x = torch.tensor([1e16, 1.0, -1e16, 1.0], dtype=torch.float64).repeat_interleave(5).reshape(4, 5)
+    x = (
+        torch.tensor([1e16, 1.0, -1e16, 1.0], dtype=torch.float64)
+        .repeat_interleave(5)
+        .reshape(4, 5)
+    )
     results = [
         shard_map(lambda axes, x: psum(x, axes.fsdp), Mesh(fsdp=4), (P("fsdp"),), P(), backend=b)(x)
         for b, _ in itertools.product(("simulated", "threads"), range(3))

@@ -28,7 +28,10 @@ def test_one_document_per_row_in_slices(backend):
         own = whole_slice(x.shape[0], x.shape[1], axes.cp)
         return torch.stack([own.ids, own.position], dim=-1) + 0 * x[..., None]
 
-    found, expected = on_slices(f, torch.zeros(B, 16, dtype=torch.int64), backend=backend), whole(B, 16)
+    found, expected = (
+        on_slices(f, torch.zeros(B, 16, dtype=torch.int64), backend=backend),
+        whole(B, 16),
+    )
     assert torch.equal(found, torch.stack([expected.ids, expected.position], dim=-1))
 
 
@@ -44,19 +47,27 @@ def test_the_halo_is_what_the_document_has_before_the_slice(count):
         for rank in range(4):
             for d in range(1, count + 1):
                 t = 4 * rank
-                same = t - d >= 0 and PACKED.ids[row, t] > 0 and PACKED.ids[row, t - d] == PACKED.ids[row, t]
+                same = (
+                    t - d >= 0
+                    and PACKED.ids[row, t] > 0
+                    and PACKED.ids[row, t - d] == PACKED.ids[row, t]
+                )
                 assert torch.equal(found[row, rank, -d], x[row, t - d] if same else torch.zeros(5))
 
 
 def folded(states: Tensor, transitions: Tensor) -> Tensor:
-    """The state before each slice ``[B n H K V]``: document by document from its first token's rank, in a loop."""
+    """The state before each slice ``[B n H K V]``: document by document from its first token's
+    rank, in a loop.
+    """
     rows = []
     for row in range(B):
         before = []
         for rank in range(4):
             position = int(PACKED.position[row, 4 * rank])
             state = torch.zeros_like(states[row, 0])
-            first = rank - -(-position // 4)  # the rank on which this document begins, and then goes on to the end
+            first = rank - -(
+                -position // 4
+            )  # the rank on which this document begins, and then goes on to the end
             for j in range(first, rank):
                 state = states[row, j] + (transitions[row, j] @ state if j > first else 0)
             before.append(state)
@@ -71,7 +82,9 @@ def pairs() -> tuple[Tensor, Tensor]:
 
 
 def relayed(states: Tensor, transitions: Tensor, backend: str = "simulated") -> Tensor:
-    """The transition of a slice in which another document begins is 0, as that of an operator is."""
+    """The transition of a slice in which another document begins is 0, as that of an operator
+    is.
+    """
     ids = PACKED.ids.unflatten(1, (4, 4))
     transitions = transitions * ((ids == ids[..., :1]) | (ids == 0)).all(-1)[..., None, None, None]
 
@@ -85,7 +98,9 @@ def relayed(states: Tensor, transitions: Tensor, backend: str = "simulated") -> 
 def test_the_relay_equals_the_loop_in_value_and_gradients(backend):
     args, ct = pairs(), torch.randn(B, 4, H, K, V, dtype=torch.float64)
     with record_collectives() as record:
-        value, grads = value_and_grad(lambda *args: (relayed(*args, backend=backend) * ct).sum(), (0, 1))(*args)
+        value, grads = value_and_grad(
+            lambda *args: (relayed(*args, backend=backend) * ct).sum(), (0, 1)
+        )(*args)
     expected, wanted = value_and_grad(lambda *args: (folded(*args) * ct).sum(), (0, 1))(*args)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     for g, w in zip(grads, wanted, strict=True):
@@ -110,5 +125,12 @@ def test_second_derivatives_of_the_relay():
 
 
 def test_a_slice_that_the_halo_leaves_is_refused():
-    with pytest.raises(ValueError, match=r"mesh.cp=4: a slice of 4 tokens is shorter than the 5 .* at least 20 tokens"):
-        on_slices(lambda axes, x, p: left_halo(x[:, -5:], 5, p, axes.cp), torch.randn(B, 16, 2), PACKED.position)
+    with pytest.raises(
+        ValueError,
+        match=r"mesh.cp=4: a slice of 4 tokens is shorter than the 5 .* at least 20 tokens",
+    ):
+        on_slices(
+            lambda axes, x, p: left_halo(x[:, -5:], 5, p, axes.cp),
+            torch.randn(B, 16, 2),
+            PACKED.position,
+        )

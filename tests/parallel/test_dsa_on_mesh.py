@@ -1,4 +1,6 @@
-"""Gated MLA and Gated DSA on meshes: values, gradients, what travels, and how much work a rank does."""
+"""Gated MLA and Gated DSA on meshes: values, gradients, what travels, and how much work a rank
+does.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,18 @@ from k31fn.testing import Ranks, assert_close_trees, assert_sharded_equals_dense
 from tests.parallel import cases_dsa as cases
 from tests.parallel.cases_dsa import CASES, PACKED, B, T, arguments, specs
 
-MESHES = [Mesh(tp=2), Mesh(tp=4, ep=2), Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(fsdp=2, cp=2)]
+MESHES = [
+    Mesh(tp=2),
+    Mesh(tp=4, ep=2),
+    Mesh(cp=2),
+    Mesh(cp=4),
+    Mesh(cp=2, tp=2),
+    Mesh(fsdp=2, cp=2),
+]
 IN_ONE_PROCESS = ("simulated", "threads")
-OVER_TP = {  # value and gradients: latents of keys and queries and x, the output and its gradient; DSA's sets, teacher
+# value and gradients: latents of keys and queries and x, the output and its gradient; DSA's sets,
+# teacher
+OVER_TP = {
     "mla": {"all_gather": 3 + 1, "psum_scatter": 1 + 3},
     "expanded mla": {"all_gather": 3 + 1, "psum_scatter": 1 + 3},
     "dsa": {"all_gather": 4 + 1, "psum_scatter": 2 + 3},
@@ -42,9 +53,11 @@ OVER_TP = {  # value and gradients: latents of keys and queries and x, the outpu
 
 
 def collectives(name: str, mesh: Mesh) -> dict[str, int]:
-    """What a rank issues for value and gradients: over cp alone just the latents, and the sums of gradients.
+    """What a rank issues for value and gradients: over cp alone just the latents, and the sums of
+    gradients.
 
-    One sum over the data axes for each weight, one over tp for each that is whole there, and that of the KL.
+    One sum over the data axes for each weight, one over tp for each that is whole there, and that
+    of the KL.
     """
     counts = OVER_TP[name] if mesh.tp > 1 else {"all_gather": 1, "psum_scatter": 1}
     weights, whole, kl = (8, 4, 0) if "mla" in name else (13, 9, 1)
@@ -54,12 +67,19 @@ def collectives(name: str, mesh: Mesh) -> dict[str, int]:
 def check(name: str, mesh: Mesh, rows: list[list[int]] | None = PACKED, **kwargs: Any) -> None:
     in_specs, out_specs = specs(name, mesh, packed=rows is not None)
     args = arguments(name, rows)
-    options = {"fn": CASES[name].fn, "collectives": collectives(name, mesh), "backends": IN_ONE_PROCESS, **kwargs}
+    options = {
+        "fn": CASES[name].fn,
+        "collectives": collectives(name, mesh),
+        "backends": IN_ONE_PROCESS,
+        **kwargs,
+    }
     fn = options.pop("fn")
-    assert_sharded_equals_dense(fn, args, in_specs, out_specs, mesh, rtol=1e-10, atol=1e-10, **options)
+    assert_sharded_equals_dense(
+        fn, args, in_specs, out_specs, mesh, rtol=1e-10, atol=1e-10, **options
+    )
 
 
-# ------------------------------------------------------------------------------------------------ value and gradients
+# ------------------------------------------------------------------------------ value and gradients
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_gradients_equal_one_device(name: str, mesh: Mesh):
@@ -99,8 +119,12 @@ def test_more_keys_than_anyone_sees(mesh: Mesh):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2, tp=2), Mesh(cp=4)], ids=str)
-def test_a_tile_of_the_warm_up_issues_one_collective_and_one_in_its_replay(monkeypatch: pytest.MonkeyPatch, mesh: Mesh):
-    monkeypatch.setattr(tiling, "TILE_QUERIES", 3)  # of the 8 or 4 tokens of a rank; the last tile is smaller
+def test_a_tile_of_the_warm_up_issues_one_collective_and_one_in_its_replay(
+    monkeypatch: pytest.MonkeyPatch, mesh: Mesh
+):
+    monkeypatch.setattr(
+        tiling, "TILE_QUERIES", 3
+    )  # of the 8 or 4 tokens of a rank; the last tile is smaller
     monkeypatch.setattr(tiling, "KEPT_ELEMENTS", 0)
     counts = collectives("warmup", mesh)
     if mesh.tp > 1:
@@ -123,7 +147,13 @@ def test_inside_remat(name: str):
     }
     once = collectives(name, mesh)
     with record_impls() as ran:
-        check(name, mesh, fn=f, dense=CASES[name].fn, collectives={k: once[k] + again[k] for k in once})
+        check(
+            name,
+            mesh,
+            fn=f,
+            dense=CASES[name].fn,
+            collectives={k: once[k] + again[k] for k in once},
+        )
     assert ran["index_topk", "reference"] == (0 if name != "dsa" else 2 + 1 + mesh.world_size)
 
 
@@ -147,15 +177,19 @@ def test_on_a_gpu(name: str, mesh: Mesh, backend: str):
     assert_close_trees(found[1], found[0], rtol=1e-10, atol=1e-10)
 
 
-# -------------------------------------------------------------------------------------------------------- what travels
+# ------------------------------------------------------------------------------------- what travels
 @pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2)], ids=str)
-@pytest.mark.parametrize(("name", "values"), [("mla", 4 + 2), ("dsa", 4 + 2 + 4), ("warmup", 4 + 2 + 4)])
+@pytest.mark.parametrize(
+    ("name", "values"), [("mla", 4 + 2), ("dsa", 4 + 2 + 4), ("warmup", 4 + 2 + 4)]
+)
 def test_only_latents_and_index_keys_cross_the_context(name: str, values: int, mesh: Mesh):
     """Forward, then the gradient of the tokens only: no weight is summed."""
 
     def both(axes: MeshAxes, weights: Any, x: Tensor, segments: Any) -> Any:
         layer, cfg, _ = CASES[name]
-        out, pull = vjp(lambda x: layer.apply(weights, x, cfg, segments=segments, sh=Sharding.on(axes)), x)
+        out, pull = vjp(
+            lambda x: layer.apply(weights, x, cfg, segments=segments, sh=Sharding.on(axes)), x
+        )
         return pull(tree.map(torch.ones_like, out))[0]
 
     in_specs, _ = specs(name, mesh, packed=True)
@@ -164,7 +198,10 @@ def test_only_latents_and_index_keys_cross_the_context(name: str, values: int, m
         shard_map(both, mesh, in_specs, tokens, backend="threads")(*arguments(name, PACKED))
     crossing = [e for e in record.events if e.what == "issue" and "cp" in e.axes]
     own = B * T // mesh.world_size * values * 8
-    assert [(e.kind, e.nbytes) for e in crossing] == [("all_gather", own), ("psum_scatter", own * mesh.world_size)]
+    assert [(e.kind, e.nbytes) for e in crossing] == [
+        ("all_gather", own),
+        ("psum_scatter", own * mesh.world_size),
+    ]
 
 
 def test_values_per_token_at_the_published_size():
@@ -176,7 +213,9 @@ _WHERE: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("rank")
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=4), Mesh(cp=2, tp=2)], ids=str)
-def test_all_tensor_parallel_ranks_use_the_sets_of_one_device(monkeypatch: pytest.MonkeyPatch, mesh: Mesh):
+def test_all_tensor_parallel_ranks_use_the_sets_of_one_device(
+    monkeypatch: pytest.MonkeyPatch, mesh: Mesh
+):
     sets: dict[tuple[int, int], Tensor] = {}
     right = dsa.sparse_attention
 
@@ -191,13 +230,15 @@ def test_all_tensor_parallel_ranks_use_the_sets_of_one_device(monkeypatch: pytes
     monkeypatch.setattr(dsa, "sparse_attention", spy)
     f(Mesh().axes(), *arguments("dsa", PACKED))
     whole = sets.pop((0, 0))
-    shard_map(f, mesh, *specs("dsa", mesh, packed=True), backend="threads")(*arguments("dsa", PACKED))
+    shard_map(f, mesh, *specs("dsa", mesh, packed=True), backend="threads")(
+        *arguments("dsa", PACKED)
+    )
     assert len(sets) == mesh.world_size
     for (cp, _), found in sets.items():
         assert torch.equal(found, whole.chunk(mesh.cp, 1)[cp])
 
 
-# ----------------------------------------------------------------------------------------------------- planted errors
+# ----------------------------------------------------------------------------------- planted errors
 def caught(name: str, mesh: Mesh, backend: str, match: str, **kwargs: Any) -> None:
     with pytest.raises((AssertionError, ValueError), match=match):
         check(name, mesh, backends=(backend,), **kwargs)
@@ -209,7 +250,9 @@ WRONG = "against one device"
 
 @each_backend
 @pytest.mark.parametrize("name", ["mla", "dsa"])
-def test_positions_counted_from_the_slice_are_found(monkeypatch: pytest.MonkeyPatch, name: str, backend: str):
+def test_positions_counted_from_the_slice_are_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, backend: str
+):
     monkeypatch.setattr(mla, "axis_index", lambda axis: torch.zeros((), dtype=torch.int64))
     caught(name, Mesh(cp=2), backend, WRONG)
     caught(name, Mesh(cp=2), backend, WRONG, rows=None)
@@ -217,7 +260,9 @@ def test_positions_counted_from_the_slice_are_found(monkeypatch: pytest.MonkeyPa
 
 @each_backend
 @pytest.mark.parametrize("name", ["dsa", "warmup"])
-def test_documents_that_end_at_the_slice_are_found(monkeypatch: pytest.MonkeyPatch, name: str, backend: str):
+def test_documents_that_end_at_the_slice_are_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, backend: str
+):
     right = mla.visible_range
 
     def wrong(queries: Tensor, segments: Any, *, context: Any) -> tuple[Tensor, Tensor]:
@@ -231,7 +276,9 @@ def test_documents_that_end_at_the_slice_are_found(monkeypatch: pytest.MonkeyPat
 
 @each_backend
 @pytest.mark.parametrize("name", ["mla", "dsa"])
-def test_a_causal_mask_without_documents_is_found(monkeypatch: pytest.MonkeyPatch, name: str, backend: str):
+def test_a_causal_mask_without_documents_is_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, backend: str
+):
     right = mla.visible_range
 
     def wrong(queries: Tensor, segments: Any, *, context: Any) -> tuple[Tensor, Tensor]:
@@ -244,30 +291,42 @@ def test_a_causal_mask_without_documents_is_found(monkeypatch: pytest.MonkeyPatc
 
 @each_backend
 @pytest.mark.parametrize("name", ["dsa", "warmup"])
-def test_a_teacher_of_the_local_heads_is_found(monkeypatch: pytest.MonkeyPatch, name: str, backend: str):
+def test_a_teacher_of_the_local_heads_is_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, backend: str
+):
     def own_heads(x: Tensor, axis: Any, dim: int) -> Tensor:
         """This rank's part along ``dim``, as if its own heads were all."""
         n = axis_size(axis)
-        return n * torch.stack(x.chunk(n, dim)).index_select(0, axis_index(axis).reshape(1)).squeeze(0)
+        return n * torch.stack(x.chunk(n, dim)).index_select(
+            0, axis_index(axis).reshape(1)
+        ).squeeze(0)
 
     monkeypatch.setattr(dsa, "psum_scatter", own_heads)
     caught(name, Mesh(tp=2), backend, WRONG)
 
 
 @each_backend
-@pytest.mark.parametrize(("name", "module"), [("mla", mla), ("dsa", mla), ("dsa", indexer), ("warmup", indexer)])
-def test_a_forgotten_pvary_is_found(monkeypatch: pytest.MonkeyPatch, name: str, module: Any, backend: str):
+@pytest.mark.parametrize(
+    ("name", "module"), [("mla", mla), ("dsa", mla), ("dsa", indexer), ("warmup", indexer)]
+)
+def test_a_forgotten_pvary_is_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: Any, backend: str
+):
     monkeypatch.setattr(module, "pvary", lambda w, axis: w)
     caught(name, Mesh(tp=2), backend, "does not name 'tp'|varies over an axis")
 
 
 @each_backend
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2)], ids=str)
-def test_sets_of_the_own_keys_only_are_found(monkeypatch: pytest.MonkeyPatch, mesh: Mesh, backend: str):
+def test_sets_of_the_own_keys_only_are_found(
+    monkeypatch: pytest.MonkeyPatch, mesh: Mesh, backend: str
+):
     right = dsa._choose
 
     def wrong(index: indexer.IndexerOut, start: Tensor, stop: Tensor, cfg: dsa.Config) -> Tensor:
-        first = stop[:, :1] - 1 if stop.shape[1] < T else 0  # of one document per row; one device sees all its keys
+        first = (
+            stop[:, :1] - 1 if stop.shape[1] < T else 0
+        )  # of one document per row; one device sees all its keys
         return right(index, torch.zeros_like(start) + first, stop, cfg)
 
     monkeypatch.setattr(dsa, "_choose", wrong)
@@ -277,7 +336,9 @@ def test_sets_of_the_own_keys_only_are_found(monkeypatch: pytest.MonkeyPatch, me
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2)], ids=str)
 @pytest.mark.parametrize("name", ["mla", "dsa", "warmup"])
 def test_all_the_work_on_each_rank_is_found(name: str, mesh: Mesh):
-    """Equal values and gradients: every token is gathered, everything computed, and the own part taken."""
+    """Equal values and gradients: every token is gathered, everything computed, and the own part
+    taken.
+    """
     layer, cfg, right = CASES[name]
 
     def f(axes: MeshAxes, weights: Any, x: Tensor, segments: Any) -> Any:

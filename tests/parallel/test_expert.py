@@ -11,7 +11,13 @@ from torch.func import grad
 from k31fn.autodiff import value_and_grad, vjp
 from k31fn.parallel import Mesh, P, record_collectives, shard_map
 from k31fn.parallel.abstract import abstract_axes
-from k31fn.parallel.expert import Exchange, finish_combine, plan_exchange, start_combine, start_dispatch
+from k31fn.parallel.expert import (
+    Exchange,
+    finish_combine,
+    plan_exchange,
+    start_combine,
+    start_dispatch,
+)
 from k31fn.parallel.overlap import wait
 from k31fn.testing import Ranks, assert_close_trees, assert_sharded_equals_dense
 from tests.parallel import cases_moe as cases
@@ -62,14 +68,20 @@ def test_two_ranks(backend: str, name: str, two_ranks: Ranks):
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_replay_sends_rows_again_and_no_counts(backend: str, name: str, two_ranks: Ranks):
-    """As many collectives on every rank for any skew: forward, replay and backward send rows twice each."""
-    counts = {"all_to_all": 7} if backend == "simulated" else {"all_to_all": 1, "ragged_all_to_all": 6}
+    """As many collectives on every rank for any skew: forward, replay and backward send rows twice
+    each.
+    """
+    counts = (
+        {"all_to_all": 7} if backend == "simulated" else {"all_to_all": 1, "ragged_all_to_all": 6}
+    )
     mesh, args = Mesh(fsdp=2, ep=2), arguments(SIZES[name])
     check(mesh, args, backend, cases.exchanged_twice, collectives=counts, ranks=two_ranks)
 
 
 @pytest.mark.parametrize("backend", ["simulated", "threads"])
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2, tp=2, ep=4), Mesh(fsdp=4, ep=4)], ids=["two axes", "one axis"])
+@pytest.mark.parametrize(
+    "mesh", [Mesh(fsdp=2, tp=2, ep=4), Mesh(fsdp=4, ep=4)], ids=["two axes", "one axis"]
+)
 def test_four_ranks_that_own_one_expert_each(backend: str, mesh: Mesh):
     check(mesh, arguments([[12, 0, 0, 0], [0, 3, 9, 0], [3, 3, 3, 3], [0, 0, 0, 12]]), backend)
 
@@ -82,13 +94,19 @@ def test_second_derivatives(backend: str):
         return sum(g.square().sum() for g in pull(torch.ones_like(y)))
 
     def second(axes, rows, sizes, w):
-        g = value_and_grad(lambda rows, w: norm(lambda r, w: cases.exchanged(axes, r, sizes, w), rows, w), (0, 1))
+        g = value_and_grad(
+            lambda rows, w: norm(lambda r, w: cases.exchanged(axes, r, sizes, w), rows, w), (0, 1)
+        )
         return g(rows, w)[1]
 
     rows, sizes, w = arguments(SIZES["uneven"])
     specs = P("fsdp"), P("fsdp"), P("ep")
-    got = shard_map(second, Mesh(fsdp=2, ep=2), specs, (P("fsdp"), P("ep")), backend=backend)(rows, sizes, w)
-    dense = grad(lambda rows, w: norm(lambda r, w: cases.by_hand(None, r, sizes, w), rows, w), (0, 1))
+    got = shard_map(second, Mesh(fsdp=2, ep=2), specs, (P("fsdp"), P("ep")), backend=backend)(
+        rows, sizes, w
+    )
+    dense = grad(
+        lambda rows, w: norm(lambda r, w: cases.by_hand(None, r, sizes, w), rows, w), (0, 1)
+    )
     assert_close_trees(got, dense(rows, w), rtol=1e-12, atol=1e-13)
 
 
@@ -103,7 +121,9 @@ def test_samples_of_vmap_on_real_ranks_are_refused():
 
 @pytest.mark.parametrize("backend", ["simulated", "threads"])
 def test_two_groups_do_not_meet(backend: str):
-    """(fsdp 4, ep 2): ranks 0 and 1 exchange, and ranks 2 and 3; the weights of an expert lie in both groups."""
+    """(fsdp 4, ep 2): ranks 0 and 1 exchange, and ranks 2 and 3; the weights of an expert lie in
+    both groups.
+    """
     args = arguments(SIZES["uneven"] + SIZES["all to the last"])
     check(Mesh(fsdp=4, ep=2), args, backend, collectives={**BACKENDS[backend], "psum": 1})
 
@@ -117,10 +137,19 @@ def of_plan(change):
 
 
 MUTANTS = {
-    "send and recv swapped": ("plan_exchange", of_plan(lambda e: e._replace(send=e.recv, recv=e.send))),
+    "send and recv swapped": (
+        "plan_exchange",
+        of_plan(lambda e: e._replace(send=e.recv, recv=e.send)),
+    ),
     "no inverse": ("plan_exchange", of_plan(lambda e: e._replace(inverse=e.order))),
-    "order and inverse swapped": ("plan_exchange", of_plan(lambda e: e._replace(order=e.inverse, inverse=e.order))),
-    "rows out of order": ("start_dispatch", lambda rows, *plan: start_dispatch(rows.flip(0), *plan)),
+    "order and inverse swapped": (
+        "plan_exchange",
+        of_plan(lambda e: e._replace(order=e.inverse, inverse=e.order)),
+    ),
+    "rows out of order": (
+        "start_dispatch",
+        lambda rows, *plan: start_dispatch(rows.flip(0), *plan),
+    ),
     "back out of order": ("finish_combine", lambda *plan: finish_combine(*plan).flip(0)),
 }
 
@@ -181,5 +210,11 @@ def test_the_host_waits_for_the_counts_once_per_layer(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "cpu", noted)
     counts = {"all_to_all": 1, "ragged_all_to_all": 6}
-    check(Mesh(fsdp=2, ep=2), arguments(SIZES["uneven"]), "threads", cases.exchanged_twice, collectives=counts)
+    check(
+        Mesh(fsdp=2, ep=2),
+        arguments(SIZES["uneven"]),
+        "threads",
+        cases.exchanged_twice,
+        collectives=counts,
+    )
     assert len(reads) == 2  # of two ranks

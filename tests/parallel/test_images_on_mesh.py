@@ -9,7 +9,15 @@ import pytest
 
 from k31fn import model, tree
 from k31fn.layers import projector, vision
-from k31fn.parallel import AxisRules, Mesh, P, check_invariance, partition, record_collectives, shard_map
+from k31fn.parallel import (
+    AxisRules,
+    Mesh,
+    P,
+    check_invariance,
+    partition,
+    record_collectives,
+    shard_map,
+)
 from k31fn.parallel.record import Record
 from k31fn.testing import assert_close_trees
 from tests.parallel import cases_model as cases
@@ -53,12 +61,16 @@ def test_loss_and_all_gradients_equal_one_device(mesh: Mesh):
     check(mesh)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(fsdp=2), *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES)], ids=str
+)
 def test_recomputed(mesh: Mesh):
     check(mesh, remat="layer")
 
 
-@pytest.mark.parametrize("mesh", [Mesh(cp=2), *(pytest.param(m, marks=pytest.mark.slow) for m in COMBINED)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(cp=2), *(pytest.param(m, marks=pytest.mark.slow) for m in COMBINED)], ids=str
+)
 def test_in_the_simulated_mesh(mesh: Mesh):
     check(mesh, "simulated")
 
@@ -70,11 +82,16 @@ def test_on_four_ranks(mesh: Mesh):
 
 
 def test_a_rank_without_images_issues_the_same_collectives():
-    """The second half of the rows is text. Recomputed layers, the tower's among them, are gathered twice."""
+    """The second half of the rows is text.
+
+    Recomputed layers, the tower's among them, are gathered twice.
+    """
     found = {}
     for remat in ("none", "layer"):
         found[remat] = check(Mesh(fsdp=2), remat=remat)
-        first, second = ([(e.what, e.kind, e.axes) for e in rank.events] for rank in found[remat].ranks)
+        first, second = (
+            [(e.what, e.kind, e.axes) for e in rank.events] for rank in found[remat].ranks
+        )
         assert first == second
     more = found["layer"].counts["all_gather"] - found["none"].counts["all_gather"]
     layers = CFG.num_layers + cases.TOWER.num_layers
@@ -90,6 +107,8 @@ def test_a_missing_pvary_is_found(module: Any, monkeypatch: pytest.MonkeyPatch):
 
 def test_features_that_stay_on_their_rank_are_found(monkeypatch: pytest.MonkeyPatch):
     """An image's placeholders may be on another rank than its patches."""
-    monkeypatch.setattr(projector, "all_gather", lambda x, axes, dim: x.repeat_interleave(2, dim) if axes else x)
+    monkeypatch.setattr(
+        projector, "all_gather", lambda x, axes, dim: x.repeat_interleave(2, dim) if axes else x
+    )
     with pytest.raises((ValueError, AssertionError)):
         check(Mesh(cp=2))

@@ -1,4 +1,6 @@
-"""KDA over heads, tokens and slices of documents: equal to one device, and only what must travel does."""
+"""KDA over heads, tokens and slices of documents: equal to one device, and only what must travel
+does.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ from k31fn.testing import Ranks, assert_sharded_equals_dense
 from tests.parallel import cases_kda as cases
 
 T = 80
-# The cuts are at 40, or at 20, 40 and 60. Documents that span three slices, end at a cut, begin at a cut, or begin 1, 2
-# and 3 tokens before one; a padded tail, and slices of nothing but padding.
+# The cuts are at 40, or at 20, 40 and 60. Documents that span three slices, end at a cut, begin at
+# a cut, or begin 1, 2 and 3 tokens before one; a padded tail, and slices of nothing but padding.
 LENGTHS = [[7, 53, 20], [20, 33], [37, 38], [19, 2, 17, 42]]
 PACKED = from_lengths(LENGTHS, T)
 X, PACKING = P(("dp", "fsdp"), ("cp", "tp")), P(("dp", "fsdp"), "cp")
@@ -43,7 +45,9 @@ ON_TWO = ("simulated", "threads")
 
 
 def arguments(dtype: torch.dtype = torch.float64) -> tuple[kda.Params[Tensor], Tensor, Segments]:
-    """Weights moved off the initial values that hide a term; the state lasts, as most decays are weak."""
+    """Weights moved off the initial values that hide a term; the state lasts, as most decays are
+    weak.
+    """
     weights = params.init(kda.specs(cases.CFG), random.key(2), dtype=dtype)
     weights = tree.map(lambda w: w * 15 if w.ndim > 1 else w + 0.3 * torch.rand_like(w), weights)
     return weights, torch.randn(len(LENGTHS), T, cases.CFG.hidden_size, dtype=dtype), PACKED
@@ -54,8 +58,9 @@ def specs(mesh: Mesh, *, spread: bool = True):
 
 
 def counts(mesh: Mesh, *, spread: bool) -> dict[str, int]:
-    """What one rank issues: over tp, x and the decay's input in, y out, and the gradients of w_fa and o_norm; over cp,
-    the halo of the three convolutions together, and one pair of states; over the data axes, each weight.
+    """What one rank issues: over tp, x and the decay's input in, y out, and the gradients of w_fa
+    and o_norm; over cp, the halo of the three convolutions together, and one pair of states; over
+    the data axes, each weight.
     """
     tp, cp, data = mesh.tp > 1, mesh.cp > 1, mesh.dp * mesh.fsdp * mesh.cp > 1
     gathered = 3 * tp + cp + WEIGHTS * (spread and mesh.fsdp * mesh.cp > 1)
@@ -64,7 +69,9 @@ def counts(mesh: Mesh, *, spread: bool) -> dict[str, int]:
     return {kind: n for kind, n in found.items() if n}
 
 
-def check(mesh: Mesh, f=cases.whole, *, dtype=torch.float64, rtol=1e-10, atol=1e-10, apart=False, **kwargs):
+def check(
+    mesh: Mesh, f=cases.whole, *, dtype=torch.float64, rtol=1e-10, atol=1e-10, apart=False, **kwargs
+):
     """``apart``: states and transitions travel in two messages."""
     spread, twice = f is cases.spread, Counter(all_gather=1, psum_scatter=1) if apart else Counter()
     return assert_sharded_equals_dense(
@@ -80,13 +87,15 @@ def check(mesh: Mesh, f=cases.whole, *, dtype=torch.float64, rtol=1e-10, atol=1e
     )
 
 
-# ------------------------------------------------------------------------------------------------- against one device
+# ------------------------------------------------------------------------------- against one device
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2)], ids=str)
 def test_two_ranks_on_every_backend(mesh: Mesh, two_ranks: Ranks):
     assert check(mesh, ranks=two_ranks).backends == ("simulated", "threads", "processes")
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=4), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(cp=4, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(tp=4), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(cp=4, ep=2)], ids=str
+)
 def test_on_four_ranks(mesh: Mesh):
     """In (cp4, ep2) cp is two atomic axes."""
     check(mesh, backends=ON_TWO)
@@ -99,7 +108,10 @@ def test_with_weights_spread_over_the_data_ranks(mesh: Mesh):
 
 def test_gathered_and_relayed_inside_remat():
     """All of the forward's collectives twice; the ranks' own numbers reach the replay."""
-    forward, backward = {"all_gather": WEIGHTS + 2 + 1, "psum_scatter": 1, "ppermute": 1}, counts(MIXED, spread=True)
+    forward, backward = (
+        {"all_gather": WEIGHTS + 2 + 1, "psum_scatter": 1, "ppermute": 1},
+        counts(MIXED, spread=True),
+    )
     assert_sharded_equals_dense(
         cases.rematerialised,
         arguments()[:2],
@@ -118,22 +130,33 @@ def test_gathered_and_relayed_inside_remat():
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2)], ids=str)
 def test_on_one_gpu_it_equals_the_cpu(mesh: Mesh, backend: str):
     args = arguments()
-    run = shard_map(with_gradients, mesh, (specs(mesh, spread=False), X, PACKING), (X, X), backend=backend)
+    run = shard_map(
+        with_gradients, mesh, (specs(mesh, spread=False), X, PACKING), (X, X), backend=backend
+    )
     for got, expected in zip(run(*tree.map(lambda t: t.cuda(), args)), run(*args), strict=True):
         torch.testing.assert_close(got.cpu(), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [Mesh(tp=4), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(fsdp=2, cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(tp=4), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(fsdp=2, cp=2)], ids=str
+)
 def test_on_four_processes(mesh: Mesh, four_ranks: Ranks):
     check(mesh, cases.spread, backends=("processes",), ranks=four_ranks)
 
 
 def test_fp32_on_processes(two_ranks: Ranks):
-    """Sums in another order. The largest gradients are about 100, so atol is 1e-5 of them; one device in float32 is
-    off by as much from float64.
+    """Sums in another order. The largest gradients are about 100, so atol is 1e-5 of them; one
+    device in float32 is off by as much from float64.
     """
-    check(Mesh(cp=2), dtype=torch.float32, rtol=1e-5, atol=1e-3, backends=("processes",), ranks=two_ranks)
+    check(
+        Mesh(cp=2),
+        dtype=torch.float32,
+        rtol=1e-5,
+        atol=1e-3,
+        backends=("processes",),
+        ranks=two_ranks,
+    )
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cp=4)], ids=str)
@@ -158,8 +181,13 @@ def test_what_padding_holds_changes_no_bit(backend):
     mesh = Mesh(cp=4)
     weights, x, packing = arguments(torch.float32)
     padding = packing.ids == 0
-    run = shard_map(with_gradients, mesh, (specs(mesh, spread=False), X, PACKING), (X, X), backend=backend)
-    outputs = run(weights, x, packing), run(weights, torch.where(padding[..., None], 1e3, x), packing)
+    run = shard_map(
+        with_gradients, mesh, (specs(mesh, spread=False), X, PACKING), (X, X), backend=backend
+    )
+    outputs = (
+        run(weights, x, packing),
+        run(weights, torch.where(padding[..., None], 1e3, x), packing),
+    )
     for once, again in zip(*outputs, strict=True):
         assert torch.equal(once, again)
         assert not once[padding].any()
@@ -196,12 +224,16 @@ def test_second_derivatives_through_the_slices():
         return value_and_grad(slope)(x)[1]
 
     expected = along(lambda x: kda.apply(weights, x, cases.CFG, segments=PACKED))
-    torch.testing.assert_close(along(lambda x: mapped(weights, x, PACKED)), expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        along(lambda x: mapped(weights, x, PACKED)), expected, rtol=1e-8, atol=1e-8
+    )
 
 
-# ----------------------------------------------------------------------------------------------- what travels, and work
+# --------------------------------------------------------------------------- what travels, and work
 def test_only_halo_and_state_pairs_cross_the_cuts():
-    """Every collective of value and gradients with its operand's bytes; float64, one rank of (cp2, tp2)."""
+    """Every collective of value and gradients with its operand's bytes; float64, one rank of (cp2,
+    tp2).
+    """
     mesh, cfg = Mesh(cp=2, tp=2), cases.CFG
     rows, d, k, heads = len(LENGTHS), cfg.hidden_size, cfg.head_dim, cfg.num_heads // 2
     weights, x, packing = arguments()
@@ -213,16 +245,25 @@ def test_only_halo_and_state_pairs_cross_the_cuts():
         if event.what == "issue" and event.kind != "psum":
             found[event.axes[0]].append((event.kind, event.nbytes // 8))
     halo, pairs = rows * 3 * (3 * heads * k), rows * heads * k * (k + k)
-    forward, backward = [("ppermute", halo), ("all_gather", pairs)], [("psum_scatter", 2 * pairs), ("ppermute", halo)]
+    forward, backward = (
+        [("ppermute", halo), ("all_gather", pairs)],
+        [("psum_scatter", 2 * pairs), ("ppermute", halo)],
+    )
     assert found["cp"] == forward + backward
     own, slice_ = rows * T // 4, rows * T // 2
     entry = [("all_gather", own * d), ("all_gather", own * cfg.rank), ("psum_scatter", slice_ * d)]
     assert found["tp"][:3] == entry
-    exit_ = [("all_gather", own * d), ("psum_scatter", slice_ * cfg.rank), ("psum_scatter", slice_ * d)]
+    exit_ = [
+        ("all_gather", own * d),
+        ("psum_scatter", slice_ * cfg.rank),
+        ("psum_scatter", slice_ * d),
+    ]
     assert sorted(found["tp"][3:]) == sorted(exit_)
 
 
-def with_gradients(axes: MeshAxes, weights: kda.Params[Tensor], x: Tensor, packing: Segments) -> tuple[Tensor, Tensor]:
+def with_gradients(
+    axes: MeshAxes, weights: kda.Params[Tensor], x: Tensor, packing: Segments
+) -> tuple[Tensor, Tensor]:
     """The output, and the gradient of x; those of the weights are taken too."""
 
     def loss(weights: kda.Params[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,10 +277,13 @@ def with_gradients(axes: MeshAxes, weights: kda.Params[Tensor], x: Tensor, packi
 WIDE = kda.Config(hidden_size=1024, num_heads=4, head_dim=8, decay_rank=16)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(tp=4), Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(tp=2), Mesh(tp=4), Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2)], ids=str
+)
 def test_work_per_rank(mesh: Mesh):
-    """1/n of all products. The relay comes on top: the pair of each slice, 1.6% of the layer in K3, where hidden_size /
-    head_dim is 56 (here 128, but tiles are longer than heads are wide), and the fold, which a longer slice makes small.
+    """1/n of all products. The relay comes on top: the pair of each slice, 1.6% of the layer in K3,
+    where hidden_size / head_dim is 56 (here 128, but tiles are longer than heads are wide), and the
+    fold, which a longer slice makes small.
     """
 
     def f(axes: MeshAxes, weights: kda.Params[Tensor], x: Tensor) -> Tensor:
@@ -266,13 +310,16 @@ def test_work_per_rank(mesh: Mesh):
         assert 0.01 < added < 0.05
 
 
-# ------------------------------------------------------------------------------------------------------ refused, broken
+# ---------------------------------------------------------------------------------- refused, broken
 def test_a_slice_shorter_than_the_halo_is_refused():
     mesh = Mesh(cp=4)
     weights, x, packing = arguments()
     x, packing = x[:, :8], tree.map(lambda y: y[:, :8], packing)
     mapped = shard_map(cases.whole, mesh, (specs(mesh, spread=False), X, PACKING), X)
-    with pytest.raises(ValueError, match=r"mesh.cp=4: a slice of 2 tokens is shorter than the 3 .* at least 12 tokens"):
+    with pytest.raises(
+        ValueError,
+        match=r"mesh.cp=4: a slice of 2 tokens is shorter than the 3 .* at least 12 tokens",
+    ):
         mapped(weights, x, packing)
 
 
@@ -297,7 +344,12 @@ def relay_with(fault: str, state: Tensor, transition: Tensor, position: Tensor, 
 
 
 @pytest.mark.parametrize(
-    "fault", ["keeps M at a document's first token", "forgets all but the last rank", "hands a state to a new document"]
+    "fault",
+    [
+        "keeps M at a document's first token",
+        "forgets all but the last rank",
+        "hands a state to a new document",
+    ],
 )
 def test_a_broken_relay_is_found(fault, monkeypatch):
     monkeypatch.setattr(kda, "relay", functools.partial(relay_with, ""))
@@ -309,7 +361,9 @@ def test_a_broken_relay_is_found(fault, monkeypatch):
 
 def test_a_transition_across_a_document_start_is_found(monkeypatch):
     def across(k, v, g, beta, ids, fragment=kda.kda_fragment) -> KdaFragment:
-        return fragment(k, v, g, beta, ids)._replace(transition=fragment(k, v, g, beta, (ids > 0).long()).transition)
+        return fragment(k, v, g, beta, ids)._replace(
+            transition=fragment(k, v, g, beta, (ids > 0).long()).transition
+        )
 
     monkeypatch.setattr(kda, "kda_fragment", across)
     with pytest.raises(AssertionError, match="simulated against one device"):
@@ -319,7 +373,11 @@ def test_a_transition_across_a_document_start_is_found(monkeypatch):
 @pytest.mark.parametrize("fault", ["unmasked", "missing"])
 def test_a_broken_halo_is_found(fault, monkeypatch):
     def halo(tail: Tensor, count: int, position: Tensor, context) -> Tensor:
-        return ppermute(tail, context, [(i, i + 1) for i in range(3)]) if fault == "unmasked" else 0 * tail
+        return (
+            ppermute(tail, context, [(i, i + 1) for i in range(3)])
+            if fault == "unmasked"
+            else 0 * tail
+        )
 
     monkeypatch.setattr(short_conv, "left_halo", halo)
     with pytest.raises(AssertionError, match="simulated against one device"):

@@ -1,6 +1,8 @@
-"""Embedding, cross-entropy, norm, router, block residuals and multi-token prediction on meshes, each by itself.
+"""Embedding, cross-entropy, norm, router, block residuals and multi-token prediction on meshes,
+each by itself.
 
-Value and gradients against one device, on every backend, with the number of collectives of each kind.
+Value and gradients against one device, on every backend, with the number of collectives of each
+kind.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from tests.parallel.cases_model import PACKED, SLICE, TOKENS, VOCAB, D, T
 
 MESHES = [Mesh(tp=2), Mesh(cp=2), Mesh(tp=4), Mesh(cp=2, tp=2), Mesh(dp=2, fsdp=2)]
 ROWS = len(PACKED)
-each_mesh = pytest.mark.parametrize("mesh", MESHES, ids=lambda m: " ".join(f"{a.name}{a.size}" for a in m.axes().atoms))
+each_mesh = pytest.mark.parametrize(
+    "mesh", MESHES, ids=lambda m: " ".join(f"{a.name}{a.size}" for a in m.axes().atoms)
+)
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:
@@ -30,9 +34,20 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def check(
-    fn: Any, args: Any, in_specs: Any, out_specs: Any, mesh: Mesh, ranks: Ranks, counts: Any, **kwargs: Any
+    fn: Any,
+    args: Any,
+    in_specs: Any,
+    out_specs: Any,
+    mesh: Mesh,
+    ranks: Ranks,
+    counts: Any,
+    **kwargs: Any,
 ) -> None:
-    backends = ("simulated", "threads", "processes") if mesh.world_size == ranks.size else ("simulated", "threads")
+    backends = (
+        ("simulated", "threads", "processes")
+        if mesh.world_size == ranks.size
+        else ("simulated", "threads")
+    )
     assert_sharded_equals_dense(
         fn,
         args,
@@ -67,10 +82,13 @@ def test_embedding(mesh: Mesh, two_ranks: Ranks):
 
 
 @pytest.mark.parametrize(
-    "ids", [torch.zeros(ROWS, T, dtype=torch.int64), torch.full((ROWS, T), VOCAB - 1, dtype=torch.int32)]
+    "ids",
+    [torch.zeros(ROWS, T, dtype=torch.int64), torch.full((ROWS, T), VOCAB - 1, dtype=torch.int32)],
 )
 def test_embedding_where_one_rank_has_all_rows(ids: torch.Tensor, two_ranks: Ranks):
-    """A thousand equal tokens in bfloat16 have the gradient of one device: it is summed in float32."""
+    """A thousand equal tokens in bfloat16 have the gradient of one device: it is summed in
+    float32.
+    """
     specs = embedding.specs(cases.EMBEDDING)
     mesh, many = Mesh(tp=2), ids.repeat(1, 16)
     args = cases.shaken(specs, torch.bfloat16), many
@@ -82,11 +100,16 @@ HEADS = {
     "dense": lambda: drawn(2, D, VOCAB),
     "low rank": lambda: LowRank(drawn(2, D, VOCAB), drawn(3, D, 3), drawn(4, 3, VOCAB)),
     "quantised": lambda: Quantized(
-        random.bits(random.key(2), (D, VOCAB)).to(torch.int8), 0.02 + 0.01 * drawn(4, 4, VOCAB).abs()
+        random.bits(random.key(2), (D, VOCAB)).to(torch.int8),
+        0.02 + 0.01 * drawn(4, 4, VOCAB).abs(),
     ),
 }
 COLUMNS = P(None, "tp")
-HEAD_SPECS = {"dense": COLUMNS, "low rank": LowRank(COLUMNS, P(), COLUMNS), "quantised": Quantized(COLUMNS, COLUMNS)}
+HEAD_SPECS = {
+    "dense": COLUMNS,
+    "low rank": LowRank(COLUMNS, P(), COLUMNS),
+    "quantised": Quantized(COLUMNS, COLUMNS),
+}
 FLOATING = {"dense": 1, "low rank": 3, "quantised": 1}
 
 
@@ -117,7 +140,9 @@ def check_cross_entropy(fn: Any, head: str, mesh: Mesh, ranks: Ranks, **kwargs: 
 def test_logits_of_all_tokens_on_every_rank_are_found(two_ranks: Ranks):
     """Right numbers at the work of one device."""
     f = functools.partial(
-        check, cases.replicated_cross_entropy, (drawn(1, ROWS, T, D), HEADS["dense"](), cases.batch().labels)
+        check,
+        cases.replicated_cross_entropy,
+        (drawn(1, ROWS, T, D), HEADS["dense"](), cases.batch().labels),
     )
     specs, counts = (TOKENS, COLUMNS, SLICE), {"all_gather_invariant": 2}
     f(specs, P(), Mesh(tp=2), two_ranks, counts)
@@ -127,7 +152,9 @@ def test_logits_of_all_tokens_on_every_rank_are_found(two_ranks: Ranks):
 
 @pytest.mark.parametrize("scale", [1e4, -1e4])
 def test_cross_entropy_of_large_logits(scale: float, two_ranks: Ranks):
-    """Of another size on each rank: the sum over the ranks neither overflows nor loses one of them."""
+    """Of another size on each rank: the sum over the ranks neither overflows nor loses one of
+    them.
+    """
     mesh, shift = Mesh(tp=2), torch.linspace(0, scale, VOCAB, dtype=torch.float64)
     args = drawn(1, ROWS, T, D), drawn(2, D, VOCAB) + shift, cases.batch().labels
     counts = {"all_gather": 1, "pmax": 1, "psum": 1, "psum_scatter": 1}
@@ -144,10 +171,23 @@ def test_norm(mesh: Mesh, two_ranks: Ranks):
 @each_mesh
 def test_router(mesh: Mesh, two_ranks: Ranks):
     tp, data = over(mesh)
-    args = cases.shaken(router.specs(cases.ROUTER)), drawn(1, ROWS, T, D), segments.from_lengths(PACKED, T)
+    args = (
+        cases.shaken(router.specs(cases.ROUTER)),
+        drawn(1, ROWS, T, D),
+        segments.from_lengths(PACKED, T),
+    )
     out = TOKENS, TOKENS, P(), P()
     counts = {"psum": 2 + tp + data}  # load and histogram; the gradient of the weight
-    check(cases.routed, args, (P(), TOKENS, SLICE), out, mesh, two_ranks, counts, flops=1 / mesh.world_size)
+    check(
+        cases.routed,
+        args,
+        (P(), TOKENS, SLICE),
+        out,
+        mesh,
+        two_ranks,
+        counts,
+        flops=1 / mesh.world_size,
+    )
 
 
 @each_mesh
@@ -164,13 +204,23 @@ def test_multi_token_prediction(mesh: Mesh, two_ranks: Ranks):
     tp, data = over(mesh)
     specs, table = mtp.specs(cases.MTP), embedding.specs(cases.EMBEDDING)
     packing = segments.from_lengths(PACKED, T)
-    args = cases.shaken(specs), cases.shaken(table), drawn(1, ROWS, T, D), cases.batch().tokens, packing
+    args = (
+        cases.shaken(specs),
+        cases.shaken(table),
+        drawn(1, ROWS, T, D),
+        cases.batch().tokens,
+        packing,
+    )
     in_specs = whole(specs, mesh), whole(table, mesh), TOKENS, SLICE, SLICE
     attention = {"all_gather": 4 * tp or mesh.cp > 1, "psum_scatter": 4 * tp or mesh.cp > 1}
     counts = Counter(attention)
     counts.update(all_gather=3 * tp, psum_scatter=3 * tp)  # MLP, embedding
     counts["ppermute"] = mesh.cp > 1
-    held = [path for path, spec in tree.flatten_with_paths(whole(specs, Mesh(tp=2))) if not any(spec.dims)]
+    held = [
+        path
+        for path, spec in tree.flatten_with_paths(whole(specs, Mesh(tp=2)))
+        if not any(spec.dims)
+    ]
     counts["psum"] = len(held) * tp + (len(tree.leaves(specs)) + 1) * data
     check(cases.predicted, args, in_specs, TOKENS, mesh, two_ranks, counts)
 

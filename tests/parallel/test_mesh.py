@@ -23,7 +23,14 @@ def test_an_empty_mesh_has_no_axis():
         (Mesh(fsdp=4, ep=2), 4, ["fsdp_outer", "fsdp_inner"], ["fsdp_inner"], ["fsdp_outer"], []),
         (Mesh(tp=2, ep=2), 2, ["tp"], ["tp"], [], []),
         (Mesh(fsdp=2, tp=2, ep=2), 4, ["fsdp", "tp"], ["tp"], ["fsdp"], []),
-        (Mesh(fsdp=4, tp=2, ep=4), 8, ["fsdp_outer", "fsdp_inner", "tp"], ["fsdp_inner", "tp"], ["fsdp_outer"], []),
+        (
+            Mesh(fsdp=4, tp=2, ep=4),
+            8,
+            ["fsdp_outer", "fsdp_inner", "tp"],
+            ["fsdp_inner", "tp"],
+            ["fsdp_outer"],
+            [],
+        ),
         (
             Mesh(pp=2, dp=3, fsdp=2, cp=4, tp=2, ep=4),
             96,
@@ -38,7 +45,12 @@ def test_an_empty_mesh_has_no_axis():
 def test_ep_takes_the_innermost_ranks(mesh: Mesh, world: int, atoms, ep, efsdp, etp):
     axes = mesh.axes()
     assert mesh.world_size == world
-    assert [names(v) for v in (axes.atoms, axes.ep, axes.efsdp, axes.etp)] == [atoms, ep, efsdp, etp]
+    assert [names(v) for v in (axes.atoms, axes.ep, axes.efsdp, axes.etp)] == [
+        atoms,
+        ep,
+        efsdp,
+        etp,
+    ]
     size = 1
     for a in axes.ep:
         size *= a.size
@@ -66,10 +78,16 @@ def test_views_together_are_in_the_order_of_the_mesh():
     ("make", "message"),
     [
         (lambda: Mesh(tp=0), "mesh.tp=0: a view has at least one rank"),
-        (lambda: Mesh(fsdp=8, tp=2, ep=12), r"mesh.ep=12 does not divide .* 8 x 1 x 2 .*; nearest: 8, 16"),
+        (
+            lambda: Mesh(fsdp=8, tp=2, ep=12),
+            r"mesh.ep=12 does not divide .* 8 x 1 x 2 .*; nearest: 8, 16",
+        ),
         (lambda: Mesh(tp=6, ep=4), r"mesh.ep=4 .*; nearest: 3, 6"),
         (lambda: Mesh(ep=2), "mesh.ep=2"),
-        (lambda: Mesh(fsdp=2, tp=2).check_world(8), r"= 4 ranks, the world has 8; mesh.fsdp=4 would fit"),
+        (
+            lambda: Mesh(fsdp=2, tp=2).check_world(8),
+            r"= 4 ranks, the world has 8; mesh.fsdp=4 would fit",
+        ),
         (lambda: Mesh(tp=3).check_world(8), "the world has 8; no mesh.fsdp alone fits"),
         (
             lambda: Mesh(fsdp=12, ep=12).check_divides("ep", num_experts=896),

@@ -1,4 +1,6 @@
-"""The mHC scheme on token shards against one device; its parameters' gradients are sums over all ranks."""
+"""The mHC scheme on token shards against one device; its parameters' gradients are sums over all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def check(mesh: Mesh) -> None:
         (P(), P(("dp", "fsdp"), ("cp", "tp"))),
         P(("dp", "fsdp"), ("cp", "tp")),
         mesh,
-        collectives={"psum": 9 * views},  # the gradient of each of nine leaves; tokens are independent
+        collectives={
+            "psum": 9 * views
+        },  # the gradient of each of nine leaves; tokens are independent
         rtol=1e-10,
         atol=1e-10,
         backends=("simulated", "threads"),

@@ -1,4 +1,6 @@
-"""The whole model on meshes against one device: loss, its parts and all gradients; and planted errors."""
+"""The whole model on meshes against one device: loss, its parts and all gradients; and planted
+errors.
+"""
 
 from __future__ import annotations
 
@@ -78,17 +80,26 @@ def one_device(name: str, dtype: torch.dtype = torch.float64) -> cases.Step:
 
 
 def on_mesh(
-    mesh: Mesh, backend: str, name: str = "k31", step: Any = cases.step, device: str = "cpu", **options: Any
+    mesh: Mesh,
+    backend: str,
+    name: str = "k31",
+    step: Any = cases.step,
+    device: str = "cpu",
+    **options: Any,
 ) -> cases.Step:
     specs = partition(model.specs(cases.CONFIGS[name]), options.get("rules") or AxisRules(), mesh)
     run = functools.partial(step, name=name, **options)
-    mapped = shard_map(run, mesh, (specs, cases.BATCH_SPECS), cases.Step(P(), P(), specs), backend=backend)
+    mapped = shard_map(
+        run, mesh, (specs, cases.BATCH_SPECS), cases.Step(P(), P(), specs), backend=backend
+    )
     with check_invariance():
         return mapped(*tree.map(lambda x: x.to(device), arguments(name)))
 
 
 def check(mesh: Mesh, backend: str, name: str = "k31", **options: Any) -> None:
-    assert_close_trees(on_mesh(mesh, backend, name, **options), one_device(name), rtol=1e-10, atol=1e-12)
+    assert_close_trees(
+        on_mesh(mesh, backend, name, **options), one_device(name), rtol=1e-10, atol=1e-12
+    )
 
 
 @every("name", ALL_MESHES, MESHES)
@@ -111,7 +122,11 @@ def test_recomputed_layers(name: str, backend: str):
     check(MESHES[name], backend, remat="layer")
 
 
-@every("name remat", itertools.product(MESHES, ["intra_layer", "cross_layer"]), [("fsdp2 tp2", "cross_layer")])
+@every(
+    "name remat",
+    itertools.product(MESHES, ["intra_layer", "cross_layer"]),
+    [("fsdp2 tp2", "cross_layer")],
+)
 def test_kept_branches(name: str, remat: model.Remat):
     check(MESHES[name], "threads", remat=remat)
 
@@ -145,10 +160,16 @@ def test_rows_of_one_document_need_no_segments(backend: str):
 
     def hidden(axes: Any, weights: Any, tokens: Any) -> Any:
         weights = cases.vary(axes, weights)
-        return model.apply(weights, tokens, cfg, balance=cases.biases(cfg), sh=Sharding.on(axes)).hidden
+        return model.apply(
+            weights, tokens, cfg, balance=cases.biases(cfg), sh=Sharding.on(axes)
+        ).hidden
 
-    got = shard_map(hidden, mesh, (specs, cases.SLICE), cases.TOKENS, backend=backend)(weights, rows.tokens)
-    torch.testing.assert_close(got, hidden(Mesh().axes(), weights, rows.tokens), rtol=1e-10, atol=1e-12)
+    got = shard_map(hidden, mesh, (specs, cases.SLICE), cases.TOKENS, backend=backend)(
+        weights, rows.tokens
+    )
+    torch.testing.assert_close(
+        got, hidden(Mesh().axes(), weights, rows.tokens), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.cuda
@@ -159,19 +180,24 @@ def test_on_one_gpu_it_equals_the_cpu(name: str, backend: str):
     assert_close_trees(got, one_device("k31"), rtol=1e-10, atol=1e-11)
 
 
-# ------------------------------------------------------------------------------------------------------- processes
-def on_processes(name: str, mesh: Mesh, ranks: Ranks, *, double: bool, remat: str = "none") -> cases.Step:
+# ---------------------------------------------------------------------------------------- processes
+def on_processes(
+    name: str, mesh: Mesh, ranks: Ranks, *, double: bool, remat: str = "none"
+) -> cases.Step:
     answers = ranks.run(cases.step_on_rank, mesh, name, remat, double)
     dtype = torch.float64 if double else torch.float32
     structure = tree.flatten(one_device(name, dtype))[1]
     specs = partition(model.specs(cases.CONFIGS[name]), AxisRules(), mesh)
     places = [P()] * (len(answers[0][0]) - len(tree.leaves(specs))) + tree.leaves(specs)
-    whole = [assemble([tensors[i] for tensors, _ in answers], p, mesh) for i, p in enumerate(places)]
+    whole = [
+        assemble([tensors[i] for tensors, _ in answers], p, mesh) for i, p in enumerate(places)
+    ]
     return tree.unflatten(structure, whole)
 
 
 def check_fp32(mesh: Mesh, ranks: Ranks) -> None:
-    """To 1e-5 of the largest entry of each tensor: sums are taken in another order; routes are the same.
+    """To 1e-5 of the largest entry of each tensor: sums are taken in another order; routes are the
+    same.
 
     The KL to 1e-6 per query: each is a sum of differences of numbers near 1.
     """
@@ -179,7 +205,9 @@ def check_fp32(mesh: Mesh, ranks: Ranks) -> None:
     got, want = on_processes("k31", mesh, ranks, double=False), one_device("k31", torch.float32)
     for (path, a), b in zip(tree.flatten_with_paths(got), tree.leaves(want), strict=True):
         if a.is_floating_point():
-            assert (a - b).abs().max() <= (1e-6 * num_queries if path == "parts.kl" else 1e-5 * b.abs().max()), path
+            assert (a - b).abs().max() <= (
+                1e-6 * num_queries if path == "parts.kl" else 1e-5 * b.abs().max()
+            ), path
         else:
             assert torch.equal(a, b), path
 
@@ -202,7 +230,7 @@ def test_float64_on_four_processes(name: str, four_ranks: Ranks):
     assert_close_trees(got, one_device("k31"), rtol=1e-10, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------ work per rank
+# ------------------------------------------------------------------------------------ work per rank
 @pytest.mark.parametrize("name", ["tp2", "cp2", "ep2", "tp2 ep2", "cp2 tp2"])
 def test_work_per_rank_falls_with_the_number_of_ranks(name: str):
     """All of a step's matrix products, forward and backward, within 5%."""
@@ -221,14 +249,23 @@ def test_work_per_rank_falls_with_the_number_of_ranks(name: str):
     assert sum(counts) <= 1.05 * one
 
 
-# ------------------------------------------------------------------------- labels at the cuts (field case D17)
-def token_losses(axes: Any, weights: Any, rows: model.Batch, *, late: bool = False) -> tuple[Any, ...]:
-    """Mean, largest and number of the token losses; ``late``: labels are shifted after the split."""
+# -------------------------------------------------------------- labels at the cuts (field case D17)
+def token_losses(
+    axes: Any, weights: Any, rows: model.Batch, *, late: bool = False
+) -> tuple[Any, ...]:
+    """Mean, largest and number of the token losses; ``late``: labels are shifted after the
+    split.
+    """
     cfg = cases.CONFIGS["k31"]
     weights = cases.vary(axes, weights)
     labels = segments.next_token_labels(rows.tokens, rows.segments) if late else rows.labels
     out = model.apply(
-        weights, rows.tokens, cfg, balance=cases.biases(cfg), segments=rows.segments, sh=Sharding.on(axes)
+        weights,
+        rows.tokens,
+        cfg,
+        balance=cases.biases(cfg),
+        segments=rows.segments,
+        sh=Sharding.on(axes),
     )
     scores = torch.log_softmax(model.logits(weights, out.hidden), -1)
     own = torch.where(labels >= 0, -scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0], 0)
@@ -249,19 +286,22 @@ def test_logged_losses_do_not_depend_on_the_cuts(n: int, backend: str):
     one, cut, late = run(Mesh()), run(Mesh(cp=n)), run(Mesh(cp=n), late=True)
     assert_close_trees(cut, one, rtol=1e-12, atol=1e-12)
     assert int(one[3]) == int(rows.num_labels)
-    # rows whose document goes on at a cut: the last token of the slice has a label, which a late shift drops
+    # rows whose document goes on at a cut: the last token of the slice has a label, which a late
+    # shift drops
     at_cuts = rows.labels[:, cases.T // n - 1 : -1 : cases.T // n] >= 0
     assert int(one[3]) - int(late[3]) == int(at_cuts.sum()) > 0
     assert abs(float(late[0] - one[0])) > 1e-3
 
 
-# ------------------------------------------------------------------------- what all tp ranks hold (field case D20)
+# ---------------------------------------------------------- what all tp ranks hold (field case D20)
 HELD = ("norm", "router", "latent", "mix", "w_qa", "w_kva", "w_fa", "indexer")
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_gradients_of_weights_that_all_tensor_parallel_ranks_hold(backend: str, two_ranks: Ranks):
-    """Bit-equal on the ranks, in float32, and those of one device; so are per-head gates, put together."""
+    """Bit-equal on the ranks, in float32, and those of one device; so are per-head gates, put
+    together.
+    """
     mesh, (weights, rows) = Mesh(tp=2), arguments("k31", torch.float32)
     specs = partition(model.specs(cases.CFG), cases.WHOLE, mesh)
     if backend == "processes":
@@ -272,7 +312,9 @@ def test_gradients_of_weights_that_all_tensor_parallel_ranks_hold(backend: str, 
     else:
         stacked = tree.map(lambda _: P("tp"), specs)
         run = shard_map(
-            lambda axes, w, b: tree.map(lambda g: g[None], cases.step(axes, w, b, rules=cases.WHOLE).grads),
+            lambda axes, w, b: tree.map(
+                lambda g: g[None], cases.step(axes, w, b, rules=cases.WHOLE).grads
+            ),
             mesh,
             (specs, cases.BATCH_SPECS),
             stacked,
@@ -292,7 +334,7 @@ def test_gradients_of_weights_that_all_tensor_parallel_ranks_hold(backend: str, 
     assert all(any(part in path for path in names) for part in HELD), names
 
 
-# ------------------------------------------------------------------------------------------------------ planted errors
+# ----------------------------------------------------------------------------------- planted errors
 def drop(x: Any, axis: Any, *args: Any) -> Any:
     """In place of a collective."""
     del axis, args
@@ -300,8 +342,12 @@ def drop(x: Any, axis: Any, *args: Any) -> Any:
 
 
 @each_backend
-@pytest.mark.parametrize("module", [norm, router, attn_res], ids=lambda m: m.__name__.rpartition(".")[2])
-def test_a_missing_pvary_on_a_weight_is_found(module: Any, backend: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "module", [norm, router, attn_res], ids=lambda m: m.__name__.rpartition(".")[2]
+)
+def test_a_missing_pvary_on_a_weight_is_found(
+    module: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(module, "pvary", drop)
     with pytest.raises(ValueError, match="varies over"):
         check(Mesh(tp=2), backend)
@@ -309,9 +355,15 @@ def test_a_missing_pvary_on_a_weight_is_found(module: Any, backend: str, monkeyp
 
 @each_backend
 @pytest.mark.parametrize("module", [losses, mlp], ids=["losses", "mlp"])
-def test_a_missing_pvary_on_an_activation_is_found(module: Any, backend: str, monkeypatch: pytest.MonkeyPatch):
-    """A gather to a value that is equal on all ranks, where each uses it differently: the loss stays right."""
-    monkeypatch.setattr(module, "all_gather", lambda x, axis, dim, **kw: all_gather_invariant(x, axis, dim))
+def test_a_missing_pvary_on_an_activation_is_found(
+    module: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A gather to a value that is equal on all ranks, where each uses it differently: the loss
+    stays right.
+    """
+    monkeypatch.setattr(
+        module, "all_gather", lambda x, axis, dim, **kw: all_gather_invariant(x, axis, dim)
+    )
     with pytest.raises((ValueError, AssertionError), match=r"varies over|grads"):
         check(Mesh(tp=2), backend)
 
@@ -336,8 +388,13 @@ def test_a_row_that_each_rank_looks_up_is_found(backend: str, monkeypatch: pytes
 @pytest.mark.parametrize(("name", "backend"), [("dp2", "simulated"), ("cp2", "threads")])
 def test_a_denominator_of_one_rank_is_found(name: str, backend: str, field: str):
     def local(axes: Any, weights: Any, rows: model.Batch, **options: Any) -> cases.Step:
-        counts = {"num_labels": (rows.labels >= 0).sum(), "num_queries": segments.valid(rows.segments).sum()}
-        return cases.step(axes, weights, dataclasses.replace(rows, **{field: counts[field]}), **options)
+        counts = {
+            "num_labels": (rows.labels >= 0).sum(),
+            "num_queries": segments.valid(rows.segments).sum(),
+        }
+        return cases.step(
+            axes, weights, dataclasses.replace(rows, **{field: counts[field]}), **options
+        )
 
     with pytest.raises(AssertionError, match="leaves differ"):
         check(MESHES[name], backend, step=local)

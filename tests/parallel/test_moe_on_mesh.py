@@ -1,4 +1,6 @@
-"""LatentMoE split by expert, by the experts' width, by token and by any of them together, against one device."""
+"""LatentMoE split by expert, by the experts' width, by token and by any of them together, against
+one device.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,23 @@ def collectives(mesh: Mesh, backend: str, *, leaves: int = 10) -> Counter[str]:
 def check(f, mesh: Mesh, backend: str, args=None, specs=None, **kwargs):
     args = args or cases.arguments()
     specs = (partition(SPECS, cases.WHOLE, mesh), cases.TOKENS, P()) if specs is None else specs
-    options = {"collectives": collectives(mesh, backend), "out_specs": cases.TOKENS, "rtol": 1e-10, "atol": 1e-12}
-    return assert_sharded_equals_dense(f, args, specs, mesh=mesh, backends=(backend,), **{**options, **kwargs})
+    options = {
+        "collectives": collectives(mesh, backend),
+        "out_specs": cases.TOKENS,
+        "rtol": 1e-10,
+        "atol": 1e-12,
+    }
+    return assert_sharded_equals_dense(
+        f, args, specs, mesh=mesh, backends=(backend,), **{**options, **kwargs}
+    )
 
 
 @pytest.mark.parametrize("backend", ["simulated", "threads"])
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_values_and_gradients_equal_one_device(mesh: Mesh, backend: str):
-    check(cases.moe, mesh, backend, impls={"grouped_matmul": IMPL[backend], "situ_glu": "reference"})
+    check(
+        cases.moe, mesh, backend, impls={"grouped_matmul": IMPL[backend], "situ_glu": "reference"}
+    )
 
 
 @pytest.mark.parametrize("mesh", [MESHES[name] for name in ON_TWO], ids=ON_TWO)
@@ -94,17 +105,25 @@ def test_on_four_processes(name: str, four_ranks: Ranks):
 def test_fp32_on_two_processes(two_ranks: Ranks):
     mesh = MESHES["tp2 ep2"]
     args = tree.map(lambda t: t.float(), cases.arguments())
-    check(cases.moe, mesh, "processes", args, ranks=two_ranks, rtol=1e-5, atol=1e-5)  # sums in another order
+    check(
+        cases.moe, mesh, "processes", args, ranks=two_ranks, rtol=1e-5, atol=1e-5
+    )  # sums in another order
 
 
-@pytest.mark.parametrize("mesh", [MESHES[n] for n in ("ep2 fsdp2", "tp4 ep2", "fsdp4 ep2")], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [MESHES[n] for n in ("ep2 fsdp2", "tp4 ep2", "fsdp4 ep2")], ids=str
+)
 def test_the_padded_form_equals_the_ragged_one(mesh: Mesh):
     """Value and gradients; the tolerance is that of sums in another order."""
-    static, ragged = (value_and_gradients(cases.moe, mesh, backend) for backend in ("simulated", "threads"))
+    static, ragged = (
+        value_and_gradients(cases.moe, mesh, backend) for backend in ("simulated", "threads")
+    )
     assert_close_trees(static, ragged, rtol=1e-12, atol=1e-13)
 
 
-def value_and_gradients(f, mesh: Mesh, backend: str, rules: AxisRules = cases.WHOLE, device: str = "cpu"):
+def value_and_gradients(
+    f, mesh: Mesh, backend: str, rules: AxisRules = cases.WHOLE, device: str = "cpu"
+):
     """Of the sum of squares over all ranks."""
     weights, x, bias = tree.map(lambda t: t.to(device), cases.arguments())
     specs = partition(SPECS, rules, mesh), cases.TOKENS
@@ -118,15 +137,19 @@ def value_and_gradients(f, mesh: Mesh, backend: str, rules: AxisRules = cases.WH
 
 @pytest.mark.parametrize("backend", ["simulated", "threads"])
 def test_expert_gradients_do_not_depend_on_ep(backend: str):  # field case D18
-    """EP 1, 2 and all ranks (where the ranks that share an expert are one); weights spread as in training."""
+    """EP 1, 2 and all ranks (where the ranks that share an expert are one); weights spread as in
+    training.
+    """
     meshes = [Mesh(fsdp=4, ep=ep) for ep in (1, 2, 4)] + [Mesh()]
-    first, *others = (value_and_gradients(cases.spread_moe, mesh, backend, AxisRules()) for mesh in meshes)
+    first, *others = (
+        value_and_gradients(cases.spread_moe, mesh, backend, AxisRules()) for mesh in meshes
+    )
     assert first[1].experts.w_gate.abs().min() > 0
     for other in others:
         assert_close_trees(other, first, rtol=1e-11, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------------- routes
+# ------------------------------------------------------------------------------------------- routes
 def one_sided(offset: float = 9.0):
     """All tokens choose the first two experts, which the first rank of ep has."""
     weights, x, bias = cases.arguments()
@@ -136,7 +159,9 @@ def one_sided(offset: float = 9.0):
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
 @pytest.mark.parametrize("backend", ["simulated", "threads", "processes"])
 @pytest.mark.parametrize("mesh", [MESHES[n] for n in ("ep2 fsdp2", "tp2 ep2")], ids=str)
-def test_a_rank_whose_experts_get_no_token(mesh: Mesh, backend: str, remat: bool, two_ranks: Ranks):  # field case D22
+def test_a_rank_whose_experts_get_no_token(
+    mesh: Mesh, backend: str, remat: bool, two_ranks: Ranks
+):  # field case D22
     """No hang, the same collectives on all ranks; and the counters count a token once (D23)."""
     counts = collectives(mesh, backend)
     counts["psum"] += 1  # of the counters
@@ -161,7 +186,9 @@ def test_tokens_are_counted_once(mesh: Mesh, remat: bool):  # field case D23
 
 @pytest.mark.parametrize("backend", ["simulated", "threads", "processes"])
 @pytest.mark.parametrize("mesh", [MESHES[n] for n in ("ep2 fsdp2", "tp2 ep2", "cp2 ep2")], ids=str)
-def test_a_rank_that_holds_padding_only(mesh: Mesh, backend: str, two_ranks: Ranks):  # field case D22
+def test_a_rank_that_holds_padding_only(
+    mesh: Mesh, backend: str, two_ranks: Ranks
+):  # field case D22
     """Of rows (fsdp), or of the second half of each row (tp, cp)."""
     segments = from_lengths([[8], [5], [], []] if mesh.fsdp > 1 else [[4], [3], [1, 2], []], 8)
     check(
@@ -175,7 +202,9 @@ def test_a_rank_that_holds_padding_only(mesh: Mesh, backend: str, two_ranks: Ran
 
 
 def balanced():
-    """Token t chooses the experts t and t + 1, so that every rank of any mesh here has as many rows to compute."""
+    """Token t chooses the experts t and t + 1, so that every rank of any mesh here has as many rows
+    to compute.
+    """
     weights, x, bias = cases.arguments()
     there = torch.eye(8, dtype=torch.float64)
     x = 0.1 * x + 3 * there + 2 * there.roll(1, 1)
@@ -192,8 +221,12 @@ def test_work_per_rank_falls_with_the_number_of_ranks(name: str):
 def test_low_rank_and_quantised_experts_over_ep():
     weights, x, bias = cases.arguments()
     randn = lambda *s: torch.randn(*s, dtype=torch.float64)  # noqa: E731
-    adapted = tree.map(lambda w: LowRank(w, randn(8, w.shape[1], 2), randn(8, 2, w.shape[2])), weights.experts)
-    codes = tree.map(lambda w: Quantized((4 * w).round().to(torch.int8), 0.25 + 0 * w[:, :1]), weights.experts)
+    adapted = tree.map(
+        lambda w: LowRank(w, randn(8, w.shape[1], 2), randn(8, 2, w.shape[2])), weights.experts
+    )
+    codes = tree.map(
+        lambda w: Quantized((4 * w).round().to(torch.int8), 0.25 + 0 * w[:, :1]), weights.experts
+    )
     mesh, specs = Mesh(fsdp=2, ep=2), tree.map(lambda _: P(), weights)
     for experts in (adapted, codes):
         args = dataclasses.replace(weights, experts=experts), x, bias
@@ -204,7 +237,9 @@ def test_low_rank_and_quantised_experts_over_ep():
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_one_rank_alone_on_meta_tensors(mesh: Mesh):
-    """Shapes and collectives without values, for any mesh; the bytes of rows are those of even routes."""
+    """Shapes and collectives without values, for any mesh; the bytes of rows are those of even
+    routes.
+    """
     axes, parts = abstract_axes(mesh), partition(SPECS, cases.WHOLE, mesh)
     weights, x, bias = tree.map(lambda t: t.to("meta"), cases.arguments())
     weights = tree.map(lambda w, p: w.new_empty(local_shape(p, w.shape, mesh)), weights, parts)
@@ -216,7 +251,9 @@ def test_one_rank_alone_on_meta_tensors(mesh: Mesh):
     assert [g.shape for g in tree.leaves(grads)] == [t.shape for t in tree.leaves((weights, x))]
     assert record.counts == collectives(mesh, "threads")
     etp, ep = (math.prod(a.size for a in view) for view in (axes.etp, axes.ep))
-    travel = 4 * 2 * x.nbytes * etp if ep > 1 else 0  # four times, two copies of each token, as wide as x is
+    travel = (
+        4 * 2 * x.nbytes * etp if ep > 1 else 0
+    )  # four times, two copies of each token, as wide as x is
     assert record.nbytes["ragged_all_to_all"] == travel
 
 
@@ -226,7 +263,7 @@ def test_buckets_on_a_mesh():
         check(cases.moe, mesh, "threads", impls={"grouped_matmul": "buckets"})
 
 
-# ------------------------------------------------------------------------------------------------------------ overlap
+# ------------------------------------------------------------------------------------------ overlap
 class _Noted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, x):
@@ -242,7 +279,9 @@ class _Noted(torch.autograd.Function):
 
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
 def test_the_shared_experts_run_while_rows_travel(remat: bool, monkeypatch):
-    """Their first products beside the dispatch, the last beside the combine; in the backward the other way round."""
+    """Their first products beside the dispatch, the last beside the combine; in the backward the
+    other way round.
+    """
     inner, outer = mlp.inner, mlp.outer
     monkeypatch.setattr(mlp, "inner", lambda *args, sh: _Noted.apply("inner", inner(*args, sh=sh)))
     monkeypatch.setattr(mlp, "outer", lambda *args, sh: _Noted.apply("outer", outer(*args, sh=sh)))
@@ -250,13 +289,15 @@ def test_the_shared_experts_run_while_rows_travel(remat: bool, monkeypatch):
     with record_collectives() as record:
         value_and_gradients(cases.remat_moe_output if remat else cases.moe, mesh, "threads")
     travel, rows = {"issue": "send", "wait": "come"}, "ragged_all_to_all"
-    order = [travel.get(e.what, e.kind) for e in record.events if e.what == "note" or e.kind == rows]
+    order = [
+        travel.get(e.what, e.kind) for e in record.events if e.what == "note" or e.kind == rows
+    ]
     forward = ["send", "inner", "come", "send", "outer", "come"]
     backward = ["send", "outer backward", "come", "send", "inner backward", "come"]
     assert order == forward * (1 + remat) + backward
 
 
-# ----------------------------------------------------------------------------------------------------- planted errors
+# ----------------------------------------------------------------------------------- planted errors
 ON_TWO_BACKENDS = pytest.mark.parametrize("backend", ["simulated", "threads"])
 
 
@@ -319,7 +360,10 @@ def test_a_missing_pvary_on_the_latent_weights_is_found(backend: str, monkeypatc
 def test_experts_gathered_in_place_of_rows_sent_are_found(backend: str):
     """Equal in every number: each rank has all experts."""
     mesh = MESHES["ep2 fsdp2"]
-    with pytest.raises(AssertionError, match=rf"{backend}: a rank issued \{{.*'all_gather': 3.*expected .*all_to_all"):
+    with pytest.raises(
+        AssertionError,
+        match=rf"{backend}: a rank issued \{{.*'all_gather': 3.*expected .*all_to_all",
+    ):
         check(cases.moe_with_all_experts, mesh, backend)
 
 
@@ -327,17 +371,21 @@ def test_all_tokens_through_all_experts_on_every_rank_are_found():
     """Equal in every number, and without any work split."""
     mesh = MESHES["ep2 fsdp2"]
     counts = {"all_gather": 4, "psum_scatter": 4, "psum": 7}
-    with pytest.raises(AssertionError, match=r"threads: a rank did 1 of one device's work, at most 0.5"):
+    with pytest.raises(
+        AssertionError, match=r"threads: a rank did 1 of one device's work, at most 0.5"
+    ):
         check(cases.moe_of_all_tokens, mesh, "threads", balanced(), collectives=counts, flops=0.5)
 
 
-# ------------------------------------------------------------------------------------------------------------ one GPU
+# ------------------------------------------------------------------------------------------ one GPU
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["ep2 fsdp2", "fsdp4 ep2", "tp2 ep2", "tp4 ep2", "cp2 tp2 ep2"])
 @pytest.mark.parametrize("f", [cases.moe, cases.remat_moe_output], ids=["plain", "remat"])
 def test_threads_on_one_gpu_equal_the_cpu(f, name: str):
     mesh = MESHES[name]
-    on_cpu, on_gpu = (value_and_gradients(f, mesh, "threads", device=device) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (
+        value_and_gradients(f, mesh, "threads", device=device) for device in ("cpu", "cuda")
+    )
     assert_close_trees(tree.map(lambda t: t.cpu(), on_gpu), on_cpu, rtol=1e-10, atol=1e-11)
 
 
@@ -350,6 +398,10 @@ def test_bfloat16_on_one_gpu():
     mesh = MESHES["ep2 fsdp2"]
     specs = partition(SPECS, cases.WHOLE, mesh), cases.TOKENS, P()
     with record_impls() as ran:
-        y = shard_map(cases.moe, mesh, specs, cases.TOKENS, backend="threads")(weights, x, bias.float())
+        y = shard_map(cases.moe, mesh, specs, cases.TOKENS, backend="threads")(
+            weights, x, bias.float()
+        )
     assert {impl for op, impl in ran if op == "grouped_matmul"} == {"grouped_mm"}
-    assert ((y.cpu().double() - exact).norm() / exact.norm()).item() < 0.03  # six roundings to bf16 in a chain
+    assert (
+        (y.cpu().double() - exact).norm() / exact.norm()
+    ).item() < 0.03  # six roundings to bf16 in a chain

@@ -1,4 +1,6 @@
-"""Training on as many GPUs as this machine has, two of them at least: through NCCL come the numbers of one."""
+"""Training on as many GPUs as this machine has, two of them at least: through NCCL come the numbers
+of one.
+"""
 
 from __future__ import annotations
 
@@ -66,16 +68,28 @@ def world() -> Iterator[Callable[[int], Ranks]]:
         yield get
 
 
-def check(made: config.Recipe, ranks: Ranks, tolerance: float, impl: str = "ragged") -> list[dict[str, int]]:
-    """Every rank's loss and gradients against those of one GPU, to a part of the largest entry; how often impls ran."""
-    one = cases.gradients(Mesh().axes(), dataclasses.replace(made, mesh=Mesh()), torch.device(DEVICE))
-    split = dict(tree.flatten_with_paths(partition(model.specs(made.model), AxisRules(), made.mesh)))
+def check(
+    made: config.Recipe, ranks: Ranks, tolerance: float, impl: str = "ragged"
+) -> list[dict[str, int]]:
+    """Every rank's loss and gradients against those of one GPU, to a part of the largest entry; how
+    often impls ran.
+    """
+    one = cases.gradients(
+        Mesh().axes(), dataclasses.replace(made, mesh=Mesh()), torch.device(DEVICE)
+    )
+    split = dict(
+        tree.flatten_with_paths(partition(model.specs(made.model), AxisRules(), made.mesh))
+    )
     answers = ranks.run(cases.on_rank, made, DEVICE, impl, timeout=300)
     assert {path for _, told in answers for path in told["paths"]} == set(one)
     for coordinate, (found, told) in zip(made.mesh.coordinates(), answers, strict=True):
         for path, part in zip(told["paths"], found, strict=True):
             whole = one[path].cpu()
-            own = whole[tile(split[path], whole.shape, made.mesh, coordinate)] if path in split else whole
+            own = (
+                whole[tile(split[path], whole.shape, made.mesh, coordinate)]
+                if path in split
+                else whole
+            )
             assert (part - own).abs().max() <= tolerance * whole.abs().max(), (path, coordinate)
     return [told["ran"] for _, told in answers]
 
@@ -112,12 +126,18 @@ def test_three_steps(mesh: Mesh, text: Path, world: Callable[[int], Ranks]):
 def test_an_implementation_that_was_asked_for_runs_in_the_backward_too(
     mesh: Mesh, text: Path, world: Callable[[int], Ranks]
 ):
-    """A layer that is run again in the backward, on a thread of the autograd engine, takes it there too."""
+    """A layer that is run again in the backward, on a thread of the autograd engine, takes it there
+    too.
+    """
     ranks = world(2)
     runs_of = {
-        remat: check(meshes.recipe(text, mesh=mesh, compute="float64", remat=remat), ranks, 1e-10, "buckets")
+        remat: check(
+            meshes.recipe(text, mesh=mesh, compute="float64", remat=remat), ranks, 1e-10, "buckets"
+        )
         for remat in ("none", "layer")
     }
     for once, again in zip(runs_of["none"], runs_of["layer"], strict=True):
         assert set(once) == set(again) == {"buckets"}
-        assert again["buckets"] >= once["buckets"] + 3  # the three products of the layer with experts
+        assert (
+            again["buckets"] >= once["buckets"] + 3
+        )  # the three products of the layer with experts

@@ -48,12 +48,16 @@ def test_the_composition_equals_the_cpu(mode: str, mesh: Mesh, backend):
     out_specs = (P(), (SPECS, P("fsdp")))
 
     def step(axes, weights, x):
-        return value_and_grad(functools.partial(cases.composition, axes, mode=mode), (0, 1))(weights, x)
+        return value_and_grad(functools.partial(cases.composition, axes, mode=mode), (0, 1))(
+            weights, x
+        )
 
     results = []
     for a in (args, on_gpu(args)):
         with record_collectives() as record, check_invariance():
-            results.append(to_cpu(shard_map(step, mesh, (SPECS, P("fsdp")), out_specs, backend=backend)(*a)))
+            results.append(
+                to_cpu(shard_map(step, mesh, (SPECS, P("fsdp")), out_specs, backend=backend)(*a))
+            )
         assert all(r.counts == record.counts for r in record.ranks)
     assert_close_trees(results[1], results[0], rtol=1e-12, atol=1e-14)
 
@@ -69,7 +73,10 @@ def test_prefetched_gathers_in_threads_equal_the_cpu(ranks: int):
     with record_collectives() as record:
         got = to_cpu(run(*on_gpu(args)))
     assert_close_trees(got, run(*args), rtol=1e-12, atol=1e-14)
-    assert record.counts == {"all_gather": 3, "psum_scatter": 3}  # the backward's, though it runs where the GPU's does
+    assert record.counts == {
+        "all_gather": 3,
+        "psum_scatter": 3,
+    }  # the backward's, though it runs where the GPU's does
 
 
 def test_nccl_with_a_world_of_one():

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from k31fn import optim, params, random, tree
 from k31fn.optim import dealing
-from k31fn.parallel import AxisRules, Mesh, each_rank, fsdp, local_shape, partition, record_collectives, shard_map
+from k31fn.parallel import (
+    AxisRules,
+    Mesh,
+    each_rank,
+    fsdp,
+    local_shape,
+    partition,
+    record_collectives,
+    shard_map,
+)
 from k31fn.testing import Ranks, assert_close_trees
 from tests.parallel import cases_optim as cases
 
@@ -33,7 +42,9 @@ MESHES = [
 
 def on_threads(mesh: Mesh, f: Any, *trees: dict[str, Tensor]) -> list[Any]:
     """``f(axes, *parts of trees)`` on each rank."""
-    return each_rank(f, mesh, lambda coordinate: tuple(cases.local(mesh, t, coordinate) for t in trees))
+    return each_rank(
+        f, mesh, lambda coordinate: tuple(cases.local(mesh, t, coordinate) for t in trees)
+    )
 
 
 def check_replicas(mesh: Mesh, ranks: list[dict[str, Tensor]]) -> None:
@@ -51,10 +62,15 @@ def check_replicas(mesh: Mesh, ranks: list[dict[str, Tensor]]) -> None:
 def test_three_steps_equal_one_device(mesh, kind):
     wanted = cases.three_steps(Mesh().axes(), Mesh(), kind, cases.weights(), *cases.gradients())
     ranks = on_threads(
-        mesh, lambda axes, *trees: cases.three_steps(axes, mesh, kind, *trees), cases.weights(), *cases.gradients()
+        mesh,
+        lambda axes, *trees: cases.three_steps(axes, mesh, kind, *trees),
+        cases.weights(),
+        *cases.gradients(),
     )
     for coordinate, got in zip(mesh.coordinates(), ranks, strict=True):
-        assert_close_trees(got.params, cases.local(mesh, wanted.params, coordinate), rtol=1e-10, atol=1e-12)
+        assert_close_trees(
+            got.params, cases.local(mesh, wanted.params, coordinate), rtol=1e-10, atol=1e-12
+        )
         torch.testing.assert_close(got.norm, wanted.norm, rtol=1e-12, atol=0)
         for path, shape in got.state_shapes.items():
             assert shape == got.params[path].shape
@@ -68,7 +84,9 @@ def test_three_steps_on_processes(kind, four_ranks: Ranks):
     answers = four_ranks.run(cases.steps_on_rank, mesh, kind, [cases.weights(), *cases.gradients()])
     got = [dict(zip(cases.SPECS, tensors, strict=True)) for tensors, _ in answers]
     for coordinate, mine in zip(mesh.coordinates(), got, strict=True):
-        assert_close_trees(mine, cases.local(mesh, wanted.params, coordinate), rtol=1e-10, atol=1e-12)
+        assert_close_trees(
+            mine, cases.local(mesh, wanted.params, coordinate), rtol=1e-10, atol=1e-12
+        )
     check_replicas(mesh, got)
 
 
@@ -84,7 +102,9 @@ def test_a_step_in_the_simulated_mesh():
     one = cases.optimizer("muon", ())
     w, g = cases.weights(), cases.gradients()[0]
     want = one.update(g, one.init(w), w, lr=0.1, donate=False)[0]
-    assert_close_trees(shard_map(step, mesh, (part, part), part)(w, g), want, rtol=1e-10, atol=1e-12)
+    assert_close_trees(
+        shard_map(step, mesh, (part, part), part)(w, g), want, rtol=1e-10, atol=1e-12
+    )
 
 
 LAYERS = {f"{i}.{name}": spec for i in range(3) for name, spec in cases.SPECS.items()}
@@ -120,9 +140,13 @@ def worked_on(mesh: Mesh, monkeypatch: Any) -> tuple[list[list[tuple[int, ...]]]
     return [seen.get(f"rank {r}", []) for r in range(mesh.world_size)], record.ranks
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(tp=2), Mesh(fsdp=2, ep=2), Mesh(dp=2), *MESHES[4:]], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(fsdp=2), Mesh(tp=2), Mesh(fsdp=2, ep=2), Mesh(dp=2), *MESHES[4:]], ids=str
+)
 def test_each_rank_does_its_share(mesh, monkeypatch):
-    """Together the work of one device; none has more than the mean and one block, or two matrices at once."""
+    """Together the work of one device; none has more than the mean and one block, or two matrices
+    at once.
+    """
     monkeypatch.setattr(dealing, "_LEAST", 0)
     (alone,), _ = worked_on(Mesh(), monkeypatch)
     ranks, records = worked_on(mesh, monkeypatch)
@@ -160,7 +184,7 @@ def test_at_most_two_rounds_are_under_way(monkeypatch):
     assert record.counts["ragged_all_to_all"] > 8
 
 
-# -------------------------------------------------------------------------------------------------------- global norm
+# -------------------------------------------------------------------------------------- global norm
 @pytest.mark.parametrize("p", [2, INF])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_norm_counts_each_element_once(mesh, p):
@@ -216,7 +240,9 @@ def test_clipping_scales_all_ranks_alike():
     part = partition(cases.SPECS, AxisRules(), mesh)
 
     def clip(axes: Any, g: Any) -> Any:
-        return optim.clip_by_global_norm(g, 0.5, placements=fsdp.placements(cases.SPECS, part, axes))[0]
+        return optim.clip_by_global_norm(
+            g, 0.5, placements=fsdp.placements(cases.SPECS, part, axes)
+        )[0]
 
     want = optim.clip_by_global_norm(grads, 0.5)[0]
     ranks = on_threads(mesh, clip, grads)

@@ -71,7 +71,9 @@ def test_second_derivatives_through_start_and_wait(backend):
 
 
 def test_what_runs_between_start_and_wait_is_between_in_the_backward_too():
-    """Threads run the asynchronous rules: the transpose is issued, the layer's backward runs, then it is waited for."""
+    """Threads run the asynchronous rules: the transpose is issued, the layer's backward runs, then
+    it is waited for.
+    """
 
     class Layer(torch.autograd.Function):
         @staticmethod
@@ -151,7 +153,9 @@ def test_operands_are_freed_with_their_graph():
     enabled = gc.isenabled()
     gc.disable()
     try:
-        shard_map(f, MESH, (P("fsdp"),), P("fsdp"), backend="threads")(torch.ones(4, 4, dtype=torch.float64))
+        shard_map(f, MESH, (P("fsdp"),), P("fsdp"), backend="threads")(
+            torch.ones(4, 4, dtype=torch.float64)
+        )
         assert [ref() for ref in alive] == [None, None]
     finally:
         if enabled:

@@ -35,7 +35,9 @@ def test_initial_values_are_the_same_on_every_mesh():
     mesh = Mesh(fsdp=2, tp=2)
     found = partition(specs, AxisRules(), mesh)
     for coordinate in mesh.coordinates():
-        own = params.init(specs, key, dtype=torch.float32, tile=tiles(specs, found, mesh, coordinate))
+        own = params.init(
+            specs, key, dtype=torch.float32, tile=tiles(specs, found, mesh, coordinate)
+        )
         expected = cut(broadcast(found, whole), tree.leaves(whole), mesh, coordinate)
         for a, b in zip(tree.leaves(own), expected, strict=True):
             assert torch.equal(a, b)
@@ -65,12 +67,27 @@ def test_a_weight_that_nothing_divides_stays_whole():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: local_shape(P("tp"), (6,), Mesh(tp=4)), r"P\('tp'\): tp = 4 ranks do not divide .* 6; nearest: 3, 6"),
-        (lambda: local_shape(P("tp", "tp"), (4, 4), Mesh(tp=2)), "uses mesh axis 'tp' twice in one tensor"),
+        (
+            lambda: local_shape(P("tp"), (6,), Mesh(tp=4)),
+            r"P\('tp'\): tp = 4 ranks do not divide .* 6; nearest: 3, 6",
+        ),
+        (
+            lambda: local_shape(P("tp", "tp"), (4, 4), Mesh(tp=2)),
+            "uses mesh axis 'tp' twice in one tensor",
+        ),
         (lambda: local_shape(P("tp", "ep"), (4, 4), Mesh(tp=2, ep=2)), "uses mesh axis 'tp' twice"),
-        (lambda: local_shape(P(None, "tp"), (4,), Mesh(tp=2)), "has 2 entries for a tensor of 1 dimensions"),
-        (lambda: partition({"w": spec((4,), ("heds",))}, AxisRules(), Mesh()), "w: logical axis 'heds' unknown"),
-        (lambda: partition({"w": spec((3,), ("heads",))}, AxisRules(), Mesh(tp=2)), "w: .* ranks do not divide"),
+        (
+            lambda: local_shape(P(None, "tp"), (4,), Mesh(tp=2)),
+            "has 2 entries for a tensor of 1 dimensions",
+        ),
+        (
+            lambda: partition({"w": spec((4,), ("heds",))}, AxisRules(), Mesh()),
+            "w: logical axis 'heds' unknown",
+        ),
+        (
+            lambda: partition({"w": spec((3,), ("heads",))}, AxisRules(), Mesh(tp=2)),
+            "w: .* ranks do not divide",
+        ),
         (
             lambda: partition({"w": spec((4, 4), ("heads", "mlp"))}, AxisRules(), Mesh(tp=2)),
             "w: .* uses mesh axis 'tp' twice",

@@ -34,7 +34,9 @@ def test_a_message_is_a_copy():
         x = torch.ones(2)
         if own_index(axes.pp) == 0:
             send(x, axes.pp, 1)()
-            recv((1,), axes.pp, 1, dtype=torch.float32, device="cpu")()  # the other has changed its own
+            recv(
+                (1,), axes.pp, 1, dtype=torch.float32, device="cpu"
+            )()  # the other has changed its own
             return x
         y = recv((2,), axes.pp, 0, dtype=torch.float32, device="cpu")()
         y.zero_()
@@ -85,7 +87,11 @@ def test_a_sender_that_has_left_is_named():
 @pytest.mark.parametrize("to", [0, 2, -1])
 def test_another_rank_of_the_axis_must_be_named(to):
     with pytest.raises(ValueError, match=f"send: rank {to} from rank 0 of 2"):
-        each_rank(lambda axes: own_index(axes.pp) or send(torch.ones(1), axes.pp, to), Mesh(pp=2), lambda _: ())
+        each_rank(
+            lambda axes: own_index(axes.pp) or send(torch.ones(1), axes.pp, to),
+            Mesh(pp=2),
+            lambda _: (),
+        )
 
 
 def test_only_on_real_ranks():

@@ -14,7 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import autodiff, tree
 from k31fn.autodiff import value_and_grad, vjp
-from k31fn.parallel import AxisRules, Mesh, P, each_rank, partition, psum, record_collectives, shard_map
+from k31fn.parallel import (
+    AxisRules,
+    Mesh,
+    P,
+    each_rank,
+    partition,
+    psum,
+    record_collectives,
+    shard_map,
+)
 from k31fn.parallel import scan as scan_module
 from k31fn.parallel.scan import Prefetch, scan
 from k31fn.parallel.tiling import cut
@@ -47,7 +56,10 @@ def test_equals_one_device(mesh, psums, mode, two_ranks: Ranks, four_ranks: Rank
     again = mode == "scan"
     counts = {"psum": psums + (cases.LAYERS if mesh.tp > 1 and again else 0)}
     if mesh.fsdp > 1:
-        counts |= {"all_gather": cases.LAYERS * (1 + again), "psum_scatter": cases.LAYERS}  # both matrices as one
+        counts |= {
+            "all_gather": cases.LAYERS * (1 + again),
+            "psum_scatter": cases.LAYERS,
+        }  # both matrices as one
     report = assert_sharded_equals_dense(
         cases.chain if again else cases.prefetched,
         (cases.weights(), cases.inputs(), MIX),
@@ -77,13 +89,17 @@ def test_prefetch_alone_has_every_derivative(backend):
     def second(axes: Any, layers: Any, x: Tensor, mode: str = "prefetch") -> Any:
         return value_and_grad(lambda w: squared(axes, w, x, mode))(layers)[1]
 
-    got = shard_map(second, mesh, (part, rows), part, backend=backend)(cases.weights(), cases.inputs())
+    got = shard_map(second, mesh, (part, rows), part, backend=backend)(
+        cases.weights(), cases.inputs()
+    )
     want = second(Mesh().axes(), cases.weights(), cases.inputs(), "plain")
     assert_close_trees(got, want, rtol=1e-9, atol=1e-9)
 
 
 def run(f: Any, mesh: Mesh, *args: Any) -> tuple[list[Any], list[list[str]]]:
-    """``f(axes, layers, x, *args)`` on each rank (threads), and each rank's events, repetitions left out."""
+    """``f(axes, layers, x, *args)`` on each rank (threads), and each rank's events, repetitions
+    left out.
+    """
     part, values, structure = specs_on(mesh)[0], *tree.flatten(cases.weights())
 
     def local(coordinate: Any) -> tuple[Any, ...]:
@@ -92,7 +108,10 @@ def run(f: Any, mesh: Mesh, *args: Any) -> tuple[list[Any], list[list[str]]]:
 
     with record_collectives() as record:
         results = each_rank(f, mesh, local)
-    events = [[e.kind if e.what == "note" else f"{e.what} {e.kind}" for e in r.events] for r in record.ranks]
+    events = [
+        [e.kind if e.what == "note" else f"{e.what} {e.kind}" for e in r.events]
+        for r in record.ranks
+    ]
     return results, [[e for i, e in enumerate(own) if i == 0 or own[i - 1] != e] for own in events]
 
 
@@ -113,8 +132,20 @@ FORWARD = [
 BACKWARD = [
     *("issue all_gather", "wait all_gather"),
     *("issue all_gather", "run 2", "pull 2", "issue psum_scatter", "wait all_gather"),
-    *("issue all_gather", "run 1", "pull 1", "wait psum_scatter", "issue psum_scatter", "wait all_gather"),
-    *("run 0", "wait psum_scatter", "issue psum_scatter", "wait psum_scatter"),  # nobody asks for the first carry's
+    *(
+        "issue all_gather",
+        "run 1",
+        "pull 1",
+        "wait psum_scatter",
+        "issue psum_scatter",
+        "wait all_gather",
+    ),
+    *(
+        "run 0",
+        "wait psum_scatter",
+        "issue psum_scatter",
+        "wait psum_scatter",
+    ),  # nobody asks for the first carry's
 ]
 
 
@@ -124,7 +155,9 @@ def without_psums(events: list[str]) -> list[str]:
     return [e for i, e in enumerate(kept) if i == 0 or kept[i - 1] != e]
 
 
-@pytest.mark.parametrize("differentiate", [gradient, lambda a, w, x: torch.func.grad(lambda w: loss(a, w, x))(w)])
+@pytest.mark.parametrize(
+    "differentiate", [gradient, lambda a, w, x: torch.func.grad(lambda w: loss(a, w, x))(w)]
+)
 def test_gathers_run_a_layer_ahead_and_scatters_a_layer_behind(differentiate):
     _, ranks = run(differentiate, FSDP2)
     for events in ranks:
@@ -137,7 +170,9 @@ def test_prefetch_alone_keeps_weights():
         got = without_psums(events)
         assert got[: len(FORWARD)] == FORWARD
         assert "issue all_gather" not in got[len(FORWARD) :]
-        assert got.index("issue psum_scatter") < got.index("pull 1") < got.index("wait psum_scatter")
+        assert (
+            got.index("issue psum_scatter") < got.index("pull 1") < got.index("wait psum_scatter")
+        )
 
 
 def test_the_pullback_runs_on_another_thread():
@@ -170,7 +205,9 @@ class Everything(Prefetch):
 
 
 def most_alive(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The largest number of layers whose weights a rank asked for and has not let go of, in a gradient."""
+    """The largest number of layers whose weights a rank asked for and has not let go of, in a
+    gradient.
+    """
     start, wait = scan_module.start_gather, scan_module.wait_gather
     alive: collections.Counter[int] = collections.Counter()
     most: collections.Counter[int] = collections.Counter()
@@ -203,13 +240,18 @@ def test_a_prefetch_of_everything_is_found(monkeypatch):
 
 
 def kept_bytes(*, shared_block: bool) -> int:
-    """Between forward and backward, on one device: six layers that pass on a block, or a copy of it."""
+    """Between forward and backward, on one device: six layers that pass on a block, or a copy of
+    it.
+    """
     layers, x = cases.weights()[:1] * 6, cases.inputs()
     places = cases.placed(Mesh().axes(), Mesh(), cases.SPECS[:1] * 6)
 
     def step(w: Any, carry: Any, shared: Any, own: Any) -> Any:
         x, block = carry
-        return (torch.tanh(x @ w["a"]) @ w["b"] + block, block if shared_block else block.clone()), ()
+        return (
+            torch.tanh(x @ w["a"]) @ w["b"] + block,
+            block if shared_block else block.clone(),
+        ), ()
 
     def f(layers: Any, x: Tensor) -> Tensor:
         return scan([step] * 6, places, layers, (x.clone(), x.clone()), (), [()] * 6)[0][0]
@@ -269,7 +311,9 @@ def test_choices_are_made_once():
     assert len(calls) == 3
     assert_close_trees(got, value_and_grad(fixed)(cases.weights()), rtol=1e-13, atol=1e-13)
     calls.clear()
-    assert_close_trees(value_and_grad(autodiff.remat(f))(cases.weights()), got, rtol=1e-13, atol=1e-13)
+    assert_close_trees(
+        value_and_grad(autodiff.remat(f))(cases.weights()), got, rtol=1e-13, atol=1e-13
+    )
     assert len(calls) == 3
     with autodiff.record_decisions() as made:
         first = f(cases.weights())
@@ -306,14 +350,20 @@ def test_no_layers_and_absent_gradients():
         return x * w["small"].sum(), ()
 
     layers = cases.weights()
-    grads = value_and_grad(lambda w: scan([ignores] * 3, places, w, cases.inputs(), (), [()] * 3)[0].sum())(layers)[1]
+    grads = value_and_grad(
+        lambda w: scan([ignores] * 3, places, w, cases.inputs(), (), [()] * 3)[0].sum()
+    )(layers)[1]
     assert all(not g["a"].any() and g["small"].all() for g in grads)
 
 
 @pytest.mark.parametrize("mode", ["scan", "prefetch", "plain"])
 def test_frozen_weights_have_no_gradient_and_send_none(mode):
     def freeze(path: str, spec: Any) -> Any:
-        return dataclasses.replace(spec, tags=spec.tags | {"frozen"}) if path.endswith(("a", "small")) else spec
+        return (
+            dataclasses.replace(spec, tags=spec.tags | {"frozen"})
+            if path.endswith(("a", "small"))
+            else spec
+        )
 
     specs = tree.map_with_path(freeze, cases.SPECS)
 
@@ -330,7 +380,8 @@ def test_frozen_weights_have_no_gradient_and_send_none(mode):
         assert_close_trees([g["b"] for g in grads], [g["b"] for g in want], rtol=1e-12, atol=1e-12)
         product = 2 * 4 * 4 * cases.D * cases.F  # a rank has 4 rows of 4 tokens
         runs = 2 if mode == "scan" else 1
-        # backward: both products of b, and that of a for its input; of layer 0 only that for the weight
+        # backward: both products of b, and that of a for its input; of layer 0 only that for the
+        # weight
         assert flops == cases.LAYERS * product * (2 * runs + 3) - 2 * product
     assert not any(e.endswith(" psum") for events in ranks for e in events)
 
@@ -339,10 +390,14 @@ def test_frozen_weights_have_no_gradient_and_send_none(mode):
 def test_a_forgotten_pvary_of_a_small_leaf_is_found(backend, monkeypatch):
     mesh = FSDP2
     part = specs_on(mesh)[0]
-    forgetting = functools.partial(shard_map, gradient, mesh, (part, cases.ROWS), part, backend=backend)
+    forgetting = functools.partial(
+        shard_map, gradient, mesh, (part, cases.ROWS), part, backend=backend
+    )
     forgetting()(cases.weights(), cases.inputs())
     placed = cases.placed
-    monkeypatch.setattr(cases, "placed", lambda *args, **kw: cases.fsdp.gathers(placed(*args, **kw)))
+    monkeypatch.setattr(
+        cases, "placed", lambda *args, **kw: cases.fsdp.gathers(placed(*args, **kw))
+    )
     with pytest.raises(ValueError, match="pvary"):
         forgetting()(cases.weights(), cases.inputs())
 
@@ -352,6 +407,8 @@ def test_a_forgotten_pvary_of_a_small_leaf_is_found(backend, monkeypatch):
 def test_ranks_that_share_a_gpu_equal_the_cpu(mode):
     mesh, args = Mesh(fsdp=2, dp=2), (cases.weights(), cases.inputs())
     part = partition(cases.SPECS, AxisRules(), mesh)
-    step = shard_map(functools.partial(gradient, mode=mode), mesh, (part, cases.ROWS), part, backend="threads")
+    step = shard_map(
+        functools.partial(gradient, mode=mode), mesh, (part, cases.ROWS), part, backend="threads"
+    )
     got = step(*tree.map(lambda x: x.cuda(), args))
     assert_close_trees(tree.map(lambda x: x.cpu(), got), step(*args), rtol=1e-12, atol=1e-12)

@@ -22,7 +22,9 @@ from tests.parallel import cases_fsdp
 LAYERS, D, ROWS = 5, 16, 8
 SIZE = ROWS * D * 8
 MATRIX = ParamSpec((D, D), ("hidden", ""), Normal(0.3))
-SPECS = [{"norm": ParamSpec((D,), ("hidden",), Normal(1.0)), "branch": {"w": MATRIX, "v": MATRIX}}] * LAYERS
+SPECS = [
+    {"norm": ParamSpec((D,), ("hidden",), Normal(1.0)), "branch": {"w": MATRIX, "v": MATRIX}}
+] * LAYERS
 RUNS: Counter[str] = Counter()
 
 
@@ -75,8 +77,11 @@ def test_no_bit_changes_and_no_branch_runs_again(every: int) -> None:
     expected = gradient(weights(), x_of(), None)
     RUNS.clear()
     got = gradient(weights(), x_of(), plan(every))
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(expected), strict=True))
-    # once forward, once backward; the carries that are not kept cost another run of all but the branch
+    assert all(
+        torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(expected), strict=True)
+    )
+    # once forward, once backward; the carries that are not kept cost another run of all but the
+    # branch
     missing = LAYERS - -(-LAYERS // every)
     assert dict(RUNS) == {"branch": LAYERS, "step": 2 * LAYERS + missing}
     by_transform = torch.func.grad(lambda ws: run(ws, x_of(), plan(every)))(weights())
@@ -106,7 +111,9 @@ def held(how: Plan | None) -> float:
 
 def test_what_is_kept() -> None:
     inside = 1 + 1  # per layer: the tanh, and the product before the scale; besides it the output
-    least = LAYERS * (inside + 1) + 1  # with the last carry, for the loss; the first one was there before
+    least = (
+        LAYERS * (inside + 1) + 1
+    )  # with the last carry, for the loss; the first one was there before
     assert held(plan(1)) == pytest.approx(least + LAYERS - 1, abs=0.5)
     assert held(plan(4)) == pytest.approx(least + 1, abs=0.5)
     assert held(plan(8)) == pytest.approx(least, abs=0.5)
@@ -121,7 +128,9 @@ def on_mesh(how: Plan, mesh: Mesh, *, backend: str = "threads") -> Any:
         return value_and_grad(lambda ws: run(ws, x, how, places))(ws)[1]
 
     with record_collectives() as record:
-        grads = shard_map(local, mesh, (split, P("fsdp")), split, backend=backend)(weights(), x_of())
+        grads = shard_map(local, mesh, (split, P("fsdp")), split, backend=backend)(
+            weights(), x_of()
+        )
     return grads, record
 
 
@@ -134,7 +143,8 @@ def test_on_two_ranks(every: int, backend: str) -> None:
     grads, record = on_mesh(plan(every), Mesh(fsdp=2), backend=backend)
     assert_close_trees(grads, value_and_grad(two_halves)(weights())[1], rtol=1e-12, atol=1e-12)
     if backend == "threads":
-        # all weights twice; to make three carries of the first four layers again, and none of the fifth, norms alone
+        # all weights twice; to make three carries of the first four layers again, and none of the
+        # fifth, norms alone
         layer = sum(w.nbytes for w in tree.leaves(weights()[0])) // 2
         again = (every == 4) * 3 * weights()[0]["norm"].nbytes // 2
         assert record.ranks[0].nbytes["all_gather"] == 2 * LAYERS * layer + again
@@ -152,7 +162,9 @@ def test_a_caller_may_rebuild_before_it_has_the_cotangent() -> None:
     assert dict(RUNS) == {"step": LAYERS - 1}  # once
     got = pull(torch.ones_like(value))
     assert dict(RUNS) == {"step": 2 * LAYERS - 1}  # and not again
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(expected[1]), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(expected[1]), strict=True)
+    )
     with rebuilds() as found:
         vjp(lambda ws, x: run(ws, x, plan(1)), ws, x)
     assert not found
@@ -172,7 +184,12 @@ def test_carries_of_the_wrong_layer_are_found(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(scan_module._Kept, "take", before)
     with pytest.raises(AssertionError):
-        assert_close_trees(gradient(weights(), x_of(), plan(8)), gradient(weights(), x_of(), None), rtol=0.0, atol=0.0)
+        assert_close_trees(
+            gradient(weights(), x_of(), plan(8)),
+            gradient(weights(), x_of(), None),
+            rtol=0.0,
+            atol=0.0,
+        )
 
 
 def test_weights_that_a_rebuild_needs_and_has_not_are_found() -> None:

@@ -1,4 +1,6 @@
-"""assert_sharded_equals_dense: passes on what is right on every backend, and finds each planted error."""
+"""assert_sharded_equals_dense: passes on what is right on every backend, and finds each planted
+error.
+"""
 
 from __future__ import annotations
 
@@ -38,28 +40,47 @@ def tp_specs(mesh: Mesh):
 
 
 TOKENS = P(("dp", "fsdp"), "tp")
-BY_TP = {"all_gather": 2, "psum_scatter": 2}  # tokens come together and go apart, forward and backward
+BY_TP = {
+    "all_gather": 2,
+    "psum_scatter": 2,
+}  # tokens come together and go apart, forward and backward
 
 check_mlp = functools.partial(
-    assert_sharded_equals_dense, collectives=BY_TP, rtol=1e-10, atol=1e-12, impls={"situ_glu": "reference"}
+    assert_sharded_equals_dense,
+    collectives=BY_TP,
+    rtol=1e-10,
+    atol=1e-12,
+    impls={"situ_glu": "reference"},
 )
 
 
 def test_the_mlp_with_tensor_parallelism_on_every_backend(two_ranks: Ranks):
     mesh = Mesh(tp=2)
     report = check_mlp(
-        cases.tensor_parallel_mlp, mlp_arguments(), (tp_specs(mesh), TOKENS), TOKENS, mesh, ranks=two_ranks, flops=0.5
+        cases.tensor_parallel_mlp,
+        mlp_arguments(),
+        (tp_specs(mesh), TOKENS),
+        TOKENS,
+        mesh,
+        ranks=two_ranks,
+        flops=0.5,
     )
     assert report.backends == ("simulated", "threads", "processes")
     assert report.flops == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=4), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=4, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(tp=4), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=4, ep=2)], ids=str
+)
 def test_the_mlp_on_other_meshes(mesh: Mesh):
-    """Batch rows go over fsdp; a gradient of weights that are whole there would need a psum, so they pass pvary."""
+    """Batch rows go over fsdp; a gradient of weights that are whole there would need a psum, so
+    they pass pvary.
+    """
 
     def f(axes, weights, x):
-        return mlp.apply(tree.map(lambda w: pvary(w, axes.data), weights), x, cases.MLP, sh=Sharding.on(axes))
+        return mlp.apply(
+            tree.map(lambda w: pvary(w, axes.data), weights), x, cases.MLP, sh=Sharding.on(axes)
+        )
 
     counts = BY_TP | ({"psum": 3} if mesh.fsdp > 1 else {})  # for the gradient of each weight
     if mesh.dp > 1:
@@ -67,7 +88,15 @@ def test_the_mlp_on_other_meshes(mesh: Mesh):
         args = weights, torch.cat([x, x + 1])
     else:
         args = mlp_arguments()
-    report = check_mlp(f, args, (tp_specs(mesh), TOKENS), TOKENS, mesh, collectives=counts, flops=1 / mesh.world_size)
+    report = check_mlp(
+        f,
+        args,
+        (tp_specs(mesh), TOKENS),
+        TOKENS,
+        mesh,
+        collectives=counts,
+        flops=1 / mesh.world_size,
+    )
     assert report.backends == ON_TWO
     assert "only a function at the top of an importable module" in report.skipped
 
@@ -104,7 +133,11 @@ def test_fp32_on_processes(two_ranks: Ranks):
 @pytest.mark.slow
 def test_the_composition_on_four_processes(four_ranks: Ranks):
     args = layers(), torch.randn(4, 6, 8, dtype=torch.float64)
-    modes = {"plain": cases.plain_composition, "remat": cases.composition, "nested": cases.nested_composition}
+    modes = {
+        "plain": cases.plain_composition,
+        "remat": cases.composition,
+        "nested": cases.nested_composition,
+    }
     for mode, f in modes.items():
         for mesh in (Mesh(fsdp=2, tp=2), Mesh(fsdp=4), Mesh(tp=4), Mesh(fsdp=4, ep=2)):
             absent = {v for v in ("fsdp", "tp") if getattr(mesh, v) == 1}
@@ -126,7 +159,7 @@ def test_the_composition_on_four_processes(four_ranks: Ranks):
             )
 
 
-# ------------------------------------------------------------------------------------------------------ planted errors
+# ----------------------------------------------------------------------------------- planted errors
 def check_two(f, weights=None, tokens=TOKENS, **kwargs):
     mesh = Mesh(tp=2)
     specs = (weights or tp_specs(mesh), tokens)
@@ -134,12 +167,20 @@ def check_two(f, weights=None, tokens=TOKENS, **kwargs):
 
 
 def test_the_dense_path_in_place_of_the_sharded_one_is_found():
-    with pytest.raises(AssertionError, match=r"simulated: a rank issued \{.*all_gather_invariant.*\}, expected"):
+    with pytest.raises(
+        AssertionError, match=r"simulated: a rank issued \{.*all_gather_invariant.*\}, expected"
+    ):
         check_two(cases.dense_in_disguise, dense=cases.tensor_parallel_mlp)
     counts = {"all_gather_invariant": 5}
-    with pytest.raises(AssertionError, match=r"threads: a rank did 1 of one device's work, at most 0.5"):
-        check_two(cases.dense_in_disguise, dense=cases.tensor_parallel_mlp, collectives=counts, flops=0.5)
-    with pytest.raises(AssertionError, match=r"a rank issued {}, expected {'all_gather': 2, 'psum_scatter': 2}"):
+    with pytest.raises(
+        AssertionError, match=r"threads: a rank did 1 of one device's work, at most 0.5"
+    ):
+        check_two(
+            cases.dense_in_disguise, dense=cases.tensor_parallel_mlp, collectives=counts, flops=0.5
+        )
+    with pytest.raises(
+        AssertionError, match=r"a rank issued {}, expected {'all_gather': 2, 'psum_scatter': 2}"
+    ):
         check_two(lambda axes, w, x: mlp.apply(w, x, cases.MLP), weights=P(), tokens=P())
 
 
@@ -151,7 +192,9 @@ def test_a_missing_psum_is_found(backend):
         return h if axes.tp else mlp.apply(w, x, cases.MLP)
 
     with pytest.raises(ValueError, match=r"does not name 'tp'|varies over an axis"):
-        check_mlp(f, mlp_arguments(), (tp_specs(Mesh(tp=2)), P()), P(), Mesh(tp=2), backends=(backend,))
+        check_mlp(
+            f, mlp_arguments(), (tp_specs(Mesh(tp=2)), P()), P(), Mesh(tp=2), backends=(backend,)
+        )
 
 
 @pytest.mark.parametrize("backend", ON_TWO)
@@ -162,7 +205,9 @@ def test_a_missing_pvary_is_found(backend):
         return psum(mlp.apply(w, x, cases.MLP), axes.tp)
 
     with pytest.raises(ValueError, match=r"does not name 'tp'|varies over an axis"):
-        check_mlp(f, mlp_arguments(), (tp_specs(Mesh(tp=2)), P()), P(), Mesh(tp=2), backends=(backend,))
+        check_mlp(
+            f, mlp_arguments(), (tp_specs(Mesh(tp=2)), P()), P(), Mesh(tp=2), backends=(backend,)
+        )
 
 
 @pytest.mark.parametrize("backend", ON_TWO)
@@ -172,7 +217,14 @@ def test_a_doubled_psum_and_a_wrong_denominator_are_found(backend):
         return psum_scatter(all_gather(y, axes.tp, 1), axes.tp, 1)
 
     with pytest.raises(AssertionError, match=f"{backend} against one device"):
-        check_mlp(doubled, mlp_arguments(), (tp_specs(Mesh(tp=2)), TOKENS), TOKENS, Mesh(tp=2), backends=(backend,))
+        check_mlp(
+            doubled,
+            mlp_arguments(),
+            (tp_specs(Mesh(tp=2)), TOKENS),
+            TOKENS,
+            Mesh(tp=2),
+            backends=(backend,),
+        )
 
 
 @pytest.mark.parametrize("backend", ON_TWO)
@@ -180,12 +232,16 @@ def test_a_wrong_permutation_is_found(backend):
     def relay(axes, x, step):
         """Each rank adds the sum of its left neighbour."""
         n = 4 if axes.cp else 1
-        before = ppermute(x.sum()[None], axes.cp, [(i, i + step) for i in range(n) if 0 <= i + step < n])
+        before = ppermute(
+            x.sum()[None], axes.cp, [(i, i + step) for i in range(n) if 0 <= i + step < n]
+        )
         return x + before
 
     def dense(axes, x):
         rows = x.reshape(4, 2)
-        return (rows + torch.cat([torch.zeros(1, dtype=x.dtype), rows.sum(1)[:-1]])[:, None]).reshape(8)
+        return (
+            rows + torch.cat([torch.zeros(1, dtype=x.dtype), rows.sum(1)[:-1]])[:, None]
+        ).reshape(8)
 
     check = functools.partial(
         assert_sharded_equals_dense,
@@ -205,7 +261,9 @@ def test_a_wrong_permutation_is_found(backend):
 
 
 def test_another_implementation_than_asked_for_is_found():
-    with pytest.raises(AssertionError, match=r"op 'situ_glu' ran as \['reference'\], expected 'triton'"):
+    with pytest.raises(
+        AssertionError, match=r"op 'situ_glu' ran as \['reference'\], expected 'triton'"
+    ):
         check_two(cases.tensor_parallel_mlp, impls={"situ_glu": "triton"})
 
 

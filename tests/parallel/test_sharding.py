@@ -31,7 +31,9 @@ def test_every_field_may_be_split():
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_an_axis_has_a_rank(size: int):
-    with pytest.raises(ValueError, match=rf"Axis\('tp'\)\.size={size}: an axis has at least one rank"):
+    with pytest.raises(
+        ValueError, match=rf"Axis\('tp'\)\.size={size}: an axis has at least one rank"
+    ):
         Axis("tp", size)
 
 
@@ -46,7 +48,9 @@ def test_a_collective_over_one_rank_is_an_identity(collective, axis):
 
 @pytest.mark.parametrize("collective", [psum, pvary])
 def test_an_axis_that_is_bound_to_no_ranks_is_refused(collective):
-    with pytest.raises(ValueError, match=f"{collective.__name__} over axis 'tp' of size 2: not bound to ranks"):
+    with pytest.raises(
+        ValueError, match=f"{collective.__name__} over axis 'tp' of size 2: not bound to ranks"
+    ):
         collective(torch.ones(2), Axis("tp", 2))
 
 
@@ -66,7 +70,9 @@ def test_a_mesh_says_how_the_model_lies_on_it():
 
 def test_tensor_parallelism_without_sequence_sharding_is_refused():
     tp = Axis("tp", 2)
-    with pytest.raises(ValueError, match=r"Sharding.heads=\['tp'\], but sequence=\[\]: .* take Sharding.on\(axes\)"):
+    with pytest.raises(
+        ValueError, match=r"Sharding.heads=\['tp'\], but sequence=\[\]: .* take Sharding.on\(axes\)"
+    ):
         Sharding(heads=tp)
     with pytest.raises(ValueError, match=r"Sharding.vocab=\['tp'\], but sequence=\['cp'\]"):
         Sharding(Axis("cp", 2), Axis("cp", 2), vocab=tp, sequence=Axis("cp", 2))

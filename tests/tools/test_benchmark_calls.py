@@ -29,7 +29,9 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "tiny.py")
         ("warmup", [CONFIG], "no device with kernels to compile"),
     ],
 )
-def test_what_it_needs(name: str, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_what_it_needs(
+    name: str, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys
+):
     monkeypatch.setattr(device, "num_devices", lambda kind: int(kind == "cpu"))
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     with pytest.raises(SystemExit) as ended:

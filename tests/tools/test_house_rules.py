@@ -16,7 +16,13 @@ def rules(path: str, source: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("path", [LAYER, REFERENCE, "k31fn/kernels/a/b/reference.py"])
 @pytest.mark.parametrize(
     "code",
-    ["x.float()", "f(x).float()", "x.to(torch.float32)", "x.to(dtype=torch.float32)", "x.to('cpu', torch.float)"],
+    [
+        "x.float()",
+        "f(x).float()",
+        "x.to(torch.float32)",
+        "x.to(dtype=torch.float32)",
+        "x.to('cpu', torch.float)",
+    ],
 )
 def test_a_hard_float32_in_a_layer_or_reference_is_found(path: str, code: str):
     ((line, rule),) = rules(path, f"\ny = {code}\n")
@@ -24,13 +30,17 @@ def test_a_hard_float32_in_a_layer_or_reference_is_found(path: str, code: str):
     assert "in a layer or reference" in rule
 
 
-@pytest.mark.parametrize("path", [OTHER, "k31fn/kernels/scratch/triton.py", "k31fn/kernels/reference/npu.py"])
+@pytest.mark.parametrize(
+    "path", [OTHER, "k31fn/kernels/scratch/triton.py", "k31fn/kernels/reference/npu.py"]
+)
 def test_float32_elsewhere_is_no_finding(path: str):
     assert rules(path, "y = x.float() + x.to(torch.float32)\n") == []
 
 
 def test_promoting_is_no_finding_in_a_layer():
-    assert rules(LAYER, "y = x.to(torch.promote_types(x.dtype, torch.float32))\nz = float(3)\n") == []
+    assert (
+        rules(LAYER, "y = x.to(torch.promote_types(x.dtype, torch.float32))\nz = float(3)\n") == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +91,9 @@ def function(lines: int, docstring: int = 0) -> str:
     return "\n".join(["def f():", *doc, *["    x = 1"] * (lines - 1)]) + "\n"
 
 
-@pytest.mark.parametrize(("path", "most"), [(OTHER, 60), (LAYER, 60), ("k31fn/kernels/kda/triton.py", 120)])
+@pytest.mark.parametrize(
+    ("path", "most"), [(OTHER, 60), (LAYER, 60), ("k31fn/kernels/kda/triton.py", 120)]
+)
 def test_function_length_limit(path: str, most: int):
     assert rules(path, function(most)) == []
     assert rules(path, function(most, docstring=30)) == []
@@ -93,7 +105,9 @@ def test_function_length_limit(path: str, most: int):
 @pytest.mark.parametrize(("path", "most"), [(OTHER, 400), ("k31fn/kernels/kda/triton.py", 500)])
 def test_file_length_limit(path: str, most: int):
     assert rules(path, "x = 1\n" * most) == []
-    assert rules(path, "x = 1\n" * (most + 1)) == [(most + 1, f"file of {most + 1} lines, at most {most}")]
+    assert rules(path, "x = 1\n" * (most + 1)) == [
+        (most + 1, f"file of {most + 1} lines, at most {most}")
+    ]
 
 
 def test_command_prints_file_line_rule_fix_and_fails(
@@ -110,5 +124,6 @@ def test_command_prints_file_line_rule_fix_and_fails(
     assert house_rules.main(["k31fn"]) == 1
     assert capsys.readouterr().out == (
         "k31fn/layers/scratch.py:1: .float() in a layer or reference, "
-        "compute in torch.promote_types(x.dtype, torch.float32), so that a float64 run stays float64\n"
+        "compute in torch.promote_types(x.dtype, torch.float32), so that a float64 run stays "
+        "float64\n"
     )

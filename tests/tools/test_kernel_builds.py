@@ -1,4 +1,6 @@
-"""The list of kernels that is compiled ahead of time is complete, or refused; and all of it compiles for sm_90."""
+"""The list of kernels that is compiled ahead of time is complete, or refused; and all of it
+compiles for sm_90.
+"""
 
 import os
 import subprocess
@@ -26,7 +28,9 @@ def test_every_op_with_kernels_is_listed_both_ways(kind: str) -> None:
     assert {b.direction for b in found} == {"forward", "backward"}
     assert len({b.name for b in found}) == len(found)
     for build in found:
-        assert set(build.signature) | set(build.constants) == set(build.kernel.arg_names), build.name
+        assert set(build.signature) | set(build.constants) == set(build.kernel.arg_names), (
+            build.name
+        )
         assert not set(build.signature) & set(build.constants)
 
 
@@ -41,20 +45,29 @@ def with_builds(change: Any) -> ModuleType:
     ("change", "message"),
     [
         (lambda found: [b for b in found if b.direction == "forward"], "no backward kernel"),
-        (lambda found: [b for b in found if "backward_scores" not in b.name], "'attn_res_backward_scores'.* are in no"),
+        (
+            lambda found: [b for b in found if "backward_scores" not in b.name],
+            "'attn_res_backward_scores'.* are in no",
+        ),
         (lambda found: [], "no forward kernel"),
     ],
 )
-def test_what_would_be_left_out_is_refused(change: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_be_left_out_is_refused(
+    change: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel_builds, "modules", lambda: {"attn_res": with_builds(change)})
     with pytest.raises(ValueError, match=message):
         builds("cuda")
 
 
-def test_none_at_all_and_kernels_that_no_implementation_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_at_all_and_kernels_that_no_implementation_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     implementations = attn_res_package.attn_res.implementations
     monkeypatch.delitem(implementations, "triton")
-    with pytest.raises(ValueError, match=r"'attn_res_forward'.* a module that an implementation names"):
+    with pytest.raises(
+        ValueError, match=r"'attn_res_forward'.* a module that an implementation names"
+    ):
         builds("cuda")
     monkeypatch.setattr(kernel_builds, "modules", dict)
     with pytest.raises(ValueError, match="no kernel is registered"):
@@ -64,7 +77,12 @@ def test_none_at_all_and_kernels_that_no_implementation_names(monkeypatch: pytes
 def test_all_compile_for_sm_90_without_a_gpu() -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tools.compile_cuda"], capture_output=True, text=True, env=env, cwd=ROOT, check=False
+        [sys.executable, "-m", "tools.compile_cuda"],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == f"{len(builds('cuda'))} kernels compiled for sm_90"

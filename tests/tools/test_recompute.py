@@ -1,4 +1,6 @@
-"""What recomputation keeps of a run of layers at K3's width, as benchmarks/recompute.py measures it."""
+"""What recomputation keeps of a run of layers at K3's width, as benchmarks/recompute.py measures
+it.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ def test_what_is_kept_falls(form: str) -> None:
 
 
 @pytest.mark.slow
-def test_branches_that_are_not_kept_outside_of_the_norm_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_that_are_not_kept_outside_of_the_norm_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A policy that knows them by other names keeps no output, but runs them again."""
     monkeypatch.setattr(layers.block, "BRANCHES", ())
-    assert recompute.kept("mhc, einsum", "intra_layer", tokens=4).kept == pytest.approx(4 * 2, abs=0.1)
+    assert recompute.kept("mhc, einsum", "intra_layer", tokens=4).kept == pytest.approx(
+        4 * 2, abs=0.1
+    )
 
 
 @pytest.mark.slow

@@ -23,7 +23,11 @@ FOUND = {
     "op": "Mix",
     "hardware": "a device",
     "versions": {"torch": "2"},
-    "rows": [ROW, ROW | {"name": "eager", "forward": 7.0, "both": None}, ROW | {"name": "fla, graph"}],
+    "rows": [
+        ROW,
+        ROW | {"name": "eager", "forward": 7.0, "both": None},
+        ROW | {"name": "fla, graph"},
+    ],
 }
 
 
@@ -41,7 +45,9 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     return readme, tmp_path
 
 
-def test_written_and_checked(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_written_and_checked(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     readme, results = places
     assert run(monkeypatch, readme, "--results", results, "--check") == 1
     assert "the table is not that of" in capsys.readouterr().out
@@ -68,7 +74,9 @@ def test_no_place(
     readme.write_text(table.BEGIN)
     with pytest.raises(SystemExit):
         run(monkeypatch, readme, "--results", results)
-    assert "no place for the table; write a line <!-- benchmarks: begin -->" in capsys.readouterr().err
+    assert (
+        "no place for the table; write a line <!-- benchmarks: begin -->" in capsys.readouterr().err
+    )
     assert readme.read_text() == table.BEGIN
 
 
@@ -81,7 +89,10 @@ def test_no_result_is_refused(places: tuple[Path, Path], monkeypatch: pytest.Mon
 
 
 def test_committed_results_give_a_table() -> None:
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(table.RESULTS.glob("*.json"))]
+    found = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(table.RESULTS.glob("*.json"))
+    ]
     some = [r for r in found if "rows" in r and "op" in r]
     assert {r["op"] for r in some} >= {"AttnRes", "mHC round"}
     assert table.render(some).count("|---") == 9

@@ -19,7 +19,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """Annotations are not checked: four times as fast, for tests of many steps. Other tests check the same code."""
+    """Annotations are not checked: four times as fast, for tests of many steps.
+
+    Other tests check the same code.
+    """
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -27,6 +30,8 @@ def unchecked() -> Iterator[None]:
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints are written in the process of the test, for tests of something else than writers."""
+    """Checkpoints are written in the process of the test, for tests of something else than
+    writers.
+    """
     pytest.importorskip("orbax.checkpoint")
     monkeypatch.setattr(checkpointer, "Session", Direct)

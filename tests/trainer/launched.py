@@ -23,7 +23,8 @@ from k31fn.checkpoint import Checkpointer
 
 def train():
     harms = [h.split(":") for h in os.environ.get("HARM", "none:0:0").split(",")]
-    for what, step in [(what, step) for what, rank, step in harms if what != "none" and os.environ.get("RANK") == rank]:
+    mine = [(w, step) for w, rank, step in harms if w != "none" and os.environ.get("RANK") == rank]
+    for what, step in mine:
         if what.startswith("save-"):
             in_save(what, int(step))
             continue
@@ -65,9 +66,11 @@ def harm(what):
 
 
 def write_config(path: Path, made: config.Recipe) -> str:
-    """A config of the recipe in which ``HARM=SIGKILL:1:4`` kills rank 1 as it reads the rows of step 4.
+    """A config of the recipe in which ``HARM=SIGKILL:1:4`` kills rank 1 as it reads the rows of
+    step 4.
 
-    ``save-before:1:6`` kills it in the save after 6 steps, before its copy is made, ``save-after`` afterwards.
+    ``save-before:1:6`` kills it in the save after 6 steps, before its copy is made, ``save-after``
+    afterwards.
     """
     runs.write_config(path, made)
     path.write_text(_HARM)
@@ -75,7 +78,9 @@ def write_config(path: Path, made: config.Recipe) -> str:
 
 
 @contextlib.contextmanager
-def processes(size: int, *args: str, harm: str = "none:0:0") -> Iterator[list[subprocess.Popen[str]]]:
+def processes(
+    size: int, *args: str, harm: str = "none:0:0"
+) -> Iterator[list[subprocess.Popen[str]]]:
     """The ranks, as torchrun would start them on one machine, without it."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -108,7 +113,9 @@ def processes(size: int, *args: str, harm: str = "none:0:0") -> Iterator[list[su
 
 
 def ends(ranks: list[subprocess.Popen[str]], timeout: float) -> list[tuple[int, str, str]]:
-    """Each rank's exit status, standard output and standard error; raises if one does not end in time."""
+    """Each rank's exit status, standard output and standard error; raises if one does not end in
+    time.
+    """
     deadline, found = time.monotonic() + timeout, []
     for rank in ranks:
         out, err = rank.communicate(timeout=max(0.0, deadline - time.monotonic()))
@@ -118,7 +125,13 @@ def ends(ranks: list[subprocess.Popen[str]], timeout: float) -> list[tuple[int, 
 
 def torchrun(size: int, *args: str, harm: str = "none:0:0") -> subprocess.CompletedProcess[str]:
     """``torchrun --nproc_per_node=SIZE train.py ...``, to its end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+    ]
     return subprocess.run(
         [*command, f"--nproc_per_node={size}", "train.py", *args, "--device", "cpu"],
         cwd=runs.REPOSITORY,

@@ -19,10 +19,14 @@ CPU = torch.device("cpu")
 
 
 def recipe(text: Path | str, **changes: Any) -> config.Recipe:
-    """Sizes that 2 and 4 ranks divide; the dense layer is a KDA one, that with experts a DSA one."""
+    """Sizes that 2 and 4 ranks divide; the dense layer is a KDA one, that with experts a DSA
+    one.
+    """
     base = runs.recipe(text)
     moe = dataclasses.replace(base.model.moe, num_experts=8)
-    return dataclasses.replace(base, model=dataclasses.replace(base.model, vocab_size=260, moe=moe), **changes)
+    return dataclasses.replace(
+        base, model=dataclasses.replace(base.model, vocab_size=260, moe=moe), **changes
+    )
 
 
 def steps(
@@ -50,7 +54,9 @@ def whole_state(axes: MeshAxes, made: config.Recipe, state: trainer.TrainState) 
             own = torch.zeros([s.stop - s.start for s in parts[0]], dtype=like.dtype)
         pieces = all_gather(own[None].to("cpu"), axes.atoms) if axes.atoms else own[None]
         whole = torch.empty(like.shape, dtype=like.dtype)
-        for part, piece, c in reversed(list(zip(parts, pieces, made.mesh.coordinates(), strict=True))):
+        for part, piece, c in reversed(
+            list(zip(parts, pieces, made.mesh.coordinates(), strict=True))
+        ):
             if not h.stages or c["pp"] in h.stages:
                 whole[part] = piece
         return whole
@@ -58,11 +64,15 @@ def whole_state(axes: MeshAxes, made: config.Recipe, state: trainer.TrainState) 
     return tree.map_with_path(put_together, trainer.abstract_state(made))
 
 
-def on_one_device(made: config.Recipe, count: int, device: torch.device = CPU) -> tuple[Tensor, trainer.TrainState]:
+def on_one_device(
+    made: config.Recipe, count: int, device: torch.device = CPU
+) -> tuple[Tensor, trainer.TrainState]:
     return steps(Mesh().axes(), dataclasses.replace(made, mesh=Mesh()), count, device)
 
 
-def on_threads(made: config.Recipe, count: int) -> tuple[list[Tensor], list[trainer.TrainState], trainer.TrainState]:
+def on_threads(
+    made: config.Recipe, count: int
+) -> tuple[list[Tensor], list[trainer.TrainState], trainer.TrainState]:
     """Each rank's metrics and state, and the whole state."""
 
     def go(axes: MeshAxes) -> tuple[Tensor, trainer.TrainState, Any]:
@@ -73,7 +83,9 @@ def on_threads(made: config.Recipe, count: int) -> tuple[list[Tensor], list[trai
     return [r[0] for r in ranks], [r[1] for r in ranks], ranks[0][2]
 
 
-def on_process(made: config.Recipe, count: int, device: str = "cpu") -> tuple[list[Tensor], dict[str, Any]]:
+def on_process(
+    made: config.Recipe, count: int, device: str = "cpu"
+) -> tuple[list[Tensor], dict[str, Any]]:
     """Of a spawned rank: its metrics, and the leaves of the whole parameters."""
     axes, _ = axes_of_process(made.mesh)
     metrics, state = steps(axes, made, count, torch.device(device))
@@ -81,8 +93,12 @@ def on_process(made: config.Recipe, count: int, device: str = "cpu") -> tuple[li
     return [metrics, *tree.leaves(whole.params)], {}
 
 
-def with_loads(axes: MeshAxes, made: config.Recipe, count: int) -> tuple[Tensor, Tensor, trainer.TrainState]:
-    """Metrics, tokens of each expert of this rank's layers in each step, and the state; one call at a time."""
+def with_loads(
+    axes: MeshAxes, made: config.Recipe, count: int
+) -> tuple[Tensor, Tensor, trainer.TrainState]:
+    """Metrics, tokens of each expert of this rank's layers in each step, and the state; one call at
+    a time.
+    """
     original, loads = trainer.step._metrics, []
 
     def noting(recipe: Any, batch: Any, sums: Any, *rest: Any) -> Any:
@@ -105,7 +121,9 @@ def on_process_with_loads(made: config.Recipe, count: int) -> tuple[list[Tensor]
     return [metrics, loads, *tree.leaves(whole.params)], {}
 
 
-def replicas(made: config.Recipe, states: list[trainer.TrainState]) -> Iterator[tuple[str, Tensor, Tensor]]:
+def replicas(
+    made: config.Recipe, states: list[trainer.TrainState]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Each leaf of the state with that of every later rank that holds the same part of it."""
     held = trainer.held_by(made)
     split = {

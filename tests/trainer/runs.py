@@ -25,7 +25,9 @@ def write_text(folder: Path) -> Path:
 
 
 def recipe(text: Path | str, **changes: Any) -> config.Recipe:
-    """A KDA layer with a dense MLP, and a DSA layer with experts; a checkpoint every 3 steps, all kept."""
+    """A KDA layer with a dense MLP, and a DSA layer with experts; a checkpoint every 3 steps, all
+    kept.
+    """
     base = config.Recipe(
         name="small",
         model=small.config(vocab_size=257, num_layers=2, full_attention_layers=(1,)),
@@ -60,11 +62,13 @@ def only_run(runs: Path, name: str = "small") -> Path:
 
 
 def saved(run: Path, step: int, part: str = "") -> dict[str, str]:
-    """SHA-256 of each tensor of a checkpoint whose path starts with ``part``: equal on one mesh if and only if the bits
-    are; of a split tensor those of its parts, in their order.
+    """SHA-256 of each tensor of a checkpoint whose path starts with ``part``: equal on one mesh if
+    and only if the bits are; of a split tensor those of its parts, in their order.
     """
     tensors = json.loads((run / "checkpoints" / str(step) / "manifest.json").read_text())["tensors"]
-    found = {name: sorted((s["start"], s["sha256"]) for s in t["shards"]) for name, t in tensors.items()}
+    found = {
+        name: sorted((s["start"], s["sha256"]) for s in t["shards"]) for name, t in tensors.items()
+    }
     return {
         name: " ".join(digest for _, digests in shards for digest in digests)
         for name, shards in found.items()
@@ -75,7 +79,10 @@ def saved(run: Path, step: int, part: str = "") -> dict[str, str]:
 def records(run: Path) -> list[dict[str, Any]]:
     """What a run wrote down, without what follows from times."""
     dropped = {"tokens_per_second", "mfu"}
-    return [{k: v for k, v in r.items() if k not in dropped} for r in metrics.read(run / "metrics.jsonl")]
+    return [
+        {k: v for k, v in r.items() if k not in dropped}
+        for r in metrics.read(run / "metrics.jsonl")
+    ]
 
 
 def saved_digest(x: Tensor) -> str:

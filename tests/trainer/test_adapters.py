@@ -1,4 +1,6 @@
-"""Runs that train adapters of a base: from a run, from a checkpoint in K3's names, on a mesh, again and merged."""
+"""Runs that train adapters of a base: from a run, from a checkpoint in K3's names, on a mesh, again
+and merged.
+"""
 
 import dataclasses
 import shutil
@@ -25,7 +27,9 @@ ADAMW = config.Optimizer(kind="adamw", peak_lr=0.02, warmup_steps=0)
 def recipe(text, **changes):
     """With experts that MXFP4 can hold, and sizes that two ranks divide."""
     base = meshes.recipe(text)
-    moe = latent_moe.Config(16, latent_size=32, expert_size=64, shared_size=64, num_experts=4, top_k=2)
+    moe = latent_moe.Config(
+        16, latent_size=32, expert_size=64, shared_size=64, num_experts=4, top_k=2
+    )
     return dataclasses.replace(base, model=dataclasses.replace(base.model, moe=moe), **changes)
 
 
@@ -69,7 +73,9 @@ def test_it_goes_on_bit_for_bit_and_not_on_another_base(adapters, base, tmp_path
     assert trainer.main([str(again / "config.json")]) == 0
     assert runs.saved(again, 4) == runs.saved(adapters, 4)
     shutil.rmtree(again / "checkpoints" / "4")
-    file = next(p for p in (runs.only_run(base.parent) / "checkpoints" / "2").rglob("*") if p.is_file())
+    file = next(
+        p for p in (runs.only_run(base.parent) / "checkpoints" / "2").rglob("*") if p.is_file()
+    )
     content = file.read_bytes()
     file.write_bytes(content + b" ")
     try:
@@ -78,12 +84,17 @@ def test_it_goes_on_bit_for_bit_and_not_on_another_base(adapters, base, tmp_path
             sample.load(adapters, where=CPU)
     finally:
         file.write_bytes(content)
-    assert "has changed since the checkpoint, whose adapters are for another" in capsys.readouterr().err
+    assert (
+        "has changed since the checkpoint, whose adapters are for another"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
 def test_the_base_is_the_checkpoint_of_the_first_start(adapters, base, tmp_path, capsys):
-    """Written down; a newer run in the folder changes nothing, and that it is gone is said before anything starts."""
+    """Written down; a newer run in the folder changes nothing, and that it is gone is said before
+    anything starts.
+    """
     pinned = runs.only_run(base.parent) / "checkpoints" / "2"
     made = folder.recipe_of(adapters)
     assert made.lora.base == str(pinned)
@@ -106,9 +117,15 @@ def test_the_base_is_the_checkpoint_of_the_first_start(adapters, base, tmp_path,
 
 def test_the_run_of_a_checkpoint_in_the_given_folder(text, tmp_path):
     """It goes on with a config file that names the folder; not with one that names another."""
-    made = recipe(text, lora=lora.Config(base=str(tmp_path / "runs" / "a" / "checkpoints" / "2"), rank=2))
+    made = recipe(
+        text, lora=lora.Config(base=str(tmp_path / "runs" / "a" / "checkpoints" / "2"), rank=2)
+    )
     run = folder.new(tmp_path, made)
-    for base in (tmp_path / "runs", tmp_path / "runs" / "a", tmp_path / "runs" / "a" / "checkpoints" / "2"):
+    for base in (
+        tmp_path / "runs",
+        tmp_path / "runs" / "a",
+        tmp_path / "runs" / "a" / "checkpoints" / "2",
+    ):
         assert folder.open_existing(run, with_base(made, str(base))) == run
     for base in (tmp_path / "runs" / "b", tmp_path / "runs" / "a" / "checkpoints" / "3"):
         with pytest.raises(ValueError, match=r"lora.base is '.*2' there"):
@@ -120,17 +137,27 @@ def test_the_run_of_a_checkpoint_in_the_given_folder(text, tmp_path):
 
 @pytest.mark.slow
 def test_the_base_is_as_it_was(adapters, base):
-    """The trained model without its adapters is the base, its experts rounded to MXFP4, bit for bit."""
+    """The trained model without its adapters is the base, its experts rounded to MXFP4, bit for
+    bit.
+    """
     made, trained, _ = sample.load(adapters, where=CPU)
     _, dense, _ = sample.load(runs.only_run(base.parent), where=CPU)
     by_path = dict(tree.flatten_with_paths(dense))
-    untrained = lora.init(trainer.trained_specs(made), torch.zeros(2, dtype=torch.int64), lambda p, t: by_path[p][t])
+    untrained = lora.init(
+        trainer.trained_specs(made), torch.zeros(2, dtype=torch.int64), lambda p, t: by_path[p][t]
+    )
     own = dict(tree.flatten_with_paths(trained))
-    kept = [path for path, spec in tree.flatten_with_paths(trainer.trained_specs(made)) if "frozen" in spec.tags]
+    kept = [
+        path
+        for path, spec in tree.flatten_with_paths(trainer.trained_specs(made))
+        if "frozen" in spec.tags
+    ]
     for path, value in tree.flatten_with_paths(untrained):
         if path in kept:
             assert torch.equal(own[path], value.to(own[path].dtype)), path
-    assert any(path.endswith("experts.w_up.base.codes") and own[path].dtype == torch.uint8 for path in kept)
+    assert any(
+        path.endswith("experts.w_up.base.codes") and own[path].dtype == torch.uint8 for path in kept
+    )
 
 
 @pytest.mark.slow
@@ -139,8 +166,10 @@ def test_merged_export_is_the_model_with_adapters(adapters, tmp_path):
     made, trained, balance = sample.load(adapters, where=CPU)
     dense, biases = hf.load(tmp_path / "merged", made.model, dtype=torch.float32)
     tokens = torch.arange(48).view(2, 24) % 250
-    outs = [model.logits(p, model.apply(p, tokens, made.model, balance=b).hidden)
-            for p, b in ((trained, balance), (dense, biases))]  # fmt: skip
+    outs = [
+        model.logits(p, model.apply(p, tokens, made.model, balance=b).hidden)
+        for p, b in ((trained, balance), (dense, biases))
+    ]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-3)
     own = dict(tree.flatten_with_paths(trained))
     without = tree.map_with_path(lambda path, x: 0 * x if path.endswith(".b") else x, trained)
@@ -176,14 +205,18 @@ def test_a_checkpoint_as_the_base(adapters, text, tmp_path):
 )
 def test_three_steps_on_a_mesh(text, mesh, held):
     """Equal codes and adapters before, equal adapters and losses after; with all adapters moved."""
-    made = recipe(text, lora=lora.Config(rank=2, held=held), compute="float64", optimizer=ADAMW, remat="layer")
+    made = recipe(
+        text, lora=lora.Config(rank=2, held=held), compute="float64", optimizer=ADAMW, remat="layer"
+    )
     expected = meshes.on_one_device(made, 3)
     metrics, states, whole = meshes.on_threads(dataclasses.replace(made, mesh=mesh), 3)
     torch.testing.assert_close(metrics[0], expected[0], rtol=1e-9, atol=1e-11)
     assert_close_trees(whole, expected[1], rtol=1e-8, atol=1e-10)
     pairs = list(meshes.replicas(dataclasses.replace(made, mesh=mesh), states))
     assert [path for path, a, b in pairs if not torch.equal(a, b)] == []
-    assert all(bool(x.any()) for path, x in tree.flatten_with_paths(whole.params) if path.endswith(".b"))
+    assert all(
+        bool(x.any()) for path, x in tree.flatten_with_paths(whole.params) if path.endswith(".b")
+    )
 
 
 def test_a_byte_in_the_middle_of_a_base_is_seen(text, tmp_path):

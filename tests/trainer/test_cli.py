@@ -1,4 +1,6 @@
-"""The command line: help that leads on, and one clear error for each mistake, before anything is written."""
+"""The command line: help that leads on, and one clear error for each mistake, before anything is
+written.
+"""
 
 import dataclasses
 import json
@@ -48,7 +50,12 @@ class TestHelp:
         assert call() == trainer.cli._USAGE
         assert trainer.main(["--help"]) == 0
         out = capsys.readouterr().out
-        for words in ("configs/tiny.py --steps 300", "--resume auto", "config.json", "configs/tiny.py --help"):
+        for words in (
+            "configs/tiny.py --steps 300",
+            "--resume auto",
+            "config.json",
+            "configs/tiny.py --help",
+        ):
             assert words in out
 
     def test_with_a_config_it_lists_options_and_fields(self, call, config):
@@ -78,7 +85,10 @@ class TestWrongCalls:
         ("name", "message"),
         [
             ("smal.py", r"does not exist; in its directory: small\.py; nearest: .*small\.py"),
-            ("nowhere/tiny.py", r"does not exist; in its directory: none; nearest: configs/tiny\.py"),
+            (
+                "nowhere/tiny.py",
+                r"does not exist; in its directory: none; nearest: configs/tiny\.py",
+            ),
             ("", r"configs' is a folder; name a config in it|must be a Python file"),
             ("config.json", r"config file '.*config.json' does not exist"),
         ],
@@ -122,16 +132,25 @@ class TestWrongCalls:
             (["--length", "1"], "train.py: length=1 must be at least 2"),
             (["--seed", "-1"], "train.py: seed=-1 must be in"),
             (["--name", "a/b"], "train.py: name='a/b' must be a folder name"),
-            (["--micro-batches", "3"], r"micro_batches=3 does not divide batch_size=4; use one of \[1, 2, 4\]"),
+            (
+                ["--micro-batches", "3"],
+                r"micro_batches=3 does not divide batch_size=4; use one of \[1, 2, 4\]",
+            ),
             (["--optimizer.peak-lr", "nan"], "optimizer.peak_lr=nan must be positive"),
             (["--optimizer.beta2", "1"], r"optimizer.beta2=1.0 must be in \[0, 1\)"),
             (["--model.moe.top-k", "5"], r"top_k=5 must be in 1\.\.num_experts-1"),
-            (["--model.vocab-size", "256"], "model.vocab_size=256 is less than the tokenizer's 257"),
+            (
+                ["--model.vocab-size", "256"],
+                "model.vocab_size=256 is less than the tokenizer's 257",
+            ),
             (["--device", "tpu"], "device='tpu' must be one of"),
             (["--device", "cpu:"], "device='cpu:' must be one of"),
             (["--threads", "-1"], "threads=-1 must be at least 0"),
             (["--resume", "/nowhere"], "/nowhere is not a run folder"),
-            (["--mesh.fsdp", "7", "--batch-size", "7"], "mesh.fsdp=7 splits 0.0% of the parameters: .* mesh.fsdp 4, 8"),
+            (
+                ["--mesh.fsdp", "7", "--batch-size", "7"],
+                "mesh.fsdp=7 splits 0.0% of the parameters: .* mesh.fsdp 4, 8",
+            ),
             (["--heldout-bytes", "0"], "heldout_bytes=0 must be at least 1"),
         ],
     )
@@ -142,7 +161,9 @@ class TestWrongCalls:
         """Checks wait for the whole."""
         seen = []
         monkeypatch.setattr(
-            trainer.cli, "train", lambda recipe, *a, **k: seen.append(recipe) or run.Outcome(1, False, (), ())
+            trainer.cli,
+            "train",
+            lambda recipe, *a, **k: seen.append(recipe) or run.Outcome(1, False, (), ()),
         )
         names = ("", "kda.", "full-attention.attn.", "full-attention.indexer.", "dense.", "moe.")
         widths = [x for n in names for x in (f"--model.{n}hidden-size", "32")]
@@ -153,14 +174,18 @@ class TestWrongCalls:
 class TestCorpus:
     def test_empty(self, call, config, tmp_path):
         (tmp_path / "empty").mkdir()
-        assert "is empty: no text in files with data.suffixes=" in call(config, "--data.path", tmp_path / "empty")
+        assert "is empty: no text in files with data.suffixes=" in call(
+            config, "--data.path", tmp_path / "empty"
+        )
 
     def test_missing(self, call, config):
         assert "data.path='/nowhere' does not exist" in call(config, "--data.path", "/nowhere")
 
     def test_not_text(self, call, config, tmp_path):
         (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": \xff}\n')
-        assert "a.jsonl:2: not a line of UTF-8 JSON" in call(config, "--data.path", tmp_path / "a.jsonl")
+        assert "a.jsonl:2: not a line of UTF-8 JSON" in call(
+            config, "--data.path", tmp_path / "a.jsonl"
+        )
 
     def test_unreadable(self, call, config, tmp_path):
         (tmp_path / "a").mkdir()
@@ -169,29 +194,39 @@ class TestCorpus:
 
     def test_a_single_document(self, call, config, tmp_path):
         (tmp_path / "one.txt").write_text("one")
-        assert "none of the 1 documents is held out" in call(config, "--data.path", tmp_path / "one.txt")
+        assert "none of the 1 documents is held out" in call(
+            config, "--data.path", tmp_path / "one.txt"
+        )
 
 
 class TestRunFolders:
     def test_of_another_config(self, call, config, text, tmp_path):
         other = folder.new(tmp_path / "other", runs.recipe(text, steps=20, seed=1))
         err = call(config, "--resume", other)
-        assert "belongs to another config: steps is 20 there, 10 here; seed is 1 there, 0 here;" in err
+        assert (
+            "belongs to another config: steps is 20 there, 10 here; seed is 1 there, 0 here;" in err
+        )
         assert list(other.iterdir()) == [other / "config.json"]
 
     def test_auto_of_another_config(self, call, config, text, tmp_path):
         folder.new(tmp_path / "runs", runs.recipe(text))
-        assert "batch_size is 4 there, 8 here" in call(config, "--resume", "auto", "--batch-size", "8", writes=True)
+        assert "batch_size is 4 there, 8 here" in call(
+            config, "--resume", "auto", "--batch-size", "8", writes=True
+        )
 
     def test_a_run_with_changed_fields(self, call, text, tmp_path):
         run = folder.new(tmp_path / "other", runs.recipe(text))
         assert "steps is 10 there, 11 here" in call(run / "config.json", "--steps", "11")
 
-    def test_the_config_of_a_run_goes_on_with_it_and_no_other(self, call, text, tmp_path, monkeypatch):
+    def test_the_config_of_a_run_goes_on_with_it_and_no_other(
+        self, call, text, tmp_path, monkeypatch
+    ):
         one, two = (folder.new(tmp_path / "other", runs.recipe(text)) for _ in range(2))
         seen = []
         monkeypatch.setattr(
-            trainer.cli, "train", lambda r, c, where, **k: seen.append(where) or run.Outcome(1, False, (), ())
+            trainer.cli,
+            "train",
+            lambda r, c, where, **k: seen.append(where) or run.Outcome(1, False, (), ()),
         )
         for resume in ("", "auto", one):  # "auto" alone would mean the newest, which is the other
             call(one / "config.json", "--resume", resume, status=0)
@@ -205,7 +240,8 @@ class TestRunFolders:
         (tmp_path / "file").touch()
         assert trainer.main([config, "--runs", str(tmp_path / "file")]) == 2
         assert capsys.readouterr().err == (
-            f"train.py: run folder {tmp_path}/file/small cannot be made: Not a directory; give runs another place than "
+            f"train.py: run folder {tmp_path}/file/small cannot be made: Not a directory; give "
+            "runs another place than "
             f"'{tmp_path}/file'\n"
         )
 
@@ -215,7 +251,9 @@ class TestRunFolders:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(folder, "write", full)
-        with pytest.raises(ValueError, match=r"small/\d+-\d+ cannot be made: No space left on device; "):
+        with pytest.raises(
+            ValueError, match=r"small/\d+-\d+ cannot be made: No space left on device; "
+        ):
             folder.new(tmp_path, runs.recipe(text))
         assert not list((tmp_path / "small").iterdir())
 
@@ -230,7 +268,9 @@ class TestRunFolders:
     def test_auto_without_a_run_starts_one(self, call, config, tmp_path, monkeypatch):
         seen = []
         monkeypatch.setattr(
-            trainer.cli, "train", lambda r, c, where, **k: seen.append(where) or run.Outcome(1, False, (), ())
+            trainer.cli,
+            "train",
+            lambda r, c, where, **k: seen.append(where) or run.Outcome(1, False, (), ()),
         )
         call(config, "--resume", "auto", status=0, writes=True)
         call(config, "--resume", "auto", status=0, writes=True)
@@ -259,7 +299,9 @@ class TestRunFolders:
         assert "steps=-3 must be at least 1" in call(file)
 
     def test_config_json_round_trip_and_runs_no_code(self, config, text, tmp_path, monkeypatch):
-        recipe = dataclasses.replace(runs.recipe(text), seed=2**63, compute="bfloat16", trainable="indexer")
+        recipe = dataclasses.replace(
+            runs.recipe(text), seed=2**63, compute="bfloat16", trainable="indexer"
+        )
         where = folder.new(tmp_path, recipe)
         (where / "model.py").write_text("raise RuntimeError")
         monkeypatch.setattr("runpy.run_path", None)
@@ -272,7 +314,9 @@ def small_disk(tmp_path):
     """A file system of 2 MiB."""
     where = tmp_path / "small"
     where.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "k31fn-test", str(where)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "k31fn-test", str(where)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
     yield where
@@ -285,7 +329,11 @@ def small_disk(tmp_path):
     [
         pytest.param(4096, "events", "", marks=pytest.mark.slow),  # room for config.json alone
         pytest.param(8192, "metrics.jsonl", r"none", marks=pytest.mark.slow),
-        (700_000, r"(checkpoints|events|metrics\.jsonl)", r"\[3(, 6)?\]"),  # whichever writer meets it first
+        (
+            700_000,
+            r"(checkpoints|events|metrics\.jsonl)",
+            r"\[3(, 6)?\]",
+        ),  # whichever writer meets it first
     ],
 )
 def test_a_full_disk(small_disk, tmp_path, capsys, monkeypatch, room, file, complete):
@@ -301,7 +349,9 @@ def test_a_full_disk(small_disk, tmp_path, capsys, monkeypatch, room, file, comp
     assert first.startswith("train.py: ")
     assert "No space left on device" in first
     assert re.search(f"{re.escape(str(where))}/{file}", first), first
-    assert all(re.match(r"train.py: .*: step \d+ is not saved: No space left", line) for line in others), others
+    assert all(
+        re.match(r"train.py: .*: step \d+ is not saved: No space left", line) for line in others
+    ), others
     assert len(others) <= ("checkpoints" not in first)  # a save that fails again is not told again
     if complete:
         assert re.search(f"complete steps: {complete}", err)

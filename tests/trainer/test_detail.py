@@ -41,7 +41,9 @@ def test_the_norms_of_parts_and_the_loads_of_layers(text):
         "router": "layers.1.ffn.router",
     }
     for name, start in by_part.items():
-        own = torch.cat([g.flatten() for path, g in tree.flatten_with_paths(grads) if path.startswith(start)])
+        own = torch.cat(
+            [g.flatten() for path, g in tree.flatten_with_paths(grads) if path.startswith(start)]
+        )
         assert found[f"grad_norm/{name}"] == pytest.approx(float(own.norm()), rel=1e-12), name
     total = sum(value**2 for name, value in found.items() if name.startswith("grad_norm/")) ** 0.5
     assert total == pytest.approx(float(numbers.grad_norm), rel=1e-12)
@@ -55,25 +57,35 @@ def test_only_what_is_trained_has_a_norm(text):
     assert [name for name in found if name.startswith("grad")] == ["grad_norm/indexer"]
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), pytest.param(Mesh(pp=2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(fsdp=2), pytest.param(Mesh(pp=2), marks=pytest.mark.slow)], ids=str
+)
 def test_equal_on_a_mesh(text, mesh):
     """Also that of a rank whose stage has no such part."""
     made = meshes.recipe(text, compute="float64", mesh=mesh, micro_batches=2)
     expected, _ = meshes.on_one_device(made, 1)
     numbers, _, _ = meshes.on_threads(made, 1)
-    assert len(expected[0]) == len(trainer.Metrics._fields) - 1 + len(detail.label(made, 0, CPU).names)
+    assert len(expected[0]) == len(trainer.Metrics._fields) - 1 + len(
+        detail.label(made, 0, CPU).names
+    )
     for rank in numbers:
         torch.testing.assert_close(rank, expected, rtol=1e-9, atol=1e-12)
 
 
-# --------------------------------------------------------------------------------------------------------------- FLOPs
+# -------------------------------------------------------------------------------------------- FLOPs
 def test_flops_of_the_full_model():
-    """Twice the published 104.2B and 104.4B active parameters, of which 0.02% are in no matrix, and attention."""
+    """Twice the published 104.2B and 104.4B active parameters, of which 0.02% are in no matrix, and
+    attention.
+    """
     k3, k31 = (load(runs.REPOSITORY / "configs" / f"{name}.py") for name in ("k3", "k31_pro"))
     heads, kda, keys = 96 * (128 + 64 + 128), 69 * 6 * 96 * 128**2, (4096 + 1) / 2
     for cfg, active, attention in (
         (k3, 104.19e9, 24 * 2 * heads * keys),
-        (k31, 104.37e9, 24 * 2 * (heads * (2048 * 2049 / 2 + 2048 * 2048) / 4096 + 32 * 128 * keys)),
+        (
+            k31,
+            104.37e9,
+            24 * 2 * (heads * (2048 * 2049 / 2 + 2048 * 2048) / 4096 + 32 * 128 * keys),
+        ),
     ):
         forward = flops_per_token(cfg, 4096, "nothing")
         assert forward - attention - kda == pytest.approx(2 * active, rel=3e-4)
@@ -86,7 +98,9 @@ def test_what_is_not_trained_costs_less(text):
     )
     assert nothing < index < adapters < everything
     assert everything == pytest.approx(3 * nothing)
-    warm = dataclasses.replace(cfg, full_attention=dataclasses.replace(cfg.full_attention, stage="dense_warmup"))
+    warm = dataclasses.replace(
+        cfg, full_attention=dataclasses.replace(cfg.full_attention, stage="dense_warmup")
+    )
     heads = 2 * 2 * (4 + 2 + 4)  # of 2 heads, per key
     keys = 12.5 - (1 + 2 + 3 + 21 * 4) / 24  # of 24 visible ones, 4 at most are attended to
     assert flops_per_token(warm, 24, "nothing") - nothing == pytest.approx(heads * keys)
@@ -97,4 +111,6 @@ def test_mfu_is_known_where_a_peak_was_measured(text, monkeypatch):
     assert detail.label(recipe, 0, CPU).utilisation == 0
     monkeypatch.setattr(device, "peak_rates", lambda where: device.PeakRates(1e12, 1e12))
     two = dataclasses.replace(recipe, mesh=Mesh(fsdp=2))
-    assert detail.label(two, 0, CPU).utilisation == pytest.approx(flops_per_token(recipe.model, 24, "all") / 2e12)
+    assert detail.label(two, 0, CPU).utilisation == pytest.approx(
+        flops_per_token(recipe.model, 24, "all") / 2e12
+    )

@@ -1,4 +1,6 @@
-"""The digits example: what it makes, how it scores, and (slow) that a small model learns to read."""
+"""The digits example: what it makes, how it scores, and (slow) that a small model learns to
+read.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def scans(records: list[dict[str, Any]]) -> dict[bytes, set[str]]:
             image = pixels(url)
             h, w = (n // digits.SIDE for n in image.shape)
             assert 1 <= h * w <= digits.MOST
-            cells = image.reshape(h, digits.SIDE, w, digits.SIDE).transpose(0, 2, 1, 3).reshape(h * w, -1)
+            cells = (
+                image.reshape(h, digits.SIDE, w, digits.SIDE)
+                .transpose(0, 2, 1, 3)
+                .reshape(h * w, -1)
+            )
             assert text.endswith("\n")
             for cell, name in zip(cells, text.strip(), strict=True):
                 found.setdefault(cell.tobytes(), set()).add(name)
@@ -47,7 +53,9 @@ def scans(records: list[dict[str, Any]]) -> dict[bytes, set[str]]:
 
 
 def test_captions_name_the_scans_and_held_out_scans_are_never_seen():
-    """Each scan has one name wherever it stands: 10 names, in reading order; and each is in one split."""
+    """Each scan has one name wherever it stands: 10 names, in reading order; and each is in one
+    split.
+    """
     train, heldout = (scans(list(digits.documents(split, 300))) for split in ("train", "heldout"))
     assert len(train) > 500
     assert len(heldout) > 250
@@ -58,7 +66,9 @@ def test_captions_name_the_scans_and_held_out_scans_are_never_seen():
 
 def test_grids_of_many_shapes_and_documents_of_two_mosaics():
     records = list(digits.documents("train", 300))
-    shapes = {tuple(n // digits.SIDE for n in pixels(url).shape) for r in records for url in r["images"]}
+    shapes = {
+        tuple(n // digits.SIDE for n in pixels(url).shape) for r in records for url in r["images"]
+    }
     assert shapes == set(digits.GRIDS)
     assert len(digits.GRIDS) == 14
     assert 0.15 < sum(len(r["images"]) == 2 for r in records) / 300 < 0.35
@@ -67,14 +77,19 @@ def test_grids_of_many_shapes_and_documents_of_two_mosaics():
 
 def test_accuracy():
     row = Row([], [], [], [])
-    found = [digits.Caption(a, b, row) for a, b in (("123", "123"), ("45", "4"), ("6", "67"), ("89", "98"))]
+    found = [
+        digits.Caption(a, b, row)
+        for a, b in (("123", "123"), ("45", "4"), ("6", "67"), ("89", "98"))
+    ]
     assert digits.accuracy(found) == (5 / 8, 1 / 4)
 
 
 def test_the_picture_of_a_row():
     image = np.arange(28 * 56, dtype=np.uint32).reshape(28, 56).astype(np.uint8)
     patches = patchify(np.repeat(image[:, :, None], 3, axis=2), 14)
-    assert np.array_equal(digits.picture(Row([], [], [(1, 2, 2), (1, 2, 4)], [patches[:4], patches])), image)
+    assert np.array_equal(
+        digits.picture(Row([], [], [(1, 2, 2), (1, 2, 4)], [patches[:4], patches])), image
+    )
 
 
 @pytest.fixture
@@ -98,7 +113,14 @@ def arguments(folder: Path) -> list[str]:
 def test_prepare_train_score(small: Path, capsys: pytest.CaptureFixture[str]):
     """The three commands; a second call of the first keeps what is there."""
     assert digits.main(["prepare", str(small / "digits")]) == 0
-    call = [str(ROOT / "configs" / "tiny_vision.py"), *arguments(small), "--steps", "2", "--batch-size", "2"]
+    call = [
+        str(ROOT / "configs" / "tiny_vision.py"),
+        *arguments(small),
+        "--steps",
+        "2",
+        "--batch-size",
+        "2",
+    ]
     assert trainer.main([*call, "--heldout-bytes", "50", "--eval-bytes", "50"]) == 0
     assert digits.main(["score", str(small / "runs" / "tiny_vision")]) == 0
     out = capsys.readouterr().out
@@ -106,7 +128,8 @@ def test_prepare_train_score(small: Path, capsys: pytest.CaptureFixture[str]):
     assert "k31fn.sample" not in out
     (run,) = (small / "runs" / "tiny_vision").iterdir()
     mosaics = sum(
-        len(json.loads(line)["images"]) for line in (small / "digits" / "heldout.jsonl").read_text().splitlines()
+        len(json.loads(line)["images"])
+        for line in (small / "digits" / "heldout.jsonl").read_text().splitlines()
     )
     assert len((run / "captions.txt").read_text().splitlines()) == mosaics
     assert (run / "captions.png").stat().st_size > 10_000
@@ -114,7 +137,10 @@ def test_prepare_train_score(small: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_prompts_end_where_the_caption_begins(small: Path):
-    store, tokenizer = data.open_store(small / "digits" / "heldout" / "train"), data.ByteTokenizer(media=True)
+    store, tokenizer = (
+        data.open_store(small / "digits" / "heldout" / "train"),
+        data.ByteTokenizer(media=True),
+    )
     documents = [store.read(i) for i in range(store.num_documents)]
     assert any(len(d.grids) == 2 for d in documents)
     for document in documents:
@@ -130,7 +156,9 @@ def test_prompts_end_where_the_caption_begins(small: Path):
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("unchecked")
 def test_it_learns_to_read(tmp_path: Path):
-    """At least 90% of digits and 75% of captions on scans never seen; with patches shuffled below 40% of digits."""
+    """At least 90% of digits and 75% of captions on scans never seen; with patches shuffled below
+    40% of digits.
+    """
     assert digits.main(["prepare", str(tmp_path / "digits")]) == 0
     path = ROOT / "configs" / "tiny_vision.py"
     assert config.load_recipe(path).steps <= 1000

@@ -28,12 +28,16 @@ def state(recipe):
 
 
 def directly(recipe, state, scored):
-    """Row by row, piece by piece of document: nothing but the bytes of a piece, and a softmax over all tokens."""
+    """Row by row, piece by piece of document: nothing but the bytes of a piece, and a softmax over
+    all tokens.
+    """
     nats = 0.0
     for row, ids in zip(scored.rows.tokens, scored.rows.segments.ids, strict=True):
         for document in ids[ids > 0].unique().tolist():
             piece = row[ids == document]
-            hidden = model.apply(state.params, piece[None], recipe.model, balance=state.balance).hidden
+            hidden = model.apply(
+                state.params, piece[None], recipe.model, balance=state.balance
+            ).hidden
             for logits, token in zip(linear(hidden[0], state.params.head), piece[1:], strict=False):
                 if token < 256:  # an end token is no byte
                     nats -= float(F.log_softmax(logits, 0)[token])
@@ -45,7 +49,9 @@ def test_it_is_the_mean_over_bytes(recipe, state):
     assert (scored.rows.tokens == 256).any()
     got = trainer.heldout_loss(recipe, state, scored)
     assert got == pytest.approx(directly(recipe, state, scored), rel=1e-11)
-    with_ends = dataclasses.replace(scored, rows=dataclasses.replace(scored.rows, labels=labels_with_ends(scored.rows)))
+    with_ends = dataclasses.replace(
+        scored, rows=dataclasses.replace(scored.rows, labels=labels_with_ends(scored.rows))
+    )
     assert abs(trainer.heldout_loss(recipe, state, with_ends) - got) > 1e-3
 
 
@@ -67,13 +73,17 @@ def test_whatever_the_batch_size(recipe, state, batch_size):
 def test_the_biases_of_the_state_are_used(recipe, state):
     scored = trainer.load_corpus(recipe).all
     unbiased = dataclasses.replace(state, balance=model.init_balance(recipe.model))
-    assert trainer.heldout_loss(recipe, unbiased, scored) != trainer.heldout_loss(recipe, state, scored)
+    assert trainer.heldout_loss(recipe, unbiased, scored) != trainer.heldout_loss(
+        recipe, state, scored
+    )
 
 
 def test_a_uniform_model(recipe):
     """A head of zeros: log 257 per byte."""
     state = trainer.init_state(recipe, CPU)
-    flat = dataclasses.replace(state, params=dataclasses.replace(state.params, head=state.params.head * 0))
+    flat = dataclasses.replace(
+        state, params=dataclasses.replace(state.params, head=state.params.head * 0)
+    )
     loss = trainer.heldout_loss(recipe, flat, trainer.load_corpus(recipe).all)
     assert loss == pytest.approx(torch.tensor(257.0, dtype=torch.float64).log().item(), rel=1e-12)
 
@@ -85,10 +95,16 @@ def test_progress_counts_every_row(recipe):
 
 
 def test_the_4_gram_model_scores_the_same_bytes(recipe):
-    """It is fitted on the bytes that were trained on and scored on the bytes that the model is scored on."""
+    """It is fitted on the bytes that were trained on and scored on the bytes that the model is
+    scored on.
+    """
     corpus = trainer.load_corpus(recipe)
     labels = corpus.all.rows.labels
-    assert sum(len(p) - 1 for p in corpus.all.pieces) == corpus.all.num_bytes == int((labels >= 0).sum())
+    assert (
+        sum(len(p) - 1 for p in corpus.all.pieces)
+        == corpus.all.num_bytes
+        == int((labels >= 0).sum())
+    )
     trained = b"".join(data.trained_on(corpus.dataset, 2, corpus.tokenizer))
     rows = [corpus.dataset.batch_at(step) for step in (0, 1)]
     assert trained == b"".join(p for r in rows for p in data.pieces(r, corpus.tokenizer))

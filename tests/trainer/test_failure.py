@@ -13,7 +13,10 @@ def test_step_times_are_counted_by_powers_of_two():
     times = failure.StepTimes()
     for seconds in (0.3, 0.4, 0.499, 0.5, 0.9, 7.0):
         times.add(seconds)
-    assert times.as_json() == {"counts": {"below 0.5 s": 3, "below 1 s": 2, "below 8 s": 1}, "longest": 7.0}
+    assert times.as_json() == {
+        "counts": {"below 0.5 s": 3, "below 1 s": 2, "below 8 s": 1},
+        "longest": 7.0,
+    }
 
 
 def test_the_record_of_a_rank(tmp_path):
@@ -28,7 +31,9 @@ def test_the_record_of_a_rank(tmp_path):
     thread.start()
     inside.wait()
     mesh = Mesh(pp=2, tp=2)
-    record = failure.describe("rank 1 died", 3, mesh, progress, failure.StepTimes(), torch.device("cpu"))
+    record = failure.describe(
+        "rank 1 died", 3, mesh, progress, failure.StepTimes(), torch.device("cpu")
+    )
     leave.set()
     thread.join()
     assert failure.write(tmp_path / "failure", record)

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Forty documents: none, one or two images of one to three colours beside each other, and their names."""
+    """Forty documents: none, one or two images of one to three colours beside each other, and their
+    names.
+    """
     from tests.data.pictures import file, pil  # skips without Pillow
 
     folder = tmp_path_factory.mktemp("images")
@@ -41,7 +43,10 @@ def store(tmp_path_factory):
             text += PLACEHOLDER + " ".join(shown)
         rows.append({"text": text, "images": names})
     (folder / "all.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    prepare(Config(str(folder / "all.jsonl"), "bytes+media", images="images", heldout_fraction=0.2), folder / "out")
+    prepare(
+        Config(str(folder / "all.jsonl"), "bytes+media", images="images", heldout_fraction=0.2),
+        folder / "out",
+    )
     return folder / "out"
 
 
@@ -51,24 +56,41 @@ def recipe(store):
     tower = vision.Config(vision_block.Config(8, 2, 4, 12), 2, table_size=(2, 3))
     onto = projector.Config(tower.output_size, base.model.hidden_size)
     cfg = dataclasses.replace(base.model, vocab_size=264, vision=tower, projector=onto)
-    folders = data.Prepared((str(store / "train"),), (str(store / "heldout"),), patches=48, tokenizer="bytes+media")
+    folders = data.Prepared(
+        (str(store / "train"),), (str(store / "heldout"),), patches=48, tokenizer="bytes+media"
+    )
     return dataclasses.replace(
-        base, model=cfg, data=folders, length=96, steps=4, eval_every=2, eval_bytes=20, heldout_bytes=10**6
+        base,
+        model=cfg,
+        data=folders,
+        length=96,
+        steps=4,
+        eval_every=2,
+        eval_bytes=20,
+        heldout_bytes=10**6,
     )
 
 
 @pytest.mark.parametrize(
     "mesh",
-    [Mesh(fsdp=2), Mesh(cp=2), *(pytest.param(m, marks=pytest.mark.slow) for m in (Mesh(tp=2), Mesh(pp=2)))],
+    [
+        Mesh(fsdp=2),
+        Mesh(cp=2),
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (Mesh(tp=2), Mesh(pp=2))),
+    ],
     ids=named,
 )
 def test_three_steps(recipe, mesh):
-    """Losses, norms, parameters and optimiser state are those of one device; the tower among them."""
+    """Losses, norms, parameters and optimiser state are those of one device; the tower among
+    them.
+    """
     check(recipe, mesh, 3, meshes.on_one_device(recipe, 3))
 
 
 def test_inspect_counts_the_tower(recipe):
-    """What a step with images sends, by running it on meta tensors: as many calls and bytes as a real rank."""
+    """What a step with images sends, by running it on meta tensors: as many calls and bytes as a
+    real rank.
+    """
     made = dataclasses.replace(recipe, mesh=Mesh(cp=2), compute="float32", remat="layer")
     (said,), (real,) = traffic.volumes(made), of_threads(made)
     calls, nbytes = calls_and_bytes(real)
@@ -86,9 +108,13 @@ def test_the_tower_learns(recipe):
     assert not torch.equal(state.params.projector.w_out, before.projector.w_out)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), *(pytest.param(Mesh(pp=2), marks=pytest.mark.slow),)], ids=named)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(fsdp=2), *(pytest.param(Mesh(pp=2), marks=pytest.mark.slow),)], ids=named
+)
 def test_the_heldout_loss_on_a_mesh(recipe, mesh):
-    """Rows that the ranks cannot share evenly are filled up with empty ones, which have no images."""
+    """Rows that the ranks cannot share evenly are filled up with empty ones, which have no
+    images.
+    """
     scored = trainer.load_corpus(recipe).all
     assert not (scored.rows.labels >= 256).any()
     assert scored.num_bytes == int((scored.rows.labels >= 0).sum())
@@ -126,18 +152,27 @@ def test_a_run_from_the_command_line(recipe, tmp_path, capsys):
 def test_what_does_not_fit(recipe, store):
     cfg = recipe.data
     with pytest.raises(ValueError, match=r"data\.patches=48: the model has no vision"):
-        dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vision=(), projector=()))
+        dataclasses.replace(
+            recipe, model=dataclasses.replace(recipe.model, vision=(), projector=())
+        )
     with pytest.raises(
-        ValueError, match=r"mesh\.cp=8 x mesh\.tp=1 x 2 x 2 patches=4 = 32 does not divide data\.patches=48"
+        ValueError,
+        match=r"mesh\.cp=8 x mesh\.tp=1 x 2 x 2 patches=4 = 32 does not divide data\.patches=48",
     ):
         dataclasses.replace(recipe, mesh=Mesh(cp=8))
-    with pytest.raises(ValueError, match=r"mesh\.tp=4 does not divide .*vision\.block\.num_heads=2"):
+    with pytest.raises(
+        ValueError, match=r"mesh\.tp=4 does not divide .*vision\.block\.num_heads=2"
+    ):
         dataclasses.replace(recipe, mesh=Mesh(tp=4))
     small = dataclasses.replace(recipe.model.vision, patch_size=10)
     with pytest.raises(ValueError, match=r"patches of 588 bytes, model\.vision takes 300"):
-        trainer.load_corpus(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vision=small)))
+        trainer.load_corpus(
+            dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vision=small))
+        )
     with pytest.raises(ValueError, match=r"prepared with another tokenizer.*'bytes\+media'"):
-        trainer.load_corpus(dataclasses.replace(recipe, data=dataclasses.replace(cfg, tokenizer="bytes")))
+        trainer.load_corpus(
+            dataclasses.replace(recipe, data=dataclasses.replace(cfg, tokenizer="bytes"))
+        )
     with pytest.raises(ValueError, match=r"has an image of .* data\.patches=4"):
         trainer.load_corpus(dataclasses.replace(recipe, data=dataclasses.replace(cfg, patches=4)))
     with pytest.raises(ValueError, match=r"data\.heldout=\(\) names no store"):
@@ -145,4 +180,6 @@ def test_what_does_not_fit(recipe, store):
     with pytest.raises(ValueError, match="2 shares for 1 stores"):
         dataclasses.replace(cfg, weights=(1.0, 2.0))
     with pytest.raises(ValueError, match=r"no index\.json"):
-        trainer.load_corpus(dataclasses.replace(recipe, data=dataclasses.replace(cfg, train=(str(store),))))
+        trainer.load_corpus(
+            dataclasses.replace(recipe, data=dataclasses.replace(cfg, train=(str(store),)))
+        )

@@ -1,4 +1,6 @@
-"""A dense warm-up of the indexer, as it is done when sparse attention is added to a trained model."""
+"""A dense warm-up of the indexer, as it is done when sparse attention is added to a trained
+model.
+"""
 
 import dataclasses
 
@@ -18,7 +20,13 @@ D = 48
 
 def make_recipe(**changes):
     attention = mla.Config(
-        D, 2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+        D,
+        2,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
     )
     cfg = model.Config(
         vocab_size=257,
@@ -26,9 +34,13 @@ def make_recipe(**changes):
         num_layers=2,
         full_attention_layers=(1,),
         kda=kda.Config(D, 2, head_dim=16),
-        full_attention=dsa.Config(attention, indexer.Config(D, 32, num_heads=4, head_dim=16), topk=16),
+        full_attention=dsa.Config(
+            attention, indexer.Config(D, 32, num_heads=4, head_dim=16), topk=16
+        ),
         dense=mlp.Config(D, 96),
-        moe=latent_moe.Config(D, latent_size=32, expert_size=32, shared_size=64, num_experts=4, top_k=1),
+        moe=latent_moe.Config(
+            D, latent_size=32, expert_size=32, shared_size=64, num_experts=4, top_k=1
+        ),
         residual=attn_res.Config(block_size=2),
     )
     return config.Recipe(
@@ -47,14 +59,19 @@ def train(recipe, corpus, state, num_steps):
     """The state after the steps, and the indexer's KL at each."""
     step, o, kl = trainer.make_step(recipe), recipe.optimizer, []
     for i in range(num_steps):
-        lr = optim.warmup_cosine(i, peak=o.peak_lr, num_steps=num_steps, warmup_steps=o.warmup_steps)
-        state, numbers = step(state, trainer.make_batches(recipe, corpus.dataset.batch_at(i), CPU), lr)
+        lr = optim.warmup_cosine(
+            i, peak=o.peak_lr, num_steps=num_steps, warmup_steps=o.warmup_steps
+        )
+        state, numbers = step(
+            state, trainer.make_batches(recipe, corpus.dataset.batch_at(i), CPU), lr
+        )
         kl.append(float(numbers.indexer_kl))
     return state, kl
 
 
 def teacher_mass(recipe, corpus, state, monkeypatch):
-    """The share of the attention's probability that lies on the indexer's top-k, and on the best k keys.
+    """The share of the attention's probability that lies on the indexer's top-k, and on the best k
+    keys.
 
     Over the held-out queries that see more than twice as many keys as the top-k.
     """
@@ -64,7 +81,9 @@ def teacher_mass(recipe, corpus, state, monkeypatch):
         seen = visible_keys(start[..., None], stop[..., None], index.k.shape[1])
         everything = torch.where(seen, torch.arange(index.k.shape[1]), -1)
         teacher = sparse_attention(*heads, everything, cfg.attn.scale)[1] / cfg.attn.num_heads
-        chosen = index_topk(index.q, index.k, index.w, start, stop, topk=cfg.topk, scale=cfg.indexer.scale)
+        chosen = index_topk(
+            index.q, index.k, index.w, start, stop, topk=cfg.topk, scale=cfg.indexer.scale
+        )
         mass = torch.where(chosen >= 0, teacher.gather(-1, chosen.clamp(min=0)), 0).sum(-1)
         many = seen.sum(-1) > 2 * cfg.topk
         found.append(torch.stack([mass[many], teacher.topk(cfg.topk).values.sum(-1)[many]]))
@@ -96,6 +115,9 @@ def test_the_indexer_learns_what_attention_looks_at(monkeypatch):
     before, best = teacher_mass(warm, corpus, start, monkeypatch)
     state, kl = train(warm, corpus, start, 300)
     after, _ = teacher_mass(warm, corpus, state, monkeypatch)
-    print(f"KL {kl[0]:.4f} -> {sum(kl[-20:]) / 20:.4f}; mass {before:.3f} -> {after:.3f}, at most {best:.3f}")
+    print(
+        f"KL {kl[0]:.4f} -> {sum(kl[-20:]) / 20:.4f}; mass {before:.3f} -> {after:.3f}, at most "
+        f"{best:.3f}"
+    )
     assert sum(kl[-20:]) / 20 < kl[0] / 2
     assert after > before + (best - before) / 2

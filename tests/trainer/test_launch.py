@@ -1,4 +1,6 @@
-"""``train.py`` in several processes: one run, whatever mesh it goes on on, and one report of what goes wrong."""
+"""``train.py`` in several processes: one run, whatever mesh it goes on on, and one report of what
+goes wrong.
+"""
 
 import dataclasses
 import json
@@ -44,8 +46,12 @@ def final(folder, recipe):
 
 @pytest.mark.usefixtures("no_plot")
 @pytest.mark.slow
-def test_stopped_by_a_signal_to_one_rank_it_goes_on_on_another_mesh(config, recipe, tmp_path, capsys):
-    """Two processes under torchrun stop after the same step, saved; then one process; it ends as if on one device."""
+def test_stopped_by_a_signal_to_one_rank_it_goes_on_on_another_mesh(
+    config, recipe, tmp_path, capsys
+):
+    """Two processes under torchrun stop after the same step, saved; then one process; it ends as if
+    on one device.
+    """
     done = launched.torchrun(2, config, "--runs", str(tmp_path / "two"), harm="SIGTERM:1:3")
     assert done.returncode == 0, done.stderr
     folder = runs.only_run(tmp_path / "two")
@@ -56,20 +62,34 @@ def test_stopped_by_a_signal_to_one_rank_it_goes_on_on_another_mesh(config, reci
     assert done.stderr == ""
     assert trainer.main([str(folder / "config.json"), "--mesh.fsdp", "1", "--device", "cpu"]) == 0
     assert "goes on after step 3" in capsys.readouterr().out
-    assert trainer.main([config, "--runs", str(tmp_path / "one"), "--mesh.fsdp", "1", "--device", "cpu"]) == 0
+    assert (
+        trainer.main(
+            [config, "--runs", str(tmp_path / "one"), "--mesh.fsdp", "1", "--device", "cpu"]
+        )
+        == 0
+    )
     straight = runs.only_run(tmp_path / "one")
     assert losses(folder) == pytest.approx(losses(straight), rel=1e-9)
-    heldout = [[r["heldout/loss"] for r in runs.records(f) if "heldout/loss" in r] for f in (folder, straight)]
+    heldout = [
+        [r["heldout/loss"] for r in runs.records(f) if "heldout/loss" in r]
+        for f in (folder, straight)
+    ]
     assert heldout[0] == pytest.approx(heldout[1], rel=1e-9)
     assert_close_trees(final(folder, recipe), final(straight, recipe), rtol=1e-8, atol=1e-10)
 
 
 def test_a_rank_that_is_killed_is_named_and_the_others_end(config, tmp_path):
-    with launched.processes(2, config, "--runs", str(tmp_path), "--timeout", "60", harm="SIGKILL:1:4") as ranks:
-        (first, _, said), (second, *_) = launched.ends(ranks, 60)  # long before the timeout: the connection broke
+    with launched.processes(
+        2, config, "--runs", str(tmp_path), "--timeout", "60", harm="SIGKILL:1:4"
+    ) as ranks:
+        (first, _, said), (second, *_) = launched.ends(
+            ranks, 60
+        )  # long before the timeout: the connection broke
     assert (first, second) == (1, -signal.SIGKILL)
     (line,) = [line for line in said.splitlines() if line.startswith("train.py:")]
-    assert line.startswith("train.py: rank 1 at {'fsdp': 1} died: it says nothing any more; the others wait in ")
+    assert line.startswith(
+        "train.py: rank 1 at {'fsdp': 1} died: it says nothing any more; the others wait in "
+    )
     folder = runs.only_run(tmp_path)
     assert line.endswith(f"; what the ranks did: {folder / 'failure'}")
     whole_or_absent(folder, saved=3)
@@ -93,11 +113,17 @@ def check_record(folder, rank):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_rank_that_is_killed_while_another_is_stuck_is_named_before_torchrun_kills(config, tmp_path):
-    """As with a device's collectives, which do not break: SIGTERM comes to a rank that acts on no signal."""
+def test_a_rank_that_is_killed_while_another_is_stuck_is_named_before_torchrun_kills(
+    config, tmp_path
+):
+    """As with a device's collectives, which do not break: SIGTERM comes to a rank that acts on no
+    signal.
+    """
     began = time.monotonic()
     done = launched.torchrun(2, config, "--runs", str(tmp_path), harm="SIGKILL:1:4,block:0:4")
-    assert time.monotonic() - began < 60  # a start takes some 20 s on a busy machine, torchrun would wait for 30
+    assert (
+        time.monotonic() - began < 60
+    )  # a start takes some 20 s on a busy machine, torchrun would wait for 30
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert line.startswith("train.py: rank 1 at {'fsdp': 1} died: it says nothing any more")
@@ -128,7 +154,9 @@ def test_a_signal_to_ranks_that_are_stuck_says_where_they_stand(config, tmp_path
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_all_end(config, tmp_path):
-    with launched.processes(2, config, "--runs", str(tmp_path), "--timeout", "15", harm="hang:1:4") as ranks:
+    with launched.processes(
+        2, config, "--runs", str(tmp_path), "--timeout", "15", harm="hang:1:4"
+    ) as ranks:
         found = launched.ends(ranks, 90)
     assert [status for status, *_ in found] == [1, 1]
     said = "".join(err for *_, err in found)
@@ -140,7 +168,9 @@ def test_a_rank_that_hangs_is_named_and_all_end(config, tmp_path):
 
 
 def whole_or_absent(folder, saved):
-    with Checkpointer(folder / "checkpoints") as checkpoints:  # which waits for the writers of the run
+    with Checkpointer(
+        folder / "checkpoints"
+    ) as checkpoints:  # which waits for the writers of the run
         assert checkpoints.latest(on_damage=pytest.fail) == saved
     records = runs.records(folder)
     assert [r["step"] for r in records if "train/loss" in r] == list(range(len(losses(folder))))
@@ -161,16 +191,22 @@ def test_a_rank_that_fails_says_where(config, tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("harm", ["SIGKILL:0:4", "SIGSTOP:1:2", "hang:0:1", "SIGKILL:3:2"])
 def test_under_torchrun_with_four_ranks(recipe, tmp_path, harm):
-    """Whichever rank it is, also the one that writes, and one that not all others share a group with."""
+    """Whichever rank it is, also the one that writes, and one that not all others share a group
+    with.
+    """
     made = dataclasses.replace(recipe, mesh=Mesh(fsdp=2, tp=2))
     config = launched.write_config(tmp_path / "small.py", made)
-    done = launched.torchrun(4, config, "--runs", str(tmp_path / "runs"), "--timeout", "6", harm=harm)
+    done = launched.torchrun(
+        4, config, "--runs", str(tmp_path / "runs"), "--timeout", "6", harm=harm
+    )
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     rank = int(harm.split(":")[1])
     assert len(lines) == 1, lines
     verb = "hangs" if harm.startswith("hang") else "died"
-    assert lines[0].startswith(f"train.py: rank {rank} at {{'fsdp': {rank // 2}, 'tp': {rank % 2}}} {verb}")
+    assert lines[0].startswith(
+        f"train.py: rank {rank} at {{'fsdp': {rank // 2}, 'tp': {rank % 2}}} {verb}"
+    )
 
 
 @pytest.mark.slow
@@ -180,9 +216,16 @@ def test_a_full_run_on_four_ranks_of_every_kind(recipe, tmp_path, config, capsys
     made = dataclasses.replace(recipe, mesh=Mesh(pp=2, tp=2, ep=2), micro_batches=2)
     path = launched.write_config(tmp_path / "small.py", made)
     for harm in ("SIGTERM:2:3", "none:0:0"):
-        done = launched.torchrun(4, path, "--runs", str(tmp_path / "runs"), "--resume", "auto", harm=harm)
+        done = launched.torchrun(
+            4, path, "--runs", str(tmp_path / "runs"), "--resume", "auto", harm=harm
+        )
         assert done.returncode == 0, done.stderr
-    assert trainer.main([config, "--runs", str(tmp_path / "one"), "--mesh.fsdp", "1", "--device", "cpu"]) == 0
+    assert (
+        trainer.main(
+            [config, "--runs", str(tmp_path / "one"), "--mesh.fsdp", "1", "--device", "cpu"]
+        )
+        == 0
+    )
     folder, straight = runs.only_run(tmp_path / "runs"), runs.only_run(tmp_path / "one")
     assert losses(folder) == pytest.approx(losses(straight), rel=1e-9)
 
@@ -192,9 +235,14 @@ def test_a_full_run_on_four_ranks_of_every_kind(recipe, tmp_path, config, capsys
 def test_case_d29_stopped_and_gone_on_is_straight_on(config, tmp_path):
     """On the same mesh bit for bit."""
     folders = []
-    for name, harms in (("straight", ["none:0:0"]), ("cut", ["SIGTERM:0:1", "SIGINT:1:4", "none:0:0"])):
+    for name, harms in (
+        ("straight", ["none:0:0"]),
+        ("cut", ["SIGTERM:0:1", "SIGINT:1:4", "none:0:0"]),
+    ):
         for harm in harms:
-            done = launched.torchrun(2, config, "--runs", str(tmp_path / name), "--resume", "auto", harm=harm)
+            done = launched.torchrun(
+                2, config, "--runs", str(tmp_path / name), "--resume", "auto", harm=harm
+            )
             assert done.returncode == 0, done.stderr
         folders.append(runs.only_run(tmp_path / name))
     straight, cut = folders
@@ -208,9 +256,18 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            (["--mesh.fsdp", "4"], "ranks, the world has 2; mesh.fsdp=2 would fit; or start as many: torchrun"),
-            (["--mesh.fsdp", "1", "--mesh.tp", "3"], "mesh.tp=3 does not divide model.vocab_size=260"),
-            (["--mesh.fsdp", "1", "--mesh.ep", "3"], "mesh.ep=3 does not divide fsdp x cp x tp = 1 x 1 x 1"),
+            (
+                ["--mesh.fsdp", "4"],
+                "ranks, the world has 2; mesh.fsdp=2 would fit; or start as many: torchrun",
+            ),
+            (
+                ["--mesh.fsdp", "1", "--mesh.tp", "3"],
+                "mesh.tp=3 does not divide model.vocab_size=260",
+            ),
+            (
+                ["--mesh.fsdp", "1", "--mesh.ep", "3"],
+                "mesh.ep=3 does not divide fsdp x cp x tp = 1 x 1 x 1",
+            ),
         ],
     )
     def test_by_every_process(self, config, tmp_path, monkeypatch, capsys, flags, message):

@@ -44,7 +44,12 @@ def test_a_step_is_written_when_the_next_one_has_been_queued(log, tmp_path, show
     log.flush()
     log.flush()
     assert [r["train/loss"] for r in written(tmp_path)] == [3.0, 2.0]
-    expected = {"train/indexer_kl": 0.5, "grad_norm": 2.0, "moe/load_max_over_mean": 1.25, "skipped": 0}
+    expected = {
+        "train/indexer_kl": 0.5,
+        "grad_norm": 2.0,
+        "moe/load_max_over_mean": 1.25,
+        "skipped": 0,
+    }
     assert expected.items() <= written(tmp_path)[1].items()
     assert written(tmp_path)[1]["tokens_per_second"] > 0
     lines = shown.getvalue().splitlines()
@@ -55,7 +60,9 @@ def test_three_in_a_row(log, tmp_path, shown):
     bad = numbers(float("nan"), non_finite=1.0, skipped=1.0)
     for step, n in enumerate([bad, bad, numbers(2.0), bad, bad]):
         log.push(step, n, 0.1, 100)
-    log.push(5, numbers(0.0, skipped=1.0), 0.1, 100)  # without a label: skipped, but not a bad number
+    log.push(
+        5, numbers(0.0, skipped=1.0), 0.1, 100
+    )  # without a label: skipped, but not a bad number
     for step in (6, 7, 8):
         log.push(step, bad, 0.1, 100)
     with pytest.raises(NonFiniteError, match="3 steps in a row up to step 8 were not finite"):
@@ -63,7 +70,10 @@ def test_three_in_a_row(log, tmp_path, shown):
     log.flush()
     assert [r["step"] for r in written(tmp_path)] == list(range(10))
     assert [r["skipped"] for r in written(tmp_path)] == [1, 1, 0, 1, 1, 1, 1, 1, 1, 0]
-    assert "step 5 skipped (5 so far): it had no label to learn from; nothing was changed" in shown.getvalue()
+    assert (
+        "step 5 skipped (5 so far): it had no label to learn from; nothing was changed"
+        in shown.getvalue()
+    )
 
 
 def test_what_could_not_be_written_does_not_hide_the_next(log, tmp_path, monkeypatch):
@@ -82,7 +92,10 @@ def test_what_could_not_be_written_does_not_hide_the_next(log, tmp_path, monkeyp
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_on_cuda_nothing_waits(log, tmp_path, text):
-    """torch raises at any operation that waits. The ragged expert product reads its sizes, so the other one runs."""
+    """torch raises at any operation that waits.
+
+    The ragged expert product reads its sizes, so the other one runs.
+    """
     device = torch.device("cuda")
     recipe = runs.recipe(text)
     step, state = trainer.make_step(recipe), trainer.init_state(recipe, device)

@@ -21,13 +21,15 @@ LOSS = trainer.Metrics._fields.index("loss")
 def recipe(text):
     """With a KDA layer and an MLP of sizes that FP8 takes."""
     made = meshes.recipe(text, compute="bfloat16", optimizer=ADAMW, length=32, remat="layer")
-    cfg = dataclasses.replace(made.model, kda=kda.Config(16, num_heads=2, head_dim=16), dense=mlp.Config(16, 48))
+    cfg = dataclasses.replace(
+        made.model, kda=kda.Config(16, num_heads=2, head_dim=16), dense=mlp.Config(16, 48)
+    )
     return dataclasses.replace(made, model=cfg)
 
 
 def test_fp8_products(recipe):
-    """The first loss within 0.5% of bfloat16's; three large steps of AdamW later, which takes signs of gradients that
-    FP8 rounds by some percent, within 2%. On a mesh as on one device.
+    """The first loss within 0.5% of bfloat16's; three large steps of AdamW later, which takes signs
+    of gradients that FP8 rounds by some percent, within 2%. On a mesh as on one device.
     """
     exact, _ = meshes.on_one_device(recipe, 4)
     with record_impls() as ran:
@@ -36,12 +38,16 @@ def test_fp8_products(recipe):
     torch.testing.assert_close(fp8[0, LOSS], exact[0, LOSS], rtol=5e-3, atol=0)
     torch.testing.assert_close(fp8[:, LOSS], exact[:, LOSS], rtol=2e-2, atol=0)
     assert not torch.equal(fp8[:, LOSS], exact[:, LOSS])
-    metrics, _, _ = meshes.on_threads(dataclasses.replace(recipe, products="fp8_rows", mesh=Mesh(fsdp=2)), 2)
+    metrics, _, _ = meshes.on_threads(
+        dataclasses.replace(recipe, products="fp8_rows", mesh=Mesh(fsdp=2)), 2
+    )
     torch.testing.assert_close(metrics[0][:2, LOSS], fp8[:2, LOSS], rtol=2e-3, atol=0)
 
 
 def test_parameters_in_bfloat16_alone(recipe):
-    """No float32 copy of a matrix is kept; losses stay near, and ranks that hold the same part hold the same bits."""
+    """No float32 copy of a matrix is kept; losses stay near, and ranks that hold the same part hold
+    the same bits.
+    """
     made = dataclasses.replace(recipe, master="bfloat16")
     metrics, state = meshes.on_one_device(made, 4)
     expected, wide = meshes.on_one_device(recipe, 4)

@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 
 def recipe(text, **changes):
     """A dense layer, one of Gated DSA and two of KDA with experts."""
-    moe = latent_moe.Config(16, latent_size=32, expert_size=64, shared_size=64, num_experts=8, top_k=2)
+    moe = latent_moe.Config(
+        16, latent_size=32, expert_size=64, shared_size=64, num_experts=8, top_k=2
+    )
     cfg = small.config(vocab_size=257, num_layers=4, full_attention_layers=(2,), moe=moe)
     how = {"remat": "layer", "optimizer": config.Optimizer(kind="adamw", peak_lr=1e-3)}
     return dataclasses.replace(runs.recipe(text), model=cfg, **how, **changes)
@@ -47,10 +49,17 @@ def test_a_step_of_adapters(text, batch, length):
     made = recipe(text, lora=lora.Config(rank=2, held="fp8"), batch_size=batch, length=length)
     state, peak = measured(made)
     found = memory.predict(made)
-    kinds = {path: "frozen" in spec.tags for path, spec in tree.flatten_with_paths(trainer.trained_specs(made))}
+    kinds = {
+        path: "frozen" in spec.tags
+        for path, spec in tree.flatten_with_paths(trainer.trained_specs(made))
+    }
     weights = dict(tree.flatten_with_paths(state.params))
     assert found.frozen == sum(x.nbytes for path, x in weights.items() if kinds[path])
-    assert found.trained == found.gradients == sum(x.nbytes for path, x in weights.items() if not kinds[path])
+    assert (
+        found.trained
+        == found.gradients
+        == sum(x.nbytes for path, x in weights.items() if not kinds[path])
+    )
     assert found.optimizer == sum(x.nbytes for x in tree.leaves(state.opt_state) if x.ndim)
     assert found.gathered == 0
     assert found.gradients + found.activations == pytest.approx(peak, rel=0.02)
@@ -59,7 +68,9 @@ def test_a_step_of_adapters(text, batch, length):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_deep_model(text):
-    """What is added by layer, against the whole model on meta tensors: of adapters what is kept, else gradients."""
+    """What is added by layer, against the whole model on meta tensors: of adapters what is kept,
+    else gradients.
+    """
     kinds = {"num_layers": 12, "full_attention_layers": (3, 7, 11)}
     for changes in ({"lora": lora.Config(rank=2, held="fp8")}, {}):
         made = recipe(text, **changes)
@@ -71,7 +82,9 @@ def test_a_deep_model(text):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_grows_with_what(text):
-    """Activations grow with tokens; over fsdp a rank holds a part of what is frozen, and two layers gathered."""
+    """Activations grow with tokens; over fsdp a rank holds a part of what is frozen, and two layers
+    gathered.
+    """
     made = recipe(text, lora=lora.Config(rank=2, held="fp8"), length=32)
     one, longer = (memory.predict(dataclasses.replace(made, length=n)) for n in (32, 64))
     assert 1.7 < longer.activations / one.activations < 4.1

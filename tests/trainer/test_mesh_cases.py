@@ -1,4 +1,6 @@
-"""Single properties of training on a mesh: data, initial values, losses' scale, norms, balance, evaluation."""
+"""Single properties of training on a mesh: data, initial values, losses' scale, norms, balance,
+evaluation.
+"""
 
 import dataclasses
 
@@ -32,13 +34,17 @@ def gradients(state):
 
 class TestBeforeTheFirstStep:
     @pytest.mark.parametrize(
-        "mesh", [Mesh(dp=2, fsdp=2), Mesh(fsdp=2, tp=2, ep=4), Mesh(cp=2, ep=2), Mesh(pp=2, tp=2)], ids=str
+        "mesh",
+        [Mesh(dp=2, fsdp=2), Mesh(fsdp=2, tp=2, ep=4), Mesh(cp=2, ep=2), Mesh(pp=2, tp=2)],
+        ids=str,
     )
     def test_the_same_initial_values_on_every_mesh(self, recipe, mesh):
         """Bit for bit."""
         made = dataclasses.replace(recipe, mesh=mesh)
         run = each_rank(
-            lambda axes: meshes.whole_state(axes, made, trainer.init_state(made, CPU, axes)), mesh, lambda _: ()
+            lambda axes: meshes.whole_state(axes, made, trainer.init_state(made, CPU, axes)),
+            mesh,
+            lambda _: (),
         )
         expected = trainer.init_state(recipe, CPU)
         assert tree.paths(run[0]) == tree.paths(expected)
@@ -72,14 +78,18 @@ class TestBeforeTheFirstStep:
         mesh = Mesh(cp=2)
         made = dataclasses.replace(recipe, mesh=mesh)
         rows = trainer.load_corpus(made).dataset.batch_at(0)
-        (left,), (right,) = each_rank(lambda axes: trainer.make_batches(made, rows, CPU, axes), mesh, lambda _: ())
+        (left,), (right,) = each_rank(
+            lambda axes: trainer.make_batches(made, rows, CPU, axes), mesh, lambda _: ()
+        )
         inside = rows.segments.ids[:, 11] == rows.segments.ids[:, 12]
         assert inside.any()
         assert torch.equal(left.labels[inside, -1], right.tokens[inside, 0])
 
 
 @pytest.mark.parametrize(
-    ("mesh", "micro_batches"), [(Mesh(), 1), (Mesh(), 2), (Mesh(dp=2), 1), (Mesh(fsdp=2), 1)], ids=str
+    ("mesh", "micro_batches"),
+    [(Mesh(), 1), (Mesh(), 2), (Mesh(dp=2), 1), (Mesh(fsdp=2), 1)],
+    ids=str,
 )
 def test_case_d13_losses_1_1_1_and_5(recipe, monkeypatch, mesh, micro_batches):
     """Four labels in two rows: the mean is 2, and so is the gradient of a factor of all losses."""
@@ -106,7 +116,9 @@ def test_case_d13_losses_1_1_1_and_5(recipe, monkeypatch, mesh, micro_batches):
         state = dataclasses.replace(state, params=dataclasses.replace(state.params, head=head))
         rank = own_index(axes.data)
         own = tree.map(lambda x: x[rank : rank + 1], rows) if axes.data else rows
-        return trainer.make_step(made, axes)(state, trainer.make_batches(made, own, CPU, axes), 0.0)[1]
+        return trainer.make_step(made, axes)(
+            state, trainer.make_batches(made, own, CPU, axes), 0.0
+        )[1]
 
     for numbers in each_rank(go, mesh, lambda _: ()):
         assert float(numbers.loss) == pytest.approx(2.0, rel=1e-12)
@@ -136,7 +148,9 @@ MORE_SAME_SAMPLES = [
     ids=str,
 )
 def test_cases_d14_and_d19_the_same_samples_however_they_are_cut(recipe, mesh, changes):
-    """DDP, FSDP, HSDP and pipelines, with accumulation: the same gradient and norm, on every rank."""
+    """DDP, FSDP, HSDP and pipelines, with accumulation: the same gradient and norm, on every
+    rank.
+    """
     of_all = dataclasses.replace(recipe, batch_size=12)
     expected, state = meshes.on_one_device(of_all, 1)
     made = dataclasses.replace(of_all, mesh=mesh, **changes)
@@ -151,7 +165,9 @@ def test_interleaved_stages(recipe):
     cfg = dataclasses.replace(recipe.model, num_layers=4, full_attention_layers=(1, 3))
     deep = dataclasses.replace(recipe, model=cfg, batch_size=8, micro_batches=4)
     expected, state = meshes.on_one_device(deep, 2)
-    made = dataclasses.replace(deep, mesh=Mesh(pp=2, fsdp=2), pipeline=config.Pipeline("interleaved", num_chunks=2))
+    made = dataclasses.replace(
+        deep, mesh=Mesh(pp=2, fsdp=2), pipeline=config.Pipeline("interleaved", num_chunks=2)
+    )
     metrics, _, whole = meshes.on_threads(made, 2)
     torch.testing.assert_close(metrics[0], expected, rtol=1e-10, atol=1e-12)
     assert_close_trees(whole, state, rtol=1e-10, atol=1e-12)
@@ -159,12 +175,16 @@ def test_interleaved_stages(recipe):
 
 @pytest.mark.parametrize("p", [2, float("inf")])
 def test_case_d21_the_norm_over_stages(recipe, p):
-    """The single-process value, the same on every stage; a sum over stages would be wrong for inf."""
+    """The single-process value, the same on every stage; a sum over stages would be wrong for
+    inf.
+    """
 
     def norm(axes, made):
         layout, state = lay_out(made, axes), trainer.init_state(made, CPU, axes)
         rows = trainer.rows_at(trainer.load_corpus(made).dataset, 0, axes)
-        _, grads = gradient.make_gradient(made, layout)(state, trainer.make_batches(made, rows, CPU, axes))
+        _, grads = gradient.make_gradient(made, layout)(
+            state, trainer.make_batches(made, rows, CPU, axes)
+        )
         return optim.global_norm(grads, placements=layout.placements, stages=axes.pp, p=p)
 
     expected = norm(Mesh().axes(), recipe)
@@ -183,7 +203,9 @@ def test_case_d25_a_stage_without_moe_layers(recipe):
     for state in states:
         assert state.balance.bias.abs().sum() > 0
         assert torch.equal(state.balance.bias, states[0].balance.bias)
-    torch.testing.assert_close(states[0].balance.bias, expected.balance.bias, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        states[0].balance.bias, expected.balance.bias, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_a_model_without_experts(recipe):
@@ -197,7 +219,9 @@ def test_a_model_without_experts(recipe):
 
 def test_a_layer_that_is_not_balanced_keeps_its_bias(recipe):
     moe = dataclasses.replace(recipe.model.moe, balanced=False)
-    made = dataclasses.replace(recipe, mesh=Mesh(pp=2), model=dataclasses.replace(recipe.model, moe=moe))
+    made = dataclasses.replace(
+        recipe, mesh=Mesh(pp=2), model=dataclasses.replace(recipe.model, moe=moe)
+    )
     _, states, _ = meshes.on_threads(made, 1)
     assert all(not state.balance.bias.any() for state in states)
 
@@ -221,8 +245,16 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(recipe, monkeyp
         own = own_index(axes.view("dp", "fsdp"))
         batches = trainer.make_batches(made, tree.map(lambda x: x[own : own + 1], rows), CPU, axes)
         after, numbers = trainer.make_step(made, axes)(tree.map(torch.clone, before), batches, 0.01)
-        pairs = [(after.params, before.params), (after.opt_state, before.opt_state), (after.balance, before.balance)]
-        same = all(torch.equal(a, b) for x, y in pairs for a, b in zip(tree.leaves(x), tree.leaves(y), strict=True))
+        pairs = [
+            (after.params, before.params),
+            (after.opt_state, before.opt_state),
+            (after.balance, before.balance),
+        ]
+        same = all(
+            torch.equal(a, b)
+            for x, y in pairs
+            for a, b in zip(tree.leaves(x), tree.leaves(y), strict=True)
+        )
         return float(numbers.skipped), float(numbers.non_finite), same
 
     assert each_rank(go, mesh, lambda _: ()) == [(1.0, 1.0, True)] * mesh.world_size
@@ -246,7 +278,9 @@ def test_the_heldout_loss(recipe, mesh):
     assert sum(counted) == mesh.world_size * len(scored.rows.tokens)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), pytest.param(Mesh(pp=2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(fsdp=2), pytest.param(Mesh(pp=2), marks=pytest.mark.slow)], ids=str
+)
 def test_only_the_indexer(recipe, mesh):
     full = dataclasses.replace(recipe.model.full_attention, stage="dense_warmup")
     base = dataclasses.replace(
@@ -273,7 +307,11 @@ def norm_of_own_stage(monkeypatch):
 
 @pytest.mark.parametrize(
     ("harm", "mesh"),
-    [(local_denominators, Mesh(dp=2)), (no_sum_over_replicas, Mesh(dp=2)), (norm_of_own_stage, Mesh(pp=2))],
+    [
+        (local_denominators, Mesh(dp=2)),
+        (no_sum_over_replicas, Mesh(dp=2)),
+        (norm_of_own_stage, Mesh(pp=2)),
+    ],
 )
 def test_what_would_be_wrong_is_seen(recipe, monkeypatch, harm, mesh):
     clipped = dataclasses.replace(recipe, optimizer=dataclasses.replace(ADAMW, max_norm=0.1))

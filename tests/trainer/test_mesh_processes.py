@@ -23,16 +23,22 @@ def two_ranks():
 
 
 def compare(made, count, ranks, record_property):
-    """float32 sums in another order: a relative 1e-5 after a step, 1e-4 after ten; routes that flipped are reported."""
+    """float32 sums in another order: a relative 1e-5 after a step, 1e-4 after ten; routes that
+    flipped are reported.
+    """
     answers = ranks.run(meshes.on_process_with_loads, made, count, timeout=110)
-    expected, loads, state = meshes.with_loads(Mesh().axes(), dataclasses.replace(made, mesh=Mesh()), count)
+    expected, loads, state = meshes.with_loads(
+        Mesh().axes(), dataclasses.replace(made, mesh=Mesh()), count
+    )
     flips = sum(int((a[1] - loads).abs().sum()) // 2 for a, _ in answers if a[1].numel())
     record_property("routes_flipped", flips)
     print(f"routes that flipped in {count} steps on {made.mesh}: {flips}")
     for tensors, _ in answers:
         assert torch.equal(tensors[0], answers[0][0][0])
         torch.testing.assert_close(tensors[0][0, 0], expected[0, 0], rtol=1e-5, atol=0)
-        torch.testing.assert_close(tensors[0][:, 0], expected[:, 0], rtol=1e-4, atol=0, msg=lambda m: f"{m}; {flips=}")
+        torch.testing.assert_close(
+            tensors[0][:, 0], expected[:, 0], rtol=1e-4, atol=0, msg=lambda m: f"{m}; {flips=}"
+        )
     return answers[0][0][2:], state, flips
 
 
@@ -69,16 +75,25 @@ def test_four_ranks(text, mesh, record_property):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("mesh", "held"),
-    [(Mesh(fsdp=2), "fp8"), (Mesh(tp=2), "mxfp4"), (Mesh(fsdp=2, ep=2), "mxfp4"), (Mesh(tp=2, ep=2), "fp8")],
+    [
+        (Mesh(fsdp=2), "fp8"),
+        (Mesh(tp=2), "mxfp4"),
+        (Mesh(fsdp=2, ep=2), "mxfp4"),
+        (Mesh(tp=2, ep=2), "fp8"),
+    ],
     ids=str,
 )
 def test_adapters_of_a_run(text, tmp_path, mesh, held, two_ranks):
-    """In float64: losses and adapters of four steps as on one device, and of the base the same bytes as before."""
+    """In float64: losses and adapters of four steps as on one device, and of the base the same
+    bytes as before.
+    """
     base = test_adapters.recipe(text, compute="float64")
     with Checkpointer(folder.new(tmp_path, base) / "checkpoints") as checkpoints:
         checkpoints.save(1, trainer.init_state(base, meshes.CPU))
     adapted = lora.Config(base=str(tmp_path / base.name), rank=2, held=held)
-    one = test_adapters.recipe(text, lora=adapted, compute="float64", optimizer=test_adapters.ADAMW, remat="layer")
+    one = test_adapters.recipe(
+        text, lora=adapted, compute="float64", optimizer=test_adapters.ADAMW, remat="layer"
+    )
     answers = two_ranks.run(meshes.on_process, dataclasses.replace(one, mesh=mesh), 4, timeout=200)
     before = dict(tree.flatten_with_paths(trainer.init_state(one, meshes.CPU).params))
     expected, state = meshes.on_one_device(one, 4)

@@ -63,7 +63,9 @@ def check(recipe, mesh, count, expected, **changes):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=named)
 def test_ten_steps(recipe, ten_steps, mesh):
-    """Losses, norms and loads, and after them parameters, optimiser state and biases; equal bits on replicas."""
+    """Losses, norms and loads, and after them parameters, optimiser state and biases; equal bits on
+    replicas.
+    """
     check(recipe, mesh, 10, ten_steps)
 
 

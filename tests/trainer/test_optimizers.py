@@ -26,25 +26,33 @@ def with_optimizer(recipe, **changes):
 
 
 def test_the_schedule(recipe):
-    flat = with_optimizer(recipe, schedule="wsd", decay_fraction=0.3, warmup_steps=2, peak_lr=1.0, final_fraction=0.0)
+    flat = with_optimizer(
+        recipe, schedule="wsd", decay_fraction=0.3, warmup_steps=2, peak_lr=1.0, final_fraction=0.0
+    )
     rates = [learning_rate(flat, step) for step in range(10)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0])
     all_of_it = with_optimizer(flat, decay_fraction=1.0)  # what the warm-up leaves
     assert learning_rate(all_of_it, 2) == pytest.approx(7 / 8)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2, tp=2), pytest.param(Mesh(pp=2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(fsdp=2, tp=2), pytest.param(Mesh(pp=2), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(
     "changes",
     [
         {"norm": "inf", "max_norm": 0.01},
         pytest.param({"ns_dtype": "float32"}, marks=pytest.mark.slow),
-        pytest.param({"state_dtype": "bfloat16", "offload": True, "kind": "adamw"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"state_dtype": "bfloat16", "offload": True, "kind": "adamw"}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
 def test_on_a_mesh(recipe, mesh, changes):
-    """Clipping by the largest magnitude; Newton-Schulz in float32 and state in bfloat16 round alike on any mesh."""
+    """Clipping by the largest magnitude; Newton-Schulz in float32 and state in bfloat16 round alike
+    on any mesh.
+    """
     made = with_optimizer(recipe, **changes)
     expected, state = meshes.on_one_device(made, 2)
     _, plain = meshes.on_one_device(recipe, 2)
@@ -66,18 +74,30 @@ def test_a_spike_is_skipped_and_counted_on_all_ranks(recipe, mesh):
 
     def go(axes):
         state = trainer.init_state(made, CPU, axes)
-        values = 0.01 * torch.rand(2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        values = 0.01 * torch.rand(
+            2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        )
         guard = dataclasses.replace(state.guard, values=1 + values, count=torch.tensor(40))
         state = dataclasses.replace(state, guard=guard)
         before = tree.map(torch.clone, (state.params, state.opt_state, state.balance))
-        batches = trainer.make_batches(made, trainer.rows_at(trainer.load_corpus(made).dataset, 0, axes), CPU, axes)
+        batches = trainer.make_batches(
+            made, trainer.rows_at(trainer.load_corpus(made).dataset, 0, axes), CPU, axes
+        )
         step = trainer.make_step(made, axes)
         state, numbers = step(state, batches, 0.01)
         after = state.params, state.opt_state, state.balance
-        same = all(torch.equal(a, b) for a, b in zip(tree.leaves(before), tree.leaves(after), strict=True))
+        same = all(
+            torch.equal(a, b) for a, b in zip(tree.leaves(before), tree.leaves(after), strict=True)
+        )
         forgiving = dataclasses.replace(state.guard, count=torch.tensor(5))
         _, taken = step(dataclasses.replace(state, guard=forgiving), batches, 0.01)
-        return float(numbers.spike), float(numbers.skipped), same, int(state.guard.in_a_row), float(taken.skipped)
+        return (
+            float(numbers.spike),
+            float(numbers.skipped),
+            same,
+            int(state.guard.in_a_row),
+            float(taken.skipped),
+        )
 
     ranks = each_rank(go, mesh, lambda _: ()) if mesh.world_size > 1 else [go(mesh.axes())]
     assert ranks == [(1.0, 1.0, True, 1, 0.0)] * mesh.world_size

@@ -19,8 +19,15 @@ CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
-LENGTHS = (Phase(steps=3, length=12, batch_size=8), Phase(steps=2, length=24), Phase(length=12, batch_size=2))
-INDEXER = (Phase(steps=2, trainable="indexer", attention="dense_warmup", peak_lr=0.03), Phase(peak_lr=0.01))
+LENGTHS = (
+    Phase(steps=3, length=12, batch_size=8),
+    Phase(steps=2, length=24),
+    Phase(length=12, batch_size=2),
+)
+INDEXER = (
+    Phase(steps=2, trainable="indexer", attention="dense_warmup", peak_lr=0.03),
+    Phase(peak_lr=0.01),
+)
 
 
 @pytest.fixture
@@ -35,19 +42,32 @@ def in_phases(recipe, phases, **changes):
 def test_what_holds_at_a_step(recipe):
     made = in_phases(recipe, LENGTHS)
     assert [made.phase_of(i) for i in (0, 2, 3, 4, 5, 9, 10)] == [0, 0, 1, 1, 2, 2, 2]
-    assert [(made.at(i).length, made.at(i).batch_size) for i in (0, 3, 9)] == [(12, 8), (24, 4), (12, 2)]
+    assert [(made.at(i).length, made.at(i).batch_size) for i in (0, 3, 9)] == [
+        (12, 8),
+        (24, 4),
+        (12, 2),
+    ]
     assert recipe.at(5) == recipe
     warm = in_phases(recipe, INDEXER).at(1)
-    assert (warm.trainable, warm.model.full_attention.stage, warm.phases) == ("indexer", "dense_warmup", ())
+    assert (warm.trainable, warm.model.full_attention.stage, warm.phases) == (
+        "indexer",
+        "dense_warmup",
+        (),
+    )
     assert config.from_dict(config.Recipe, config.to_dict(made)) == made
-    assert dataclasses.replace(made, steps=4).at(9).length == 24  # phases beyond the end of the run are not made
+    assert (
+        dataclasses.replace(made, steps=4).at(9).length == 24
+    )  # phases beyond the end of the run are not made
 
 
 def test_bad_phases(recipe):
     for phases, complaint in [
         ((Phase(), Phase()), r"phases\[0\].steps=0: only the last"),
         ((Phase(steps=3), Phase(steps=4)), "phases have 7 steps, steps=10"),
-        ((Phase(batch_size=3, micro_batches=2),), r"phases\[0\]: micro_batches=2 does not divide batch_size=3"),
+        (
+            (Phase(batch_size=3, micro_batches=2),),
+            r"phases\[0\]: micro_batches=2 does not divide batch_size=3",
+        ),
         ((Phase(length=1),), r"phases\[0\]: length=1 must be at least 2"),
     ]:
         with pytest.raises(ValueError, match=complaint):
@@ -59,7 +79,9 @@ def test_bad_phases(recipe):
 
 
 def test_the_learning_rate_is_the_phases_or_that_of_the_run(recipe):
-    made = in_phases(recipe, (Phase(steps=4, peak_lr=0.5, warmup_steps=2, final_fraction=0.0), Phase()))
+    made = in_phases(
+        recipe, (Phase(steps=4, peak_lr=0.5, warmup_steps=2, final_fraction=0.0), Phase())
+    )
     assert [learning_rate(made, i) for i in range(4)] == pytest.approx([0.25, 0.5, 0.25, 0])
     o = recipe.optimizer
     for i in range(4, 10):  # warm-up of 3 steps, so the cosine begins at step 2
@@ -96,7 +118,9 @@ def test_what_a_phase_freezes_keeps_its_bits(recipe):
     }
     assert not any(p.startswith("balance") for p in moved)
     trunk_state = [p for p in moved if p.startswith("opt_state") and ".indexer." not in p]
-    assert all(p.endswith("step") for p in trunk_state)  # the number of steps, for all leaves together
+    assert all(
+        p.endswith("step") for p in trunk_state
+    )  # the number of steps, for all leaves together
     state, _ = make_phase_step(made, 2, Mesh().axes())(state, batches(made, dataset, 2), 0.01)
     later = [p for p in changed(before, state) if p.startswith("params")]
     assert len(later) > 2 * len([p for p in moved if p.startswith("params")])
@@ -124,7 +148,9 @@ def test_a_frozen_trunk_has_no_backward(recipe):
     """A gradient of the indexer alone runs the layer again that has one, and not the other."""
     rows = trainer.load_corpus(recipe).dataset.batch_at(0)
     indexer = dataclasses.replace(recipe, trainable="indexer")
-    once, again = (flops(dataclasses.replace(indexer, remat=remat), rows) for remat in ("none", "layer"))
+    once, again = (
+        flops(dataclasses.replace(indexer, remat=remat), rows) for remat in ("none", "layer")
+    )
     assert once < again < 1.2 * once  # a backward through both layers would make it 1.77
 
 
@@ -135,7 +161,11 @@ def test_the_same_on_a_mesh(text):
     made = meshes.recipe(text, compute="float64", phases=phases, steps=4)
 
     def go(axes, made):
-        state, dataset, numbers = trainer.init_state(made, CPU, axes), trainer.load_corpus(made).dataset, []
+        state, dataset, numbers = (
+            trainer.init_state(made, CPU, axes),
+            trainer.load_corpus(made).dataset,
+            [],
+        )
         for i in range(made.steps):
             own = trainer.make_batches(made.at(i), trainer.rows_at(dataset, i, axes), CPU, axes)
             state, metrics = make_phase_step(made, i, axes)(state, own, learning_rate(made, i))
@@ -150,14 +180,18 @@ def test_the_same_on_a_mesh(text):
 @pytest.mark.parametrize("first", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_going_on_across_a_border_bit_for_bit(text, tmp_path, monkeypatch, first):
     """Ended at the border and inside the second phase."""
-    made = runs.recipe(text, phases=(Phase(steps=2, length=12, trainable="indexer"), Phase()), steps=5)
+    made = runs.recipe(
+        text, phases=(Phase(steps=2, length=12, trainable="indexer"), Phase()), steps=5
+    )
     made = dataclasses.replace(made, checkpoint_every=first, eval_every=100)
     monkeypatch.setattr(trainer.run.plot, "save_loss_plot", lambda folder: None)
     path = runs.write_config(tmp_path / "small.py", made)
     assert trainer.main([path, "--runs", str(tmp_path / "a")]) == 0
     straight = runs.only_run(tmp_path / "a")
     again = shutil.copytree(straight, tmp_path / "b" / straight.name)
-    for folder in (again / "checkpoints").iterdir():  # as if the run had been killed after its first checkpoint
+    for folder in (
+        again / "checkpoints"
+    ).iterdir():  # as if the run had been killed after its first checkpoint
         if folder.name.isdecimal() and int(folder.name) > first:
             shutil.rmtree(folder)
     assert trainer.main([str(again / "config.json")]) == 0

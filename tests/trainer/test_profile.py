@@ -31,7 +31,10 @@ def spans(file):
 def test_a_trace_of_two_steps(text, tmp_path, again):
     made, lines = dataclasses.replace(runs.recipe(text), remat=again, length=12), []
     dataset, step = trainer.load_corpus(made).dataset, trainer.make_step(made)
-    state, recorder = trainer.init_state(made, CPU), Profile(range(1, 3), tmp_path, 0, CPU, lines.append)
+    state, recorder = (
+        trainer.init_state(made, CPU),
+        Profile(range(1, 3), tmp_path, 0, CPU, lines.append),
+    )
     for number in range(4):
         with recorder.step(number):
             state, _ = step(state, trainer.make_batches(made, dataset.batch_at(number), CPU), 0.01)
@@ -41,7 +44,12 @@ def test_a_trace_of_two_steps(text, tmp_path, again):
     assert lines[-1] == f"trace: {file}"
     found = spans(file)
     assert {name for name in found if name.startswith("step")} == {"step 1", "step 2"}
-    assert [len(found[name]) for name in ("step 1", "step 2", "gradient", "optimiser")] == [1, 1, 2, 2]
+    assert [len(found[name]) for name in ("step 1", "step 2", "gradient", "optimiser")] == [
+        1,
+        1,
+        2,
+        2,
+    ]
     for kind in ("KDA, dense", "DSA, MoE"):
         assert len(found[f"backward {kind}"]) == 2
         assert len(found[f"forward {kind}"]) == (4 if again == "layer" else 2)

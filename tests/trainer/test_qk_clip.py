@@ -47,14 +47,18 @@ def by_hand(p, x, cfg):
 
 
 def test_a_head_is_scaled_by_what_it_exceeds(recipe):
-    """The logits of each head by its own factor, and those of heads below the bound not at all, bit for bit."""
+    """The logits of each head by its own factor, and those of heads below the bound not at all, bit
+    for bit.
+    """
     cfg = dataclasses.replace(recipe.model.full_attention.attn, report_logits=True)
     state = trainer.init_state(recipe, CPU)
     x = torch.randn(2, 10, cfg.hidden_size, dtype=torch.float64)
     before = by_hand(attention(state), x, cfg)
     torch.testing.assert_close(mla.attend(attention(state), x, cfg)[1], before, rtol=1e-10, atol=0)
     tau = float(before.median())  # some above, some below
-    of_tau = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, qk_clip=tau))
+    of_tau = dataclasses.replace(
+        recipe, optimizer=dataclasses.replace(recipe.optimizer, qk_clip=tau)
+    )
     old = tree.map(torch.clone, attention(state))
     layout = lay_out(of_tau, Mesh().axes())
     clip_logits(of_tau, layout, state.params, state.opt_state, before[None], torch.tensor(False))
@@ -71,7 +75,9 @@ def test_a_head_is_scaled_by_what_it_exceeds(recipe):
     assert torch.equal(*values)
     kept = tree.map(torch.clone, state.params)
     clip_logits(of_tau, layout, state.params, state.opt_state, before[None], torch.tensor(True))
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(kept), tree.leaves(state.params), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tree.leaves(kept), tree.leaves(state.params), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,9 @@ def test_a_head_is_scaled_by_what_it_exceeds(recipe):
 )
 def test_three_steps_on_a_mesh(recipe, mesh, micro_batches):
     expected, state = meshes.on_one_device(recipe, 3)
-    plain = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, qk_clip=0.0))
+    plain = dataclasses.replace(
+        recipe, optimizer=dataclasses.replace(recipe.optimizer, qk_clip=0.0)
+    )
     _, without = meshes.on_one_device(plain, 3)
     assert not torch.allclose(attention(state).w_qb, attention(without).w_qb)
     made = dataclasses.replace(recipe, mesh=mesh, micro_batches=micro_batches)
@@ -103,7 +111,9 @@ def largest_logits(recipe, tau, lr, batches):
     state, step = trainer.init_state(made, CPU), trainer.make_step(made)
     dataset, found = trainer.load_corpus(made).dataset, []
     for i in batches:
-        state, numbers = step(state, trainer.make_batches(made, trainer.rows_at(dataset, i), CPU), lr)
+        state, numbers = step(
+            state, trainer.make_batches(made, trainer.rows_at(dataset, i), CPU), lr
+        )
         found.append(float(numbers.max_logit))
     return found
 
@@ -123,24 +133,35 @@ def test_a_run_stays_below_the_bound(recipe):
     assert unbounded[-1] > 2 * tau
     assert max(bounded) < 1.4 * tau
     reached = next(i for i, m in enumerate(unbounded) if m > tau)
-    assert bounded[: reached + 1] == pytest.approx(unbounded[: reached + 1], rel=1e-12)  # until then it does nothing
+    assert bounded[: reached + 1] == pytest.approx(
+        unbounded[: reached + 1], rel=1e-12
+    )  # until then it does nothing
 
 
 def test_what_is_frozen_is_not_scaled(recipe):
     """While only the indexer learns."""
     full = dataclasses.replace(recipe.model.full_attention, stage="dense_warmup")
-    frozen = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, full_attention=full))
+    frozen = dataclasses.replace(
+        recipe, model=dataclasses.replace(recipe.model, full_attention=full)
+    )
     frozen = dataclasses.replace(frozen, trainable="indexer")
     before = tree.map(torch.clone, attention(trainer.init_state(frozen, CPU)))
     metrics, state = meshes.on_one_device(frozen, 1)
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(before), tree.leaves(attention(state)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(tree.leaves(before), tree.leaves(attention(state)), strict=True)
+    )
     assert metrics[0, list(trainer.Metrics._fields).index("max_logit")] == 0
 
 
 def test_all_visible_keys_count_where_the_attention_is_dense(recipe):
-    """In the warm-up of the indexer with the trunk trained as well: the logits of a layer of MLA."""
+    """In the warm-up of the indexer with the trunk trained as well: the logits of a layer of
+    MLA.
+    """
     cfg = recipe.model.full_attention
-    dense = dataclasses.replace(cfg, attn=dataclasses.replace(cfg.attn, report_logits=True), stage="dense_warmup")
+    dense = dataclasses.replace(
+        cfg, attn=dataclasses.replace(cfg.attn, report_logits=True), stage="dense_warmup"
+    )
     params = trainer.init_state(recipe, CPU).params.layers[1].attn
     x = torch.randn(2, 12, cfg.hidden_size, dtype=torch.float64)
     got = dsa.apply(params, x, dense).logits

@@ -64,7 +64,9 @@ def test_views_and_writes_are_left_alone():
             x = meta(4, 6)
             assert x.view(24).untyped_storage()._cdata == x.untyped_storage()._cdata
             assert x.add_(1) is x
-            y = torch.ops.aten._unsafe_view.default(x, [24])  # a view, though its schema does not say so
+            y = torch.ops.aten._unsafe_view.default(
+                x, [24]
+            )  # a view, though its schema does not say so
             assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
             assert torch.ones(2).add(1).tolist() == [2, 2]
 
@@ -73,7 +75,9 @@ def test_views_and_writes_are_left_alone():
 @pytest.mark.parametrize("mesh", [Mesh(tp=2, ep=2), Mesh(fsdp=2, ep=2)], ids=str)
 def test_a_step_has_the_same_bytes_and_nothing_is_left(text, mesh):
     """The second time, too, with all results known; and with the collector's help or without."""
-    made = test_adapters.recipe(text, lora=lora.Config(rank=2, held="fp8"), remat="layer", mesh=mesh, length=16)
+    made = test_adapters.recipe(
+        text, lora=lora.Config(rank=2, held="fp8"), remat="layer", mesh=mesh, length=16
+    )
     made = dataclasses.replace(made, optimizer=test_adapters.ADAMW)
     traffic.of_rank(made, 0)
 

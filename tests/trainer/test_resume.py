@@ -1,4 +1,6 @@
-"""Going on exactly: 5 steps, a new start and 5 more are 10, bit for bit, or up to rounding on another mesh."""
+"""Going on exactly: 5 steps, a new start and 5 more are 10, bit for bit, or up to rounding on
+another mesh.
+"""
 
 import dataclasses
 import json
@@ -53,7 +55,9 @@ def trained(recipe, folder, stop_after=-1):
 
     def go(axes, coordinate):
         stop = StopAfter(stop_after if coordinate == last else -1)
-        return trainer.train(recipe, corpus, folder, device=CPU, view=View.silent(), stop=stop, ranks=Ranks(axes))
+        return trainer.train(
+            recipe, corpus, folder, device=CPU, view=View.silent(), stop=stop, ranks=Ranks(axes)
+        )
 
     *_, last = recipe.mesh.coordinates()
     return each_rank(go, recipe.mesh, lambda c: (c,))[0]
@@ -63,7 +67,14 @@ def losses(folder):
     return {r["step"]: r["train/loss"] for r in runs.records(folder) if "train/loss" in r}
 
 
-WSD = {"schedule": "wsd", "state_dtype": "bfloat16", "qk_clip": 0.5, "spike": 9.0, "norm": "inf", "offload": True}
+WSD = {
+    "schedule": "wsd",
+    "state_dtype": "bfloat16",
+    "qk_clip": 0.5,
+    "spike": 9.0,
+    "norm": "inf",
+    "offload": True,
+}
 OPTIMIZERS = {
     "muon": Optimizer(kind="muon", peak_lr=0.02, warmup_steps=3),
     "adamw": Optimizer(kind="adamw", peak_lr=0.01, warmup_steps=3),
@@ -74,10 +85,15 @@ OPTIMIZERS = {
 @pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param(o, id=name, marks=[pytest.mark.slow] * (name != "muon")) for name, o in OPTIMIZERS.items()],
+    [
+        pytest.param(o, id=name, marks=[pytest.mark.slow] * (name != "muon"))
+        for name, o in OPTIMIZERS.items()
+    ],
 )
 def test_case_d29_on_the_same_mesh_bit_for_bit(recipe, tmp_path, optimizer):
-    """Inside an epoch; step, data, optimiser, biases and key all go on: each tensor of the state and each loss."""
+    """Inside an epoch; step, data, optimiser, biases and key all go on: each tensor of the state
+    and each loss.
+    """
     made = dataclasses.replace(recipe, optimizer=optimizer, mesh=Mesh(fsdp=2), checkpoint_every=3)
     straight, cut = tmp_path / "straight", tmp_path / "cut"
     trained(made, straight)
@@ -152,15 +168,23 @@ def test_a_run_that_restores_other_data_or_no_optimiser_is_seen(recipe, tmp_path
 def test_what_stays_of_a_run_whose_heldout_loss_grows(recipe, tmp_path, monkeypatch):
     """The newest, multiples of 4, and the best, which is the first."""
     monkeypatch.setattr(run, "heldout_loss", lambda recipe, state, *args, **how: float(state.step))
-    made = dataclasses.replace(recipe, checkpoint_every=2, eval_every=2, keep=1, keep_every=4, keep_best=1)
+    made = dataclasses.replace(
+        recipe, checkpoint_every=2, eval_every=2, keep=1, keep_every=4, keep_best=1
+    )
     trained(made, tmp_path)
     with Checkpointer(tmp_path / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.steps() == [2, 4, 8, 10]
 
 
 def test_max_minutes(recipe, tmp_path, monkeypatch, capsys):
-    """Ended like a run that got a signal, with the command that goes on, from a time that counts from the call."""
-    config, clock, read = runs.write_config(tmp_path / "small.py", recipe), [0.0], data.Dataset.batch_at
+    """Ended like a run that got a signal, with the command that goes on, from a time that counts
+    from the call.
+    """
+    config, clock, read = (
+        runs.write_config(tmp_path / "small.py", recipe),
+        [0.0],
+        data.Dataset.batch_at,
+    )
 
     def batch_at(self, number, **share):
         clock[0] += 100
@@ -168,7 +192,12 @@ def test_max_minutes(recipe, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(data.Dataset, "batch_at", batch_at)
     monkeypatch.setattr("k31fn.trainer.stop.time.monotonic", lambda: clock[0])
-    assert trainer.main([config, "--runs", str(tmp_path / "runs"), "--max-minutes", "5", "--device", "cpu"]) == 0
+    assert (
+        trainer.main(
+            [config, "--runs", str(tmp_path / "runs"), "--max-minutes", "5", "--device", "cpu"]
+        )
+        == 0
+    )
     *_, said, command = capsys.readouterr().out.splitlines()
     folder = runs.only_run(tmp_path / "runs")
     assert said == "stopped by --max-minutes after 4 steps, saved; to go on:"
@@ -182,11 +211,15 @@ def test_max_minutes(recipe, tmp_path, monkeypatch, capsys):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("harm", ["save-before:1:6", "save-after:1:6", "save-after:0:6"])
 def test_a_rank_that_is_killed_in_a_save_is_named_and_nothing_is_lost(recipe, tmp_path, harm):
-    """Before its part is copied the save is lost, afterwards the writers finish it; the others report and end."""
+    """Before its part is copied the save is lost, afterwards the writers finish it; the others
+    report and end.
+    """
     made = dataclasses.replace(recipe, mesh=Mesh(fsdp=2), checkpoint_every=3, steps=500)
     config = launched.write_config(tmp_path / "small.py", made)
     kind, rank, _ = harm.split(":")
-    with launched.processes(2, config, "--runs", str(tmp_path / "runs"), "--timeout", "60", harm=harm) as ranks:
+    with launched.processes(
+        2, config, "--runs", str(tmp_path / "runs"), "--timeout", "60", harm=harm
+    ) as ranks:
         found = launched.ends(ranks, 100)
     other = 1 - int(rank)
     assert [found[int(rank)][0], found[other][0]] == [-signal.SIGKILL, 1]
@@ -194,7 +227,9 @@ def test_a_rank_that_is_killed_in_a_save_is_named_and_nothing_is_lost(recipe, tm
     if other == 0:  # the rank that is left holds the store
         assert line.startswith("train.py: rank 1 at {'fsdp': 1} died: it says nothing any more")
     else:
-        assert line.startswith("train.py: rank 1 at {'fsdp': 1}: the store of the process group is gone: rank 0 at ")
+        assert line.startswith(
+            "train.py: rank 1 at {'fsdp': 1}: the store of the process group is gone: rank 0 at "
+        )
     folder = runs.only_run(tmp_path / "runs")
     assert line.endswith(str(folder / "failure"))
     assert json.loads((folder / "failure" / f"rank-{other}.json").read_text())["rank"] == other

@@ -1,4 +1,6 @@
-"""Runs from end to end through the command line's ``main``: ends of every kind, and going on bit for bit."""
+"""Runs from end to end through the command line's ``main``: ends of every kind, and going on bit
+for bit.
+"""
 
 import contextlib
 import itertools
@@ -72,11 +74,25 @@ def same_run(a, b):
 
 
 def test_what_a_run_leaves(straight):
-    assert {p.name for p in straight.iterdir()} == {"config.json", "metrics.jsonl", "loss.png", "checkpoints", "events"}
+    assert {p.name for p in straight.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "loss.png",
+        "checkpoints",
+        "events",
+    }
     records = runs.records(straight)
     steps = [r for r in records if "train/loss" in r]
     assert [r["step"] for r in steps] == list(range(10))
-    names = {"step", "train/loss", "train/indexer_kl", "grad_norm", "lr", "moe/load_max_over_mean", "skipped"}
+    names = {
+        "step",
+        "train/loss",
+        "train/indexer_kl",
+        "grad_norm",
+        "lr",
+        "moe/load_max_over_mean",
+        "skipped",
+    }
     assert all(names <= set(r) and "moe/load/1" in r and "grad_norm/indexer" in r for r in steps)
     assert [r["step"] for r in records if "heldout/loss" in r] == [3, 7, 9]
     assert records[-1].keys() == {"step", "heldout/ngram4_loss"}
@@ -94,8 +110,12 @@ def test_the_balance_is_saved(straight):
 
 @pytest.mark.usefixtures("no_plot")
 @pytest.mark.slow
-def test_ended_by_signals_it_goes_on_by_the_printed_command(config, straight, tmp_path, monkeypatch, capsys):
-    """In a step, in one after which a checkpoint is due, and in evaluations, which are then made again."""
+def test_ended_by_signals_it_goes_on_by_the_printed_command(
+    config, straight, tmp_path, monkeypatch, capsys
+):
+    """In a step, in one after which a checkpoint is due, and in evaluations, which are then made
+    again.
+    """
     arguments = [config, "--runs", str(tmp_path)]
     done = 0
     for number, when, at, then in [
@@ -115,7 +135,9 @@ def test_ended_by_signals_it_goes_on_by_the_printed_command(config, straight, tm
         python, script, *arguments = shlex.split(lines[-1])
         assert os.path.samefile(python, sys.executable)
         assert (script, arguments) == ("train.py", [str(runs.only_run(tmp_path) / "config.json")])
-        assert [r["step"] for r in runs.records(runs.only_run(tmp_path)) if "train/loss" in r] == list(range(then))
+        assert [
+            r["step"] for r in runs.records(runs.only_run(tmp_path)) if "train/loss" in r
+        ] == list(range(then))
         done = then
     assert trainer.main(arguments) == 0
     assert "all steps are done" in capsys.readouterr().out
@@ -126,7 +148,9 @@ def test_ended_by_signals_it_goes_on_by_the_printed_command(config, straight, tm
 def test_killed_between_checkpoints(config, straight, tmp_path):
     """What was after the last checkpoint is done again, and its records are written once."""
     command = [sys.executable, "train.py", config, "--runs", str(tmp_path)]
-    with subprocess.Popen(command, cwd=runs.REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=runs.REPOSITORY, stdout=subprocess.PIPE, text=True
+    ) as process:
         for line in process.stdout:
             if line.startswith("step     7/10"):
                 process.kill()
@@ -159,7 +183,9 @@ def test_killed_at_any_moment(config, straight, tmp_path):
         for line in process.stdout:
             shown += line.startswith("step ")
             if shown > 2 + attempt % 3:
-                for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                for child in (
+                    Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                ):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(int(child), signal.SIGKILL)
                 process.kill()
@@ -168,7 +194,11 @@ def test_killed_at_any_moment(config, straight, tmp_path):
         process.stdout.close()
         if process.wait() == 0:
             break
-        steps = [int(p.name) for p in (runs.only_run(tmp_path) / "checkpoints").iterdir() if p.name.isdecimal()]
+        steps = [
+            int(p.name)
+            for p in (runs.only_run(tmp_path) / "checkpoints").iterdir()
+            if p.name.isdecimal()
+        ]
         assert max(steps, default=0) >= newest
         newest = max(steps, default=0)
     assert kills > 2
@@ -237,12 +267,16 @@ def test_a_second_ctrl_c_breaks_off_a_step(config, tmp_path, monkeypatch, capsys
         def interrupted(*args, **kwargs):
             calls.append(0)
             if len(calls) == 9:  # the fifth step's first micro-batch
-                signal.raise_signal(signal.SIGINT)  # on this thread: two from outside may arrive as one
+                signal.raise_signal(
+                    signal.SIGINT
+                )  # on this thread: two from outside may arrive as one
                 signal.raise_signal(signal.SIGINT)
             return loss(*args, **kwargs)
 
         patch.setattr(model, "loss", interrupted)
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which the second one meets
+        before = signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # which the second one meets
         try:
             assert trainer.main([config, "--runs", str(tmp_path)]) == 130
         finally:
@@ -254,7 +288,9 @@ def test_a_second_ctrl_c_breaks_off_a_step(config, tmp_path, monkeypatch, capsys
 
 @pytest.mark.usefixtures("no_plot")
 def test_steps_that_are_not_finite(config, tmp_path, monkeypatch, capsys):
-    """Two in a row are skipped; three stop the run, with the last good state saved, and it can go on."""
+    """Two in a row are skipped; three stop the run, with the last good state saved, and it can go
+    on.
+    """
     with monkeypatch.context() as patch:
         loss, calls = model.loss, itertools.count()
 
@@ -268,7 +304,10 @@ def test_steps_that_are_not_finite(config, tmp_path, monkeypatch, capsys):
         assert trainer.main([config, "--runs", str(tmp_path), "--checkpoint-every", "1"]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("train.py: 3 steps in a row up to step 6 were not finite")
-    assert "step 2 skipped (2 so far): a gradient or the loss was not finite; nothing was changed" in captured.out
+    assert (
+        "step 2 skipped (2 so far): a gradient or the loss was not finite; nothing was changed"
+        in captured.out
+    )
     folder = runs.only_run(tmp_path)
     assert [r["skipped"] for r in runs.records(folder) if "skipped" in r] == [0, 1, 1, 0, 1, 1, 1]
     for part in ("params", "balance", "opt_state"):

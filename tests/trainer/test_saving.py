@@ -16,7 +16,9 @@ from tests.trainer import meshes, runs
 
 
 @pytest.mark.usefixtures("direct", "unchecked")
-def test_the_base_of_adapters_is_looked_at_once_in_a_run_and_by_one_rank(text, tmp_path, monkeypatch):
+def test_the_base_of_adapters_is_looked_at_once_in_a_run_and_by_one_rank(
+    text, tmp_path, monkeypatch
+):
     recipe, seen = dataclasses.replace(meshes.recipe(text), mesh=Mesh(fsdp=2), keep=3), []
 
     def fingerprint(recipe):
@@ -40,7 +42,9 @@ def test_the_base_of_adapters_is_looked_at_once_in_a_run_and_by_one_rank(text, t
 
 
 @pytest.mark.usefixtures("direct", "unchecked")
-def test_a_run_in_a_folder_that_another_holds_says_that_it_waits(text, tmp_path, monkeypatch, capsys):
+def test_a_run_in_a_folder_that_another_holds_says_that_it_waits(
+    text, tmp_path, monkeypatch, capsys
+):
     where = folder.new(tmp_path, runs.recipe(text))
     monkeypatch.setattr(lock, "_WAIT_S", 0.05)
     with Checkpointer(where / "checkpoints"):
@@ -53,7 +57,10 @@ def test_a_run_in_a_folder_that_another_holds_says_that_it_waits(text, tmp_path,
 
 def test_a_save_that_fails_again_is_told_once():
     first = NotSavedError("step 3 is not saved: full", "full")
-    for another in (NotSavedError("step 6 is not saved: full", "full"), NotSavedError("step 6: gone", "gone")):
+    for another in (
+        NotSavedError("step 6 is not saved: full", "full"),
+        NotSavedError("step 6: gone", "gone"),
+    ):
         assert run._joined(first, another) is first
     assert first.__notes__ == ["step 6: gone"]
     other = OSError("full")  # of another file: that the step is not saved is new

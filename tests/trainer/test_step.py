@@ -1,4 +1,6 @@
-"""One step: the same numbers however it is cut, bad steps change nothing, and nothing waits for the device."""
+"""One step: the same numbers however it is cut, bad steps change nothing, and nothing waits for the
+device.
+"""
 
 import dataclasses
 import gc
@@ -56,7 +58,9 @@ def largest_difference(a, b):
 
 @pytest.mark.usefixtures("unchecked")
 class TestAccumulation:
-    """The numbers of a step depend on its rows alone (also case D13: a mean over all labels, not a mean of means)."""
+    """The numbers of a step depend on its rows alone (also case D13: a mean over all labels, not a
+    mean of means).
+    """
 
     @pytest.fixture
     def wide(self, recipe):
@@ -64,14 +68,17 @@ class TestAccumulation:
 
     def test_micro_batches_and_order_of_rows(self, wide):
         rows = rows_of(wide)
-        assert len({int((row >= 0).sum()) for row in rows.labels}) > 1  # else means of means would do as well
+        assert (
+            len({int((row >= 0).sum()) for row in rows.labels}) > 1
+        )  # else means of means would do as well
         state, numbers = one_step(wide, rows)
         assert state.params.head.dtype == numbers.loss.dtype == torch.float64
         for micro_batches in (2, 4):
             cut = dataclasses.replace(wide, micro_batches=micro_batches)
             for order in (slice(None), [2, 0, 3, 1]):
                 other, same = one_step(cut, tree.map(lambda x, o=order: x[o], rows))
-                # float64 sums of a few hundred terms in another order: some 1e-14 of values up to 10
+                # float64 sums of a few hundred terms in another order: some 1e-14 of values up to
+                # 10
                 assert largest_difference(gradients(other), gradients(state)) < 1e-10
                 assert largest_difference(same, numbers) < 1e-10
                 assert torch.equal(other.balance.bias, state.balance.bias)
@@ -140,9 +147,14 @@ class TestDenominators:
         before = trainer.init_state(recipe, CPU)
         state, numbers = one_step(recipe, silent)
         assert identical(
-            (state.params, state.opt_state, state.balance), (before.params, before.opt_state, before.balance)
+            (state.params, state.opt_state, state.balance),
+            (before.params, before.opt_state, before.balance),
         )
-        assert (float(numbers.loss), float(numbers.non_finite), float(numbers.skipped)) == (0.0, 0.0, 1.0)
+        assert (float(numbers.loss), float(numbers.non_finite), float(numbers.skipped)) == (
+            0.0,
+            0.0,
+            1.0,
+        )
         assert int(state.step) == 1
 
 
@@ -158,9 +170,15 @@ class TestNonFinite:
     @pytest.mark.parametrize("harm", [infinite_loss, nan_gradient])
     @pytest.mark.parametrize("kind", ["adamw", "muon"])
     def test_it_changes_nothing(self, recipe, monkeypatch, harm, kind):
-        recipe = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, kind=kind))
+        recipe = dataclasses.replace(
+            recipe, optimizer=dataclasses.replace(recipe.optimizer, kind=kind)
+        )
         step, original = trainer.make_step(recipe), model.loss
-        state, _ = step(trainer.init_state(recipe, CPU), trainer.make_batches(recipe, rows_of(recipe), CPU), 0.01)
+        state, _ = step(
+            trainer.init_state(recipe, CPU),
+            trainer.make_batches(recipe, rows_of(recipe), CPU),
+            0.01,
+        )
         before = clone(state)
         bad = trainer.make_batches(recipe, rows_of(recipe, 1), CPU)
 
@@ -184,16 +202,30 @@ class TestNonFinite:
         monkeypatch.setattr(optim, "non_finite", lambda values: torch.tensor(False))
         rows = rows_of(recipe)
         original = model.loss
-        monkeypatch.setattr(model, "loss", lambda p, *a, **k: (nan_gradient((r := original(p, *a, **k))[0], p), r[1]))
+        monkeypatch.setattr(
+            model,
+            "loss",
+            lambda p, *a, **k: (nan_gradient((r := original(p, *a, **k))[0], p), r[1]),
+        )
         state, _ = one_step(recipe, rows)
         assert not torch.isfinite(state.params.head).all()
 
 
 class Reads(TorchDispatchMode):
-    """Counts operations that make the host wait, by the k31fn file that asked; also those that never dispatch."""
+    """Counts operations that make the host wait, by the k31fn file that asked; also those that
+    never dispatch.
+    """
 
     METHODS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu")
-    OPS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim")
+    OPS = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "is_nonzero",
+        "equal",
+        "_unique2",
+        "unique_dim",
+    )
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -213,7 +245,9 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        with_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        with_mask = name == "index" and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
         if name in self.OPS or with_mask:
             self.note(name)
         return func(*args, **kwargs or {})
@@ -221,7 +255,9 @@ class Reads(TorchDispatchMode):
 
 class TestHostWaits:
     def test_the_step_reads_nothing(self, recipe, monkeypatch):
-        """What is read is the ragged expert product's: the number of rows per expert, three products per MoE layer."""
+        """What is read is the ragged expert product's: the number of rows per expert, three
+        products per MoE layer.
+        """
         recipe = dataclasses.replace(recipe, micro_batches=2)
         step, state = trainer.make_step(recipe), trainer.init_state(recipe, CPU)
         batches = trainer.make_batches(recipe, rows_of(recipe), CPU)
@@ -239,16 +275,25 @@ class TestHostWaits:
 
     @pytest.mark.parametrize("kind", ["adamw", "muon"])
     def test_the_step_runs_without_values(self, recipe, kind):
-        """Meta tensors have none to read: with the reference expert product there is no wait at all."""
-        recipe = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, kind=kind))
-        batches = [tree.map(lambda x: x.to("meta"), b) for b in trainer.make_batches(recipe, rows_of(recipe), CPU)]
+        """Meta tensors have none to read: with the reference expert product there is no wait at
+        all.
+        """
+        recipe = dataclasses.replace(
+            recipe, optimizer=dataclasses.replace(recipe.optimizer, kind=kind)
+        )
+        batches = [
+            tree.map(lambda x: x.to("meta"), b)
+            for b in trainer.make_batches(recipe, rows_of(recipe), CPU)
+        ]
         state, numbers = trainer.make_step(recipe)(trainer.abstract_state(recipe), batches, 0.01)
         assert all(x.is_meta for x in tree.leaves((state, numbers)))
         assert tree.paths(state) == tree.paths(trainer.abstract_state(recipe))
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("num_steps", "remat"), [(20, "none"), pytest.param(200, "layer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_steps", "remat"), [(20, "none"), pytest.param(200, "layer", marks=pytest.mark.slow)]
+)
 def test_live_memory_does_not_grow(recipe, num_steps, remat):
     recipe = dataclasses.replace(recipe, remat=remat)
     step, state = trainer.make_step(recipe), trainer.init_state(recipe, CPU)
@@ -258,7 +303,9 @@ def test_live_memory_does_not_grow(recipe, num_steps, remat):
     try:
         with live_bytes() as memory:
             for i in range(num_steps):
-                state, numbers = step(state, trainer.make_batches(recipe, dataset.batch_at(i), CPU), 0.01)
+                state, numbers = step(
+                    state, trainer.make_batches(recipe, dataset.batch_at(i), CPU), 0.01
+                )
                 live.append(memory.current)
     finally:
         gc.enable()
@@ -284,7 +331,11 @@ for i in range(200):
         print(len(gc.get_objects()))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, str(text)], cwd=runs.REPOSITORY, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, str(text)],
+        cwd=runs.REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     early, late = map(int, done.stdout.split())
     assert late - early < 19  # a tenth of an object per step
@@ -308,7 +359,9 @@ class TestIndexerOnly:
         state = clone(before)
         step, dataset = trainer.make_step(recipe), trainer.load_corpus(recipe).dataset
         for i in range(3):
-            state, numbers = step(state, trainer.make_batches(recipe, dataset.batch_at(i), CPU), 0.01)
+            state, numbers = step(
+                state, trainer.make_batches(recipe, dataset.batch_at(i), CPU), 0.01
+            )
         pairs = zip(tree.flatten_with_paths(before.params), tree.leaves(state.params), strict=True)
         changed = {path for (path, a), b in pairs if not torch.equal(a, b)}
         assert changed == {p for p in tree.paths(before.params) if ".indexer." in p}
@@ -329,12 +382,16 @@ class TestIndexerOnly:
     def test_without_indexer_it_is_refused(self, text):
         base = runs.recipe(text)
         mla = dataclasses.replace(base.model, full_attention=base.model.full_attention.attn)
-        with pytest.raises(ValueError, match=r"trainable='indexer': model\.full_attention has no indexer"):
+        with pytest.raises(
+            ValueError, match=r"trainable='indexer': model\.full_attention has no indexer"
+        ):
             dataclasses.replace(base, model=mla, trainable="indexer")
 
 
 def test_float32_islands_stay_in_a_bfloat16_run(recipe):
-    """Case D03: parameters and optimiser state are float32, and the decays are not rounded when they are used."""
+    """Case D03: parameters and optimiser state are float32, and the decays are not rounded when
+    they are used.
+    """
     recipe = dataclasses.replace(recipe, compute="bfloat16")
     state, numbers = one_step(recipe, rows_of(recipe))
     assert {x.dtype for x in tree.leaves((state.params, state.opt_state))} == {torch.float32}
@@ -349,4 +406,6 @@ def test_rows_are_those_of_the_data(recipe):
     cut = dataclasses.replace(recipe, micro_batches=2)
     batches = trainer.make_batches(cut, rows, CPU)
     np.testing.assert_array_equal(torch.cat([b.tokens for b in batches]), rows.tokens)
-    np.testing.assert_array_equal(torch.cat([b.segments.position for b in batches]), rows.segments.position)
+    np.testing.assert_array_equal(
+        torch.cat([b.segments.position for b in batches]), rows.segments.position
+    )

@@ -1,4 +1,6 @@
-"""Services that a recipe names: checked before the run begins, given its metrics, and not part of what a run is."""
+"""Services that a recipe names: checked before the run begins, given its metrics, and not part of
+what a run is.
+"""
 
 import dataclasses
 import sys
@@ -18,7 +20,9 @@ def config(text, tmp_path):
     return runs.write_config(tmp_path / "small.py", made)
 
 
-def test_a_missing_package_ends_the_call_before_anything_is_written(config, tmp_path, monkeypatch, capsys):
+def test_a_missing_package_ends_the_call_before_anything_is_written(
+    config, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, "trackio", None)
     assert trainer.main([config, "--runs", str(tmp_path / "runs"), "--trackers", "trackio"]) == 2
     assert "pip install trackio, or leave 'trackio' out of trackers" in capsys.readouterr().err
@@ -37,9 +41,15 @@ def test_a_run_gives_its_metrics_and_goes_on_without_the_service(config, tmp_pat
     arguments = [config, "--runs", str(tmp_path / "runs")]
     assert trainer.main([*arguments, "--trackers", "wandb"]) == 0
     run = runs.only_run(tmp_path / "runs")
-    assert (begun[0]["project"], begun[0]["name"], begun[0]["config"]["steps"]) == ("small", run.name, 2)
+    assert (begun[0]["project"], begun[0]["name"], begun[0]["config"]["steps"]) == (
+        "small",
+        run.name,
+        2,
+    )
     assert logged[-1] == "end"
-    losses = [(step, numbers["train/loss"]) for step, numbers in logged[:-1] if "train/loss" in numbers]
+    losses = [
+        (step, numbers["train/loss"]) for step, numbers in logged[:-1] if "train/loss" in numbers
+    ]
     assert losses == [(r["step"], r["train/loss"]) for r in runs.records(run) if "train/loss" in r]
     assert trainer.main([*arguments, "--resume", str(run)]) == 0  # all steps are done
     assert len(begun) == 1

@@ -38,7 +38,11 @@ def of_threads(made):
 
     with record_collectives() as record:
         each_rank(go, made.mesh, lambda _: ())
-    firsts = [r for r, c in enumerate(made.mesh.coordinates()) if not any(v for k, v in c.items() if k != "pp")]
+    firsts = [
+        r
+        for r, c in enumerate(made.mesh.coordinates())
+        if not any(v for k, v in c.items() if k != "pp")
+    ]
     return [record.ranks[r] for r in firsts]
 
 
@@ -53,7 +57,9 @@ def of_threads(made):
     ids=str,
 )
 def test_a_real_rank_sends_what_is_said(recipe, mesh, pipeline):
-    """But for the routes: real ones are not balanced, so the bytes of the ragged exchange differ, not its calls."""
+    """But for the routes: real ones are not balanced, so the bytes of the ragged exchange differ,
+    not its calls.
+    """
     made = dataclasses.replace(recipe, mesh=mesh, pipeline=pipeline)
     for real, said in zip(of_threads(made), traffic.volumes(made), strict=True):
         calls, nbytes = calls_and_bytes(real)
@@ -98,7 +104,9 @@ def test_what_a_rank_holds(recipe, mesh, kind):
     for state, coordinate in zip(states, mesh.coordinates(), strict=True):
         held = traffic.held(made, coordinate.get("pp", 0))
         weights = dict(tree.flatten_with_paths(state.params))
-        assert [(x.path, x.part, x.weight) for x in held] == [(p, tuple(w.shape), w.nbytes) for p, w in weights.items()]
+        assert [(x.path, x.part, x.weight) for x in held] == [
+            (p, tuple(w.shape), w.nbytes) for p, w in weights.items()
+        ]
         of_optimizer = Counter()
         for path, x in tree.flatten_with_paths(state.opt_state):
             of_optimizer[next((w for w in weights if path.endswith(f".{w}")), "")] += x.nbytes
@@ -109,7 +117,10 @@ def test_what_a_rank_holds(recipe, mesh, kind):
 def test_frozen_weights_have_no_gradient(recipe):
     full = dataclasses.replace(recipe.model.full_attention, stage="dense_warmup")
     made = dataclasses.replace(
-        recipe, model=dataclasses.replace(recipe.model, full_attention=full), trainable="indexer", mesh=Mesh(fsdp=2)
+        recipe,
+        model=dataclasses.replace(recipe.model, full_attention=full),
+        trainable="indexer",
+        mesh=Mesh(fsdp=2),
     )
     for x in traffic.held(made):
         assert (x.gradient > 0) == (x.optimizer > 0) == (".indexer." in x.path)

@@ -31,22 +31,31 @@ def really(recipe: Recipe) -> Calls:
 
 
 def rows_of(recipe: Recipe) -> data.Example:
-    tokens = random.bits(random.key(0), (recipe.batch_size, recipe.length)) % recipe.model.vocab_size
+    tokens = (
+        random.bits(random.key(0), (recipe.batch_size, recipe.length)) % recipe.model.vocab_size
+    )
     packing = segments.from_lengths([[9, 10]] * recipe.batch_size, recipe.length)
     return data.Example(tokens, segments.next_token_labels(tokens, packing), packing, ())
 
 
 def kinds(calls: Calls) -> set[tuple[str, tuple[object, ...]]]:
     """Without strides: an operator whose results are made at once gives contiguous ones."""
-    shapes = ((c.op.name, [x[0::3] if isinstance(x, tuple) else x for x in c.leaves]) for c in calls)
+    shapes = (
+        (c.op.name, [x[0::3] if isinstance(x, tuple) else x for x in c.leaves]) for c in calls
+    )
     return {(name, tuple(map(str, leaves))) for name, leaves in shapes}
 
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=pytest.mark.slow), {"micro_batches": 2, "remat": "layer", "compute": "bfloat16"}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"micro_batches": 2, "remat": "layer", "compute": "bfloat16"},
+    ],
 )
-def test_the_calls_found_on_meta_tensors_are_those_of_a_step(changes: dict[str, object], unchecked: None) -> None:
+def test_the_calls_found_on_meta_tensors_are_those_of_a_step(
+    changes: dict[str, object], unchecked: None
+) -> None:
     recipe = runs.recipe("unused", **changes)
     assert kinds(calls_of(recipe)) == kinds(really(recipe))
     other = dataclasses.replace(recipe, length=32)
@@ -56,17 +65,26 @@ def test_the_calls_found_on_meta_tensors_are_those_of_a_step(changes: dict[str, 
 @pytest.mark.parametrize(
     ("optimizer", "changes"),
     [
-        ({"kind": "muon", "spike": 6.0, "qk_clip": 100.0}, {"compute": "bfloat16", "master": "bfloat16"}),
-        pytest.param({"kind": "adamw", "state_dtype": "bfloat16", "norm": "inf"}, {}, marks=pytest.mark.slow),
+        (
+            {"kind": "muon", "spike": 6.0, "qk_clip": 100.0},
+            {"compute": "bfloat16", "master": "bfloat16"},
+        ),
+        pytest.param(
+            {"kind": "adamw", "state_dtype": "bfloat16", "norm": "inf"}, {}, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_rehearsed_step_changes_no_bit(optimizer: dict[str, Any], changes: dict[str, Any], unchecked: None) -> None:
+def test_a_rehearsed_step_changes_no_bit(
+    optimizer: dict[str, Any], changes: dict[str, Any], unchecked: None
+) -> None:
     recipe = runs.recipe("unused", optimizer=config.Optimizer(peak_lr=0.02, **optimizer), **changes)
     rows, steps = rows_of(recipe), make_step(recipe)
     state, _ = steps(init_state(recipe, CPU), make_batches(recipe, rows, CPU), 1e-3)
     before, skipped = tree.map(torch.clone, state), []
 
-    def step(state: TrainState, batches: Sequence[model.Batch], lr: float) -> tuple[TrainState, Metrics]:
+    def step(
+        state: TrainState, batches: Sequence[model.Batch], lr: float
+    ) -> tuple[TrainState, Metrics]:
         new, numbers = steps(state, batches, lr)
         skipped.append(float(numbers.skipped))
         return new, numbers
@@ -100,7 +118,9 @@ def test_on_a_device_without_kernels_a_warm_up_says_so(
 def test_the_first_step_is_timed_without_its_rehearsal(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
 ) -> None:
-    def slow(recipe: Recipe, step: object, state: TrainState, *_: object) -> tuple[TrainState, float]:
+    def slow(
+        recipe: Recipe, step: object, state: TrainState, *_: object
+    ) -> tuple[TrainState, float]:
         time.sleep(5.0)
         return state, 5.0
 
@@ -119,10 +139,23 @@ def test_kernels_are_chosen_by_name(
     assert main([config, "--kernels", "kda:recurence"]) == 2
     assert "op 'kda' has no implementation 'recurence'; it has reference" in capsys.readouterr().err
     assert (
-        main([config, "--kernels", "grouped_matmul:grouped_mm", "--device", "cpu", "--runs", str(tmp_path / "runs")])
+        main(
+            [
+                config,
+                "--kernels",
+                "grouped_matmul:grouped_mm",
+                "--device",
+                "cpu",
+                "--runs",
+                str(tmp_path / "runs"),
+            ]
+        )
         == 2
     )
-    assert "grouped_matmul:grouped_mm runs on cuda, the run is on cpu; for it" in capsys.readouterr().err
+    assert (
+        "grouped_matmul:grouped_mm runs on cuda, the run is on cpu; for it"
+        in capsys.readouterr().err
+    )
     assert main([config, "--profile", "0:2", "--runs", str(tmp_path / "runs")]) == 2
     assert "profile='0:2' ends after the run's 1 steps" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -22,14 +22,16 @@ class TestLost:
     def test_a_dead_rank(self):
         said = {r: state("psum over ('fsdp',) on rank 0") for r in (0, 1, 3)}
         assert lost(MESH, said) == [
-            "rank 2 at {'pp': 1, 'fsdp': 0} died: it says nothing any more; the others wait in psum over ('fsdp',) on "
+            "rank 2 at {'pp': 1, 'fsdp': 0} died: it says nothing any more; the others wait in "
+            "psum over ('fsdp',) on "
             "rank 0"
         ]
 
     def test_one_that_waits_for_nobody(self):
         said = {r: state("" if r == 1 else "psum over ('fsdp',)") for r in range(4)}
         assert lost(MESH, said) == [
-            "rank 1 at {'pp': 0, 'fsdp': 1} hangs: no collective for 2.0 s, at a.py:3 in f; the others wait in psum "
+            "rank 1 at {'pp': 0, 'fsdp': 1} hangs: no collective for 2.0 s, at a.py:3 in f; the "
+            "others wait in psum "
             "over ('fsdp',)"
         ]
 
@@ -110,7 +112,10 @@ def test_a_rank_that_died_is_reported_when_a_collective_breaks(two, capsys):
 
     two.run(breaks, None)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "train.py: rank 1 at {'tp': 1} died: it says nothing any more; the others wait in psum over ('tp',)"
+    assert (
+        line == "train.py: rank 1 at {'tp': 1} died: it says nothing any more; "
+        "the others wait in psum over ('tp',)"
+    )
     assert two.ended == {0: 1}
 
 

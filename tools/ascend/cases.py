@@ -1,4 +1,6 @@
-"""For each op with kernels, arguments that take a CPU seconds, and how near the float64 reference its kernels come."""
+"""For each op with kernels, arguments that take a CPU seconds, and how near the float64 reference
+its kernels come.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ __all__ = ["CASES", "Case"]
 
 
 class Case(NamedTuple):
-    """``args`` of the op, and a tolerance for values and gradients, relative to the largest element."""
+    """``args`` of the op, and a tolerance for values and gradients, relative to the largest
+    element.
+    """
 
     args: Callable[[], tuple[Any, ...]]
     tolerance: float
@@ -34,7 +38,13 @@ def _blocks() -> tuple[Any, ...]:
 
 def _running_sum() -> tuple[Any, ...]:
     summary = Summary(torch.randn(1, 3), 1 + torch.rand(1, 3), torch.randn(1, 3, 4500))
-    return summary, torch.randn(1, 3, 4500), 0.02 * torch.randn(4500), 1 + 0.3 * torch.randn(4500), 1e-5
+    return (
+        summary,
+        torch.randn(1, 3, 4500),
+        0.02 * torch.randn(4500),
+        1 + 0.3 * torch.randn(4500),
+        1e-5,
+    )
 
 
 def _fp8_encode(scaling: str, dtype: torch.dtype, transposed: bool) -> tuple[Any, ...]:
@@ -51,10 +61,16 @@ def _mhc_pre(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _mhc_post() -> tuple[Any, ...]:
-    return torch.randn(1, 3, 4, 1100), torch.randn(1, 3, 1100), torch.randn(1, 3, 4), torch.randn(1, 3, 4, 4)
+    return (
+        torch.randn(1, 3, 4, 1100),
+        torch.randn(1, 3, 1100),
+        torch.randn(1, 3, 4),
+        torch.randn(1, 3, 4, 4),
+    )
 
 
-# float32 sums of thousands of products: some sqrt(5000) units of 2^-24 for each of two factors; bfloat16 results: 2^-9
+# float32 sums of thousands of products: some sqrt(5000) units of 2^-24 for each of two factors;
+# bfloat16 results: 2^-9
 CASES = {
     "attn_res": (Case(_attn_res, 2e-5),),
     "attn_res_merge": (Case(_running_sum, 2e-5),),

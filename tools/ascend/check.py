@@ -1,9 +1,10 @@
 # pyright: reportMissingImports=false
-"""``make ascend-check``: every Triton kernel compiled for Ascend up to machine code, and its IR run on the CPU.
+"""``make ascend-check``: every Triton kernel compiled for Ascend up to machine code, and its IR run
+on the CPU.
 
-Proves every step before machine code and the numbers of the front half. It does not prove a run on an NPU, nor its
-speed. Fails when a kernel fails, when one is skipped, when none ran, when a kernel that cannot fit UB compiles, and
-when an adapter calls an operator that torch_npu does not have.
+Proves every step before machine code and the numbers of the front half. It does not prove a run on
+an NPU, nor its speed. Fails when a kernel fails, when one is skipped, when none ran, when a kernel
+that cannot fit UB compiles, and when an adapter calls an operator that torch_npu does not have.
 """
 
 from __future__ import annotations
@@ -41,13 +42,18 @@ _FRONTEND = threading.Lock()
 
 
 def compile_all(kernels: list[Build], targets: tuple[str, ...]) -> int:
-    """Compiles each for each target, a process per core, prints a line each, and returns how many failed."""
+    """Compiles each for each target, a process per core, prints a line each, and returns how many
+    failed.
+    """
 
     def compiled(build: Build, target: str) -> tuple[bool, str]:
         started = time.perf_counter()
         try:
             made = _compile(build, target)
-            told = f"{made.mode}, {made.scalar} scalar accesses{', planned twice' if made.retried else ''}"
+            told = (
+                f"{made.mode}, {made.scalar} scalar "
+                f"accesses{', planned twice' if made.retried else ''}"
+            )
         except CompileError as e:
             return False, f"FAILED: {e}, {time.perf_counter() - started:.1f} s"
         return True, f"{told}, {time.perf_counter() - started:.1f} s"
@@ -63,13 +69,18 @@ def compile_all(kernels: list[Build], targets: tuple[str, ...]) -> int:
 
 
 def too_large(kernels: list[Build], target: str) -> int:
-    """The first kernel of pieces with pieces far too wide must overflow UB; returns 1 if it compiles."""
+    """The first kernel of pieces with pieces far too wide must overflow UB; returns 1 if it
+    compiles.
+    """
     build = next(b for b in kernels if b.constants.get("BLOCK", 0) >= 1024)
     try:
         _compile(build._replace(constants={**build.constants, "BLOCK": 65536}), target)
     except CompileError as e:
         if "overflow" in str(e):
-            print(f"too large  {build.name} with 65536 features at once is refused: {str(e)[:90]}", flush=True)
+            print(
+                f"too large  {build.name} with 65536 features at once is refused: {str(e)[:90]}",
+                flush=True,
+            )
             return 0
         print(f"too large  {build.name}: refused, but for another reason: {e}", flush=True)
     return 1
@@ -84,17 +95,25 @@ def _compile(build: Build, target: str) -> Hivm:
 def operators(wheels: list[Path]) -> int:
     """Whether torch_npu has the operators of the adapters; returns how many it does not."""
     if not wheels:
-        print(f"operators  FAILED: no wheel of torch_npu in {WHEELS}; remove the environment and start again")
+        print(
+            f"operators  FAILED: no wheel of torch_npu in {WHEELS}; remove the environment and "
+            "start again"
+        )
         return 1
     missing = unconfirmed(wheels[-1], wanted())
     for schema in missing:
         print(f"operators  FAILED: {wheels[-1].name} has no {schema}")
-    print(f"operators  {len(wanted()) - len(missing)} of {len(wanted())} schemas stand in {wheels[-1].name}")
+    print(
+        f"operators  {len(wanted()) - len(missing)} of {len(wanted())} schemas stand in "
+        f"{wheels[-1].name}"
+    )
     return len(missing) + (not wanted())
 
 
 def run_all(found: dict[str, Any]) -> int:
-    """Runs each op's lowered kernels, forward and backward, against the float64 reference; returns how many failed."""
+    """Runs each op's lowered kernels, forward and backward, against the float64 reference; returns
+    how many failed.
+    """
     failed = 0
     for name, module in found.items():
         stand_ins = {b.kernel.__name__: OnCpu(b.kernel) for b in module.builds("npu")}
@@ -103,7 +122,10 @@ def run_all(found: dict[str, Any]) -> int:
             torch.manual_seed(0)
             try:
                 worst = _worst(name, module, case, stand_ins)
-                good, told = worst <= case.tolerance, f"error {worst:.1e} of at most {case.tolerance:.1e}"
+                good, told = (
+                    worst <= case.tolerance,
+                    f"error {worst:.1e} of at most {case.tolerance:.1e}",
+                )
             except CompileError as e:
                 good, told = False, str(e)
             failed += not good
@@ -111,12 +133,18 @@ def run_all(found: dict[str, Any]) -> int:
             print(f"run  {name:20}  {told}", flush=True)
         idle = [kernel for kernel, ran in stand_ins.items() if not ran.built]
         failed += bool(idle)
-        print(f"run  {name:20}  {f'FAILED: {idle} did not run' if idle else f'{len(stand_ins)} kernels'}", flush=True)
+        print(
+            f"run  {name:20}  "
+            f"{f'FAILED: {idle} did not run' if idle else f'{len(stand_ins)} kernels'}",
+            flush=True,
+        )
     return failed
 
 
 def _worst(op: str, module: Any, case: Case, stand_ins: dict[str, OnCpu]) -> float:
-    """Largest error of values, and of gradients where there are any, each over its largest element."""
+    """Largest error of values, and of gradients where there are any, each over its largest
+    element.
+    """
     args = case.args()
     values, structure = tree.flatten(args)
     index = [i for i, v in enumerate(values) if isinstance(v, Tensor)]
@@ -132,12 +160,16 @@ def _worst(op: str, module: Any, case: Case, stand_ins: dict[str, OnCpu]) -> flo
         out, pull = vjp(call, *leaves)
         if not OPS[op].differentiable:
             return tree.leaves(out)
-        cts = tree.map(lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape).bfloat16().to(y.dtype), out)
+        cts = tree.map(
+            lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape).bfloat16().to(y.dtype), out
+        )
         return [*tree.leaves(out), *pull(cts)]
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(module._TILES, cpu=module._TILES["npu"]))
-        for part in [m for name, m in sys.modules.items() if name.startswith(f"{module.__package__}.")]:
+        for part in [
+            m for name, m in sys.modules.items() if name.startswith(f"{module.__package__}.")
+        ]:
             stack.enter_context(mock.patch.dict(vars(part), _as_on_npu(part)))
         stack.enter_context(mock.patch.dict(vars(module), stand_ins))
         ours = of(getattr(module, op), None)
@@ -148,10 +180,19 @@ def _worst(op: str, module: Any, case: Case, stand_ins: dict[str, OnCpu]) -> flo
 
 
 def _as_on_npu(module: Any) -> dict[str, Any]:
-    """The module's functions of a kind of device, ``f(kind, ...)``, as for an NPU whatever kind they are given."""
+    """The module's functions of a kind of device, ``f(kind, ...)``, as for an NPU whatever kind
+    they are given.
+    """
     functions = {name: f for name, f in vars(module).items() if inspect.isfunction(f)}
-    of_kind = {name: f for name, f in functions.items() if next(iter(inspect.signature(f).parameters), "") == "kind"}
-    return {name: lambda _, *args, f=f, **kwargs: f("npu", *args, **kwargs) for name, f in of_kind.items()}
+    of_kind = {
+        name: f
+        for name, f in functions.items()
+        if next(iter(inspect.signature(f).parameters), "") == "kind"
+    }
+    return {
+        name: lambda _, *args, f=f, **kwargs: f("npu", *args, **kwargs)
+        for name, f in of_kind.items()
+    }
 
 
 def main() -> int:
@@ -167,7 +208,9 @@ def main() -> int:
         return 1
     failed = compile_all(kernels, tuple(args.target or TARGETS))
     if not args.only:
-        failed += too_large(kernels, TARGETS[-1]) + operators(sorted(WHEELS.glob("torch_npu-*.whl")))
+        failed += too_large(kernels, TARGETS[-1]) + operators(
+            sorted(WHEELS.glob("torch_npu-*.whl"))
+        )
     with tempfile.TemporaryDirectory() as folder:
         load_shim(Path(folder))
         failed += run_all(found)

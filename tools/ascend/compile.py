@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false, reportCallIssue=false, reportAttributeAccessIssue=false
 """Triton kernels to Ascend's IR, without an NPU and without CANN.
 
-Stages: Triton IR, linalg (triton-ascend's adapter), HIVM (ascendnpu-ir's compiler: fusion, memory planning within UB,
-L1 and L0C, synchronisation). The step from HIVM to machine code needs CANN; a stub that does nothing stands in for it,
-or CANN's own where it is on the PATH.
+Stages: Triton IR, linalg (triton-ascend's adapter), HIVM (ascendnpu-ir's compiler: fusion, memory
+planning within UB, L1 and L0C, synchronisation). The step from HIVM to machine code needs CANN; a
+stub that does nothing stands in for it, or CANN's own where it is on the PATH.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Hivm(NamedTuple):
     retried: bool
 
 
-def to_linalg(kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], target: str) -> str:
+def to_linalg(
+    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], target: str
+) -> str:
     """The kernel as linalg IR.
 
     Raises:
@@ -76,7 +78,9 @@ def to_linalg(kernel: Any, signature: Mapping[str, str], constants: Mapping[str,
     backend.add_stages(stages, options)
     source = ASTSource(fn=kernel, signature=dict(signature), constants=dict(constants))
     try:
-        module = source.make_ir(options, backend.get_codegen_implementation(), backend.get_module_map(), context)
+        module = source.make_ir(
+            options, backend.get_codegen_implementation(), backend.get_module_map(), context
+        )
         return str(stages["ttadapter"](stages["ttir"](module, metadata), metadata))
     except subprocess.CalledProcessError as e:
         raise CompileError(e.stderr.decode()[-300:]) from e
@@ -88,7 +92,8 @@ def to_hivm(linalg: str, target: str) -> Hivm:
     """Compiles linalg IR up to the step that only CANN has.
 
     Raises:
-        CompileError: with the compiler's last error, such as an overflow of UB, or since it took too long.
+        CompileError: with the compiler's last error, such as an overflow of UB, or since it took
+            too long.
     """
     mode = re.search(r'mix_mode\s*=\s*"([^"]+)"', linalg)
     with tempfile.TemporaryDirectory() as name:
@@ -110,14 +115,18 @@ def to_hivm(linalg: str, target: str) -> Hivm:
         ]
         env = {**os.environ, "PATH": f"{_stubs(folder)}{os.environ['PATH']}"}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=_SECONDS, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=env, timeout=_SECONDS, check=False
+            )
         except subprocess.TimeoutExpired:
             raise CompileError(f"bishengir-compile was not done after {_SECONDS} s") from None
         hivm = "".join(p.read_text(encoding="utf-8") for p in (folder / "steps").rglob("*.mlir"))
     said = done.stderr + done.stdout
     if done.returncode or not hivm:
         errors = [line for line in said.splitlines() if "error:" in line or "overflow" in line]
-        raise CompileError(re.sub(r'loc\("[^"]*"', 'loc("k"', errors[-1])[:300] if errors else said[-300:])
+        raise CompileError(
+            re.sub(r'loc\("[^"]*"', 'loc("k"', errors[-1])[:300] if errors else said[-300:]
+        )
     scalar = len(re.findall(r"= memref\.load|memref\.store", hivm))
     return Hivm(mode[1] if mode else "", scalar, "retrying compilation" in said)
 

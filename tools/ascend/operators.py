@@ -1,7 +1,8 @@
-"""Whether the operators that adapters call are those of torch_npu: their schemas must stand in its library.
+"""Whether the operators that adapters call are those of torch_npu: their schemas must stand in its
+library.
 
-``operators.txt`` has the schemas, one a line, over which tests run the adapters. torch_npu itself is not installed: it
-does not load without CANN, and torch does not load beside it then.
+``operators.txt`` has the schemas, one a line, over which tests run the adapters. torch_npu itself
+is not installed: it does not load without CANN, and torch does not load beside it then.
 """
 
 from __future__ import annotations

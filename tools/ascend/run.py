@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """Runs the IR that Ascend's frontend makes of a kernel, on the CPU, in place of the kernel.
 
-linalg IR to loops to LLVM (upstream passes of ascendnpu-ir's ``bishengir-opt``), compiled in this process by llvmlite,
-called once per program of the grid on the tensors' own memory.
+linalg IR to loops to LLVM (upstream passes of ascendnpu-ir's ``bishengir-opt``), compiled in this
+process by llvmlite, called once per program of the grid on the tensors' own memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ _PASSES = [
     "--convert-arith-to-llvm",
     "--reconcile-unrealized-casts",
 ]
-_TYPES = {"torch.float32": "*fp32", "torch.bfloat16": "*bf16", "torch.int32": "*i32", "torch.uint8": "*u8"}
+_TYPES = {
+    "torch.float32": "*fp32",
+    "torch.bfloat16": "*bf16",
+    "torch.int32": "*i32",
+    "torch.uint8": "*u8",
+}
 
 
 def load_shim(folder: Path) -> None:
@@ -89,7 +94,9 @@ def _type(value: Any) -> str:
 def _machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> tuple[Any, int]:
     """The engine that owns the code, and the address of the function."""
     lines = to_linalg(kernel, types, constants, TARGETS[-1]).splitlines()
-    linalg = "\n".join(line for line in lines if "annotation.mark" not in line)  # a hint, unknown to upstream passes
+    linalg = "\n".join(
+        line for line in lines if "annotation.mark" not in line
+    )  # a hint, unknown to upstream passes
     with tempfile.TemporaryDirectory() as name:
         source, lowered = Path(name) / "a.mlir", Path(name) / "b.mlir"
         source.write_text(linalg, encoding="utf-8")
@@ -112,7 +119,9 @@ def _machine_code(kernel: Any, types: dict[str, str], constants: dict[str, Any])
 
 
 def _call(address: int, types: dict[str, str], values: dict[str, Any], programs: int) -> None:
-    """One program after the other. Pointers travel as memrefs of rank 1; two empty ones and six integers are added."""
+    """One program after the other. Pointers travel as memrefs of rank 1; two empty ones and six
+    integers are added.
+    """
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     memref = [pointer, pointer, integer, integer, integer]
     kinds: list[Any] = memref * 2

@@ -1,11 +1,13 @@
 # pyright: reportMissingImports=false
-"""``attention`` by CANN's flash attention and its gradient operator, all documents in one call. First order only.
+"""``attention`` by CANN's flash attention and its gradient operator, all documents in one call.
+First order only.
 
-The operator takes packed sequences (layout ``TND``) of queries and of their keys, as the tokens where each ends, on the
-host: the bounds are read there once per call, and the device is waited for. A sequence is a run of queries of one
-document, whose last one sees all its keys: a document, the part of one in a slice of the context, or the next tokens in
-decoding. A run of padding goes along as one more; its output and cotangent are set to zero. The shared dims of the keys
-are copied to each head, and the result is rounded to the dtype of ``q`` before it is widened.
+The operator takes packed sequences (layout ``TND``) of queries and of their keys, as the tokens
+where each ends, on the host: the bounds are read there once per call, and the device is waited for.
+A sequence is a run of queries of one document, whose last one sees all its keys: a document, the
+part of one in a slice of the context, or the next tokens in decoding. A run of padding goes along
+as one more; its output and cotangent are set to zero. The shared dims of the keys are copied to
+each head, and the result is rounded to the dtype of ``q`` before it is widened.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def attention_accepts(
     """Why :func:`attention` cannot run, or nothing."""
     del start, stop, scale
     if q.shape[1] > k.shape[1]:
-        return f"it takes queries that are among the keys, got {q.shape[1]} queries and {k.shape[1]} keys"
+        return (
+            f"it takes queries that are among the keys, got {q.shape[1]} queries and {k.shape[1]} "
+            "keys"
+        )
     if len(dtypes := {x.dtype for x in (q, k, k_shared, v)}) > 1:
         return f"it takes one dtype, got {', '.join(sorted(map(str, dtypes)))}"
     if q.shape[2] > _MOST_HEADS or q.shape[3] > _WIDEST_HEAD:
@@ -43,13 +48,17 @@ def attention_accepts(
     return "" if q.numel() else "the operator takes no empty tensor"
 
 
-def attention(q: Tensor, k: Tensor, k_shared: Tensor, v: Tensor, start: Tensor, stop: Tensor, scale: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, k_shared: Tensor, v: Tensor, start: Tensor, stop: Tensor, scale: float
+) -> Tensor:
     """Causal attention inside documents; contract in :mod:`k31fn.kernels.attention`.
 
     Raises:
         ValueError: more than 1024 runs of queries that see ever one key more.
     """
-    return packed_attention(q, k, k_shared, v, start, stop, scale, pack(start, stop, k.shape[1], causal=True))
+    return packed_attention(
+        q, k, k_shared, v, start, stop, scale, pack(start, stop, k.shape[1], causal=True)
+    )
 
 
 class Packing(NamedTuple):
@@ -59,7 +68,8 @@ class Packing(NamedTuple):
         query_ends: one past the last query of each.
         key_ends: one past its last key.
         keys: the keys of all in this order; () if that is all keys in theirs.
-        causal: whether a query sees one key more than the one before it; else all of a sequence see the same.
+        causal: whether a query sees one key more than the one before it; else all of a sequence see
+            the same.
     """
 
     query_ends: tuple[int, ...]
@@ -69,7 +79,8 @@ class Packing(NamedTuple):
 
 
 def pack(start: Tensor, stop: Tensor, num_keys: int, *, causal: bool) -> Packing:
-    """The runs of queries that see the same keys (or ever one more), with these keys; padding, with as many keys.
+    """The runs of queries that see the same keys (or ever one more), with these keys; padding, with
+    as many keys.
 
     Raises:
         ValueError: as of :func:`attention`.
@@ -78,19 +89,25 @@ def pack(start: Tensor, stop: Tensor, num_keys: int, *, causal: bool) -> Packing
     padding = start >= stop
     begins = torch.ones_like(padding)
     goes_on = (start[:, 1:] == start[:, :-1]) & (stop[:, 1:] == stop[:, :-1] + causal)
-    begins[:, 1:] = torch.where(padding[:, 1:] | padding[:, :-1], padding[:, 1:] != padding[:, :-1], ~goes_on)
+    begins[:, 1:] = torch.where(
+        padding[:, 1:] | padding[:, :-1], padding[:, 1:] != padding[:, :-1], ~goes_on
+    )
     first = begins.flatten().nonzero().flatten()
     ends = torch.cat([first[1:], first.new_tensor([begins.numel()])])
     if len(ends) > _MOST_SEQUENCES:
         raise ValueError(
-            f"attention (npu): {len(ends)} documents or images in a batch, at most {_MOST_SEQUENCES}; use fewer rows, "
+            f"attention (npu): {len(ends)} documents or images in a batch, at most "
+            f"{_MOST_SEQUENCES}; use fewer rows, "
             "or use_impl with 'reference'"
         )
     empty = padding.flatten()[first]
     opens = torch.where(empty, num_keys - (ends - first), start.flatten()[first])
     closes = torch.where(empty, num_keys, stop.flatten()[ends - 1])
     row = first // start.shape[1] * num_keys
-    ranges = [torch.arange(a, b) for a, b in zip((row + opens).tolist(), (row + closes).tolist(), strict=True)]
+    ranges = [
+        torch.arange(a, b)
+        for a, b in zip((row + opens).tolist(), (row + closes).tolist(), strict=True)
+    ]
     keys = torch.cat(ranges)
     whole = torch.equal(keys, torch.arange(start.shape[0] * num_keys))
     key_ends = tuple(itertools.accumulate(map(len, ranges)))
@@ -151,4 +168,6 @@ def _bwd(scale: float, packing: Packing, residuals: Any, ct: Tensor) -> tuple[An
     return d_q.view(q.shape), d_k, d_shared, _unpacked(d_v, v, packing), None, None
 
 
-packed_attention = custom_vjp(_fwd, nondiff_argnums=(6, 7), opaque=True, name="attention (npu)").defvjp(_fwd, _bwd)
+packed_attention = custom_vjp(
+    _fwd, nondiff_argnums=(6, 7), opaque=True, name="attention (npu)"
+).defvjp(_fwd, _bwd)

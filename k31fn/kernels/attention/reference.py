@@ -10,7 +10,9 @@ from k31fn.typing import Bool, Float, Int, Tensor
 
 __all__ = ["attention", "by_head", "heads_first", "probabilities"]
 
-_MASKED = -1e30  # finite: a row without keys gives no NaN; absorbs any score, so exp gives exactly 0
+_MASKED = (
+    -1e30
+)  # finite: a row without keys gives no NaN; absorbs any score, so exp gives exactly 0
 
 
 def attention(
@@ -25,7 +27,9 @@ def attention(
     """``softmax(scale q [k ; k_shared]^T) v`` over the keys ``start <= s < stop`` of each query."""
     queries, keys, values = heads_first(q, k, k_shared, v, scale)
     bounds = start[..., None], stop[..., None]
-    tiles = map_query_tiles(_tile, (queries, *bounds), (keys, values), width=q.shape[0] * q.shape[2])
+    tiles = map_query_tiles(
+        _tile, (queries, *bounds), (keys, values), width=q.shape[0] * q.shape[2]
+    )
     out = torch.cat(tiles, dim=-2).transpose(1, 2)
     return torch.where((start < stop)[..., None, None], out, 0.0)
 
@@ -50,13 +54,17 @@ def heads_first(
 def probabilities(
     q: Float[Tensor, "B H t K"], k: Float[Tensor, "B Hk S K"], attended: Bool[Tensor, "B t S"]
 ) -> Float[Tensor, "B H t S"]:
-    """Softmax of ``q k^T`` over the attended keys, exactly 0 elsewhere; meaningless in a row that attends to none."""
+    """Softmax of ``q k^T`` over the attended keys, exactly 0 elsewhere; meaningless in a row that
+    attends to none.
+    """
     bias = torch.where(attended, 0.0, _MASKED).to(q.dtype)
     return torch.softmax(by_head(q, k.transpose(-1, -2)) + bias[:, None], dim=-1)
 
 
 def by_head(a: Float[Tensor, "B H t n"], b: Float[Tensor, "B Hk n m"]) -> Float[Tensor, "B H t m"]:
-    """``a @ b``; one head of ``b`` for all is one product of all rows (``@`` would copy it to each head)."""
+    """``a @ b``; one head of ``b`` for all is one product of all rows (``@`` would copy it to each
+    head).
+    """
     if b.shape[1] == a.shape[1]:
         return a @ b
     return (a.flatten(1, 2) @ b[:, 0]).unflatten(1, a.shape[1:3])

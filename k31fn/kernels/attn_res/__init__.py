@@ -1,27 +1,31 @@
-"""Attention over residual sources: every sublayer reads a learned softmax mix of earlier sums of the residual stream.
+"""Attention over residual sources: every sublayer reads a learned softmax mix of earlier sums of
+the residual stream.
 
-For sources ``v_1 .. v_N`` (each ``[B, T, D]``), a query ``r [D]`` and a norm weight ``n [D]``, per token:
+For sources ``v_1 .. v_N`` (each ``[B, T, D]``), a query ``r [D]`` and a norm weight ``n [D]``, per
+token:
 
     s_i = < r * n, v_i * rsqrt(mean(v_i^2) + eps) >        the key is normalised
     out = sum_i softmax_i(s) v_i                            the value is the raw source
 
-Source: the Kimi K3 report, arXiv 2607.24653, equations 8 to 10. There is no 1/sqrt(D) and there are no heads; the query
-is a parameter and does not depend on the input.
+Source: the Kimi K3 report, arXiv 2607.24653, equations 8 to 10. There is no 1/sqrt(D) and there are
+no heads; the query is a parameter and does not depend on the input.
 
-Precision: scores and mix in float32 (float64 for float64 sources), rounded once to the dtype of the sources.
+Precision: scores and mix in float32 (float64 for float64 sources), rounded once to the dtype of the
+sources.
 No mask: tokens are independent, so packed documents and padding need no care.
-Gradients: to any order, in the sources, the query and the norm weight. The backward keeps references to the sources and
-two numbers per token and source; no copy of a source.
+Gradients: to any order, in the sources, the query and the norm weight. The backward keeps
+references to the sources and two numbers per token and source; no copy of a source.
 
-Two-phase form, for the many sublayers that share the same frozen blocks: ``summarize`` reads the blocks once for all
-their queries, ``merge`` adds the running sum by online softmax. Together they equal
-``attn_res((*blocks, prefix), ...)``. With Q queries and bfloat16 sources that moves ``N + 6 Q`` sources' bytes in place
-of ``(N + 2) Q``. Take the summaries apart with ``unbind``: its backward makes one sum of their gradients.
+Two-phase form, for the many sublayers that share the same frozen blocks: ``summarize`` reads the
+blocks once for all their queries, ``merge`` adds the running sum by online softmax. Together they
+equal ``attn_res((*blocks, prefix), ...)``. With Q queries and bfloat16 sources that moves ``N + 6
+Q`` sources' bytes in place of ``(N + 2) Q``. Take the summaries apart with ``unbind``: its backward
+makes one sum of their gradients.
 
-``triton`` is in float32, for up to 12 sources and 32 queries, with first derivatives only. The one-pass form reads each
-source once each way. For more than 4 sources its backward keeps the rounded result too, as that of ``merge`` does, and
-takes from it what the gradients of the scores need: these are off by the size of rounding one source
-(:mod:`~.attn_res.triton.one_pass`).
+``triton`` is in float32, for up to 12 sources and 32 queries, with first derivatives only. The
+one-pass form reads each source once each way. For more than 4 sources its backward keeps the
+rounded result too, as that of ``merge`` does, and takes from it what the gradients of the scores
+need: these are off by the size of rounding one source (:mod:`~.attn_res.triton.one_pass`).
 """
 
 import torch

@@ -1,4 +1,6 @@
-"""Plain torch form of the residual attention: one pass over the sources each way, no copy of them kept."""
+"""Plain torch form of the residual attention: one pass over the sources each way, no copy of them
+kept.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ _NEVER = -1e30  # the maximum over no score; finite, so that exp(_NEVER - s) is 
 
 
 class Summary(NamedTuple):
-    """What all queries need to know of the blocks. One query's summary is ``Summary(*(part[q] for part in summary))``.
+    """What all queries need to know of the blocks. One query's summary is ``Summary(*(part[q] for
+    part in summary))``.
 
     Attributes:
-        max: ``[Q, B, T]`` largest score. It only keeps ``exp`` in range and is a constant for differentiation.
+        max: ``[Q, B, T]`` largest score. It only keeps ``exp`` in range and is a constant for
+            differentiation.
         sum: ``[Q, B, T]`` sum of ``exp(score - max)``.
         out: ``[Q, B, T, D]`` the mix of the blocks alone, in float32 (float64 for float64 blocks).
     """
@@ -30,7 +34,10 @@ class Summary(NamedTuple):
 
 
 def attn_res(
-    sources: tuple[Float[Tensor, "B T D"], ...], query: Float[Tensor, "D"], norm_weight: Float[Tensor, "D"], eps: float
+    sources: tuple[Float[Tensor, "B T D"], ...],
+    query: Float[Tensor, "D"],
+    norm_weight: Float[Tensor, "D"],
+    eps: float,
 ) -> Float[Tensor, "B T D"]:
     """``sum_i softmax_i(s) v_i``, in the dtype of the sources.
 
@@ -52,7 +59,8 @@ def summarize(
 ) -> Summary:
     """The first phase: the frozen blocks, read once for all queries.
 
-    Without blocks the parts have sizes 1 for B, T and D and broadcast: merging then gives back the running sum.
+    Without blocks the parts have sizes 1 for B, T and D and broadcast: merging then gives back the
+    running sum.
     """
     wide = island(blocks[0].dtype if blocks else queries.dtype)
     keys = queries.to(wide) * norm_weights.to(wide)
@@ -61,7 +69,9 @@ def summarize(
         return Summary(max=nothing + _NEVER, sum=nothing, out=nothing[..., None])
     mixes = _mix(blocks, keys, eps)
     largest = stop_gradient(mixes.scores.amax(0))
-    return Summary(max=largest, sum=(mixes.scores - largest).exp().sum(0), out=torch.stack(mixes.outs))
+    return Summary(
+        max=largest, sum=(mixes.scores - largest).exp().sum(0), out=torch.stack(mixes.outs)
+    )
 
 
 def merge(
@@ -71,10 +81,11 @@ def merge(
     norm_weight: Float[Tensor, "D"],
     eps: float,
 ) -> Float[Tensor, "B T D"]:
-    """The second phase: the running sum joins one query's summary by online softmax; in the dtype of ``prefix``.
+    """The second phase: the running sum joins one query's summary by online softmax; in the dtype
+    of ``prefix``.
 
-    With the summary ``(m1, l1, o1)`` and the score ``s`` of the running sum ``p``, ``m = max(m1, s)``:
-    ``out = (e^(m1-m) l1 o1 + e^(s-m) p) / (e^(m1-m) l1 + e^(s-m))``.
+    With the summary ``(m1, l1, o1)`` and the score ``s`` of the running sum ``p``, ``m = max(m1,
+    s)``: ``out = (e^(m1-m) l1 o1 + e^(s-m) p) / (e^(m1-m) l1 + e^(s-m))``.
     """
     wide = island(prefix.dtype)
     return remat(_merge_one)(summary, prefix, query.to(wide) * norm_weight.to(wide), eps)
@@ -90,14 +101,18 @@ def _merge_one(summary: Summary, prefix: Tensor, key: Tensor, eps: float) -> Ten
 
 
 class _Mixes(NamedTuple):
-    """The mixes of Q keys, and what their backward needs; all of it output, so that every order is exact."""
+    """The mixes of Q keys, and what their backward needs; all of it output, so that every order is
+    exact.
+    """
 
     outs: tuple[Tensor, ...]  # Q of [B T D]
     scores: Tensor  # [N Q B T]
     rrms: Tensor  # [N B T], rsqrt(mean(v^2) + eps)
 
 
-def _mix_fwd(sources: tuple[Tensor, ...], keys: Tensor, eps: float) -> tuple[_Mixes, tuple[object, ...]]:
+def _mix_fwd(
+    sources: tuple[Tensor, ...], keys: Tensor, eps: float
+) -> tuple[_Mixes, tuple[object, ...]]:
     norms, products = [], []
     for value in map(upcast, sources):
         norms.append(torch.linalg.vector_norm(value, dim=-1))  # makes no square of [B T D]
@@ -115,15 +130,18 @@ def _mix_fwd(sources: tuple[Tensor, ...], keys: Tensor, eps: float) -> tuple[_Mi
 def _mix_bwd(
     eps: float, residuals: tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor], ct: _Mixes
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """With ``g`` the cotangent of a mix, ``p = softmax(s)``, ``rho = rrms`` and ``dp_i = <g, v_i>``:
+    """With ``g`` the cotangent of a mix, ``p = softmax(s)``, ``rho = rrms`` and ``dp_i = <g,
+    v_i>``:
 
-    ``ds_i = p_i (dp_i - sum_j p_j dp_j)``, ``dv_i = p_i g + ds_i rho_i key - (ds_i s_i rho_i^2 / D) v_i`` and
-    ``dkey = sum_i ds_i rho_i v_i``, plus what arrives for the scores and for rho.
+    ``ds_i = p_i (dp_i - sum_j p_j dp_j)``, ``dv_i = p_i g + ds_i rho_i key - (ds_i s_i rho_i^2 / D)
+    v_i`` and ``dkey = sum_i ds_i rho_i v_i``, plus what arrives for the scores and for rho.
     """
     del eps  # it is in rrms
     sources, keys, scores, rrms = residuals
     probs = torch.softmax(scores, 0)
-    d_probs = torch.stack([torch.stack([(g * v).sum(-1) for g in ct.outs]) for v in map(upcast, sources)])
+    d_probs = torch.stack(
+        [torch.stack([(g * v).sum(-1) for g in ct.outs]) for v in map(upcast, sources)]
+    )
     d_scores = probs * (d_probs - (probs * d_probs).sum(0)) + ct.scores
     along_key = d_scores * rrms[:, None]
     along_value = ((d_scores * scores).sum(1) + ct.rrms * rrms) * rrms.square() / -keys.shape[-1]

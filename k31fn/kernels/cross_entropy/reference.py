@@ -22,11 +22,13 @@ class Statistics(NamedTuple):
 def cross_entropy(logits: Float[Tensor, "*rows Z"], labels: Int[Tensor, "*rows"]) -> Statistics:
     """``lse = logsumexp(logits)`` and ``picked = logits[label]``, 0 for a label that is no column.
 
-    ``lse`` is read off one column of the log-softmax, which costs one exponential per logit each way;
-    ``torch.logsumexp`` takes twice the time on a CPU.
+    ``lse`` is read off one column of the log-softmax, which costs one exponential per logit each
+    way; ``torch.logsumexp`` takes twice the time on a CPU.
     """
     inside = (labels >= 0) & (labels < logits.shape[-1])
-    column = torch.where(inside, labels, 0).to(torch.int64)[..., None]  # gather takes no narrower index
+    column = torch.where(inside, labels, 0).to(torch.int64)[
+        ..., None
+    ]  # gather takes no narrower index
     wide = upcast(logits)
     at_column = wide.gather(-1, column)[..., 0]
     lse = at_column - torch.log_softmax(wide, -1).gather(-1, column)[..., 0]

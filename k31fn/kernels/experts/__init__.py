@@ -1,26 +1,30 @@
 """Routed experts as operators on rows sorted by expert.
 
-A token of a batch of ``N`` goes to ``G`` different experts of ``E``. :func:`plan` sorts the ``R = N G`` copies by
-expert, stably, so that an expert's rows are in token order:
+A token of a batch of ``N`` goes to ``G`` different experts of ``E``. :func:`plan` sorts the ``R = N
+G`` copies by expert, stably, so that an expert's rows are in token order:
 
 * ``dispatch(x [N D], order, inverse) -> rows [R D]``: ``rows[r] = x[order[r] // G]``.
-* ``grouped_matmul(rows [R I], w [E I O], sizes [E]) -> [R O]``: the first ``sizes[0]`` rows times ``w[0]``, the next
-  ``sizes[1]`` times ``w[1]``, ... Every row belongs to an expert: ``sizes`` adds up to ``R``. An expert may have no
-  row; its weights then get a zero gradient.
-* ``permute(rows [R D], index, inverse) -> [R D]``: ``rows[index]``, for a permutation and its inverse.
-* ``combine(rows [R D], weights [N G], order, inverse) -> [N D]``: ``y[n] = sum_g weights[n, g] rows[inverse[n, g]]``,
-  in float32 (float64 in a float64 run) and rounded once to the dtype of ``rows``.
+* ``grouped_matmul(rows [R I], w [E I O], sizes [E]) -> [R O]``: the first ``sizes[0]`` rows times
+  ``w[0]``, the next ``sizes[1]`` times ``w[1]``, ... Every row belongs to an expert: ``sizes`` adds
+  up to ``R``. An expert may have no row; its weights then get a zero gradient.
+* ``permute(rows [R D], index, inverse) -> [R D]``: ``rows[index]``, for a permutation and its
+  inverse.
+* ``combine(rows [R D], weights [N G], order, inverse) -> [N D]``: ``y[n] = sum_g weights[n, g]
+  rows[inverse[n, g]]``, in float32 (float64 in a float64 run) and rounded once to the dtype of
+  ``rows``.
 
-A token with nothing to route (padding) has weight zero: it adds exactly nothing to an output or a gradient.
+A token with nothing to route (padding) has weight zero: it adds exactly nothing to an output or a
+gradient.
 
-``dispatch``, ``permute`` and ``combine`` are permutations with a known inverse, so their gradients gather too: no
-scatter, no atomics, the same bits in every run. All are differentiable to any order.
+``dispatch``, ``permute`` and ``combine`` are permutations with a known inverse, so their gradients
+gather too: no scatter, no atomics, the same bits in every run. All are differentiable to any order.
 
-Implementations of ``grouped_matmul``: the reference has no shape that depends on ``sizes``, so it runs under
-``vmap``, on meta tensors and in the simulated mesh, at about twice the arithmetic; ``ragged`` reads ``sizes`` on the
-host and does one product per expert; ``grouped_mm`` is the CUDA library's for bfloat16 and ``npu`` CANN's, without a
-wait for the device; ``buckets`` reads ``sizes`` on the host too and does one batched product for all experts with
-similar numbers of rows. It runs where :func:`~k31fn.kernels.registry.use_impl` asks for it.
+Implementations of ``grouped_matmul``: the reference has no shape that depends on ``sizes``, so it
+runs under ``vmap``, on meta tensors and in the simulated mesh, at about twice the arithmetic;
+``ragged`` reads ``sizes`` on the host and does one product per expert; ``grouped_mm`` is the CUDA
+library's for bfloat16 and ``npu`` CANN's, without a wait for the device; ``buckets`` reads
+``sizes`` on the host too and does one batched product for all experts with similar numbers of rows.
+It runs where :func:`~k31fn.kernels.registry.use_impl` asks for it.
 """
 
 import torch
@@ -41,7 +45,9 @@ dispatch = Op("dispatch", _dispatch)
 permute = Op("permute", _permute)
 combine = Op("combine", _combine)
 grouped_matmul = Op("grouped_matmul", _grouped_matmul)
-_ON_HOST = "the number of rows per expert is read on the host, and under vmap it differs between samples"
+_ON_HOST = (
+    "the number of rows per expert is read on the host, and under vmap it differs between samples"
+)
 grouped_matmul.register(
     Implementation(
         "grouped_mm",
@@ -54,8 +60,12 @@ grouped_matmul.register(
 )
 _DTYPES = (torch.bfloat16,)
 grouped_matmul.register(adapter("experts", "grouped_matmul", "npu_grouped_matmul", dtypes=_DTYPES))
-dispatch.register(adapter("experts", "dispatch", "npu_moe_token_permute_grad_v2", dtypes=_DTYPES, on_request=True))
+dispatch.register(
+    adapter("experts", "dispatch", "npu_moe_token_permute_grad_v2", dtypes=_DTYPES, on_request=True)
+)
 _UNPERMUTE = ("npu_moe_token_unpermute", "npu_moe_token_unpermute_grad")
 combine.register(adapter("experts", "combine", *_UNPERMUTE, dtypes=_DTYPES, on_request=True))
 grouped_matmul.register(Implementation("ragged", ("cpu", "cuda", "npu"), ragged, no_vmap=_ON_HOST))
-grouped_matmul.register(Implementation("buckets", (), buckets, on_request=("cpu", "cuda", "npu"), no_vmap=_ON_HOST))
+grouped_matmul.register(
+    Implementation("buckets", (), buckets, on_request=("cpu", "cuda", "npu"), no_vmap=_ON_HOST)
+)

@@ -1,12 +1,14 @@
 """``grouped_matmul`` as a few batched products.
 
-Experts with similar numbers of rows form a bucket; inside it each is padded to the bucket's largest number, so that a
-bucket is one batched product: at most eight of them where ``ragged`` has one per expert, at the price of padding.
+Experts with similar numbers of rows form a bucket; inside it each is padded to the bucket's largest
+number, so that a bucket is one batched product: at most eight of them where ``ragged`` has one per
+expert, at the price of padding.
 
-It pays where experts are many and have few rows each, so that starting a product takes longer than computing it, and
-where no library has a grouped product (float32, or a device without one). With many rows per expert ``ragged`` does
-less arithmetic. Experts that all lie in one bucket are multiplied where their weights are; for several buckets the
-weights are copied once per product, in the order of the buckets. ``benchmarks/grouped_experts.py`` measures it.
+It pays where experts are many and have few rows each, so that starting a product takes longer than
+computing it, and where no library has a grouped product (float32, or a device without one). With
+many rows per expert ``ragged`` does less arithmetic. Experts that all lie in one bucket are
+multiplied where their weights are; for several buckets the weights are copied once per product, in
+the order of the buckets. ``benchmarks/grouped_experts.py`` measures it.
 """
 
 from __future__ import annotations
@@ -50,9 +52,11 @@ class _Layout(NamedTuple):
 
 
 def split(sizes: list[int]) -> list[Bucket]:
-    """At most eight buckets with rows and one without, each split being where it saves the most padding.
+    """At most eight buckets with rows and one without, each split being where it saves the most
+    padding.
 
-    A split that saves less than a sixteenth of the rows is not made. If none is, the experts keep their order.
+    A split that saves less than a sixteenth of the rows is not made. If none is, the experts keep
+    their order.
     """
     order = sorted(range(len(sizes)), key=lambda e: -sizes[e])
     counts = [sizes[e] for e in order]
@@ -74,15 +78,21 @@ def split(sizes: list[int]) -> list[Bucket]:
     return [Bucket(tuple(order[a:b]), counts[a]) for a, b in zip(starts, ends, strict=True)]
 
 
-def buckets(rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]) -> Float[Tensor, "R O"]:
-    """One batched product per bucket; keeps only its inputs for the backward, which has two per bucket.
+def buckets(
+    rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]
+) -> Float[Tensor, "R O"]:
+    """One batched product per bucket; keeps only its inputs for the backward, which has two per
+    bucket.
 
     Raises:
         ValueError: ``sizes`` does not add up to the number of rows.
     """
     counts = sizes.tolist()
     if sum(counts) != rows.shape[0]:
-        raise ValueError(f"grouped_matmul: sizes={counts} add up to {sum(counts)}, but there are {rows.shape[0]} rows")
+        raise ValueError(
+            f"grouped_matmul: sizes={counts} add up to {sum(counts)}, but there are "
+            f"{rows.shape[0]} rows"
+        )
     found = split(counts)
     return _product(found, rows, w, _layout(found, sizes.to(rows.device), rows.shape[0]))
 
@@ -100,7 +110,9 @@ def _layout(found: list[Bucket], sizes: Int[Tensor, "E"], num_rows: int) -> _Lay
     first_row = sizes.cumsum(0) - sizes
 
     source, present = [], []
-    for bucket, experts in zip(found, of_experts[0].split([len(b.experts) for b in found]), strict=True):
+    for bucket, experts in zip(
+        found, of_experts[0].split([len(b.experts) for b in found]), strict=True
+    ):
         place_in_batch = torch.arange(bucket.batch, device=sizes.device)
         present.append((place_in_batch < sizes[experts][:, None]).flatten())
         source.append((first_row[experts][:, None] + place_in_batch).flatten())
@@ -121,13 +133,21 @@ def _batches(found: list[Bucket], rows: Tensor, layout: _Layout) -> list[Tensor]
     """The padded rows of each bucket: ``[experts, batch, features]``."""
     padded = torch.where(layout.present[:, None], rows.index_select(0, layout.source), 0)
     parts = padded.split([len(b.experts) * b.batch for b in found])
-    return [x.view(len(b.experts), b.batch, rows.shape[1]) for x, b in zip(parts, found, strict=True)]
+    return [
+        x.view(len(b.experts), b.batch, rows.shape[1]) for x, b in zip(parts, found, strict=True)
+    ]
 
 
-def _product_fwd(found: list[Bucket], rows: Tensor, w: Tensor, layout: _Layout) -> tuple[Tensor, Any]:
+def _product_fwd(
+    found: list[Bucket], rows: Tensor, w: Tensor, layout: _Layout
+) -> tuple[Tensor, Any]:
     used = [b for b in found if b.batch] or found
     num = [len(b.experts) for b in used]
-    weights = w.index_select(0, layout.order[: sum(num)]) if isinstance(layout.order, Tensor) else w[: sum(num)]
+    weights = (
+        w.index_select(0, layout.order[: sum(num)])
+        if isinstance(layout.order, Tensor)
+        else w[: sum(num)]
+    )
     pairs = zip(_batches(used, rows, layout), weights.split(num), strict=True)
     products = [(x @ m).flatten(0, 1) for x, m in pairs]
     return torch.cat(products).index_select(0, layout.slot), (rows, w, layout)
@@ -139,10 +159,16 @@ def _product_bwd(found: list[Bucket], needs: Any, residuals: Any, ct: Tensor) ->
     return d_rows, _outer(found, rows, ct, layout) if needs[1] else None, None
 
 
-def _outer_fwd(found: list[Bucket], rows: Tensor, ct: Tensor, layout: _Layout) -> tuple[Tensor, Any]:
+def _outer_fwd(
+    found: list[Bucket], rows: Tensor, ct: Tensor, layout: _Layout
+) -> tuple[Tensor, Any]:
     pairs = zip(_batches(found, rows, layout), _batches(found, ct, layout), strict=True)
     of_experts = torch.cat([x.mT @ g for x, g in pairs])
-    natural = of_experts.index_select(0, layout.inverse) if isinstance(layout.inverse, Tensor) else of_experts
+    natural = (
+        of_experts.index_select(0, layout.inverse)
+        if isinstance(layout.inverse, Tensor)
+        else of_experts
+    )
     return natural, (rows, ct, layout)
 
 
@@ -152,4 +178,6 @@ def _outer_bwd(found: list[Bucket], residuals: Any, of_w: Tensor) -> tuple[Any, 
 
 
 _product = custom_vjp(buckets, nondiff_argnums=(0,), needs=True).defvjp(_product_fwd, _product_bwd)
-_outer = custom_vjp(_outer_fwd, nondiff_argnums=(0,), name="gradient of buckets").defvjp(_outer_fwd, _outer_bwd)
+_outer = custom_vjp(_outer_fwd, nondiff_argnums=(0,), name="gradient of buckets").defvjp(
+    _outer_fwd, _outer_bwd
+)

@@ -11,17 +11,23 @@ from k31fn.typing import Float, Int, Tensor
 __all__ = ["grouped_mm", "grouped_mm_accepts", "ragged"]
 
 
-def ragged(rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]) -> Float[Tensor, "R O"]:
+def ragged(
+    rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]
+) -> Float[Tensor, "R O"]:
     """One product per expert.
 
-    ``split`` and ``unbind`` are one node of the graph each, with ``cat`` and ``stack`` as their gradients.
+    ``split`` and ``unbind`` are one node of the graph each, with ``cat`` and ``stack`` as their
+    gradients.
 
     Raises:
         ValueError: ``sizes`` does not add up to the number of rows.
     """
     counts = sizes.tolist()
     if sum(counts) != rows.shape[0]:
-        raise ValueError(f"grouped_matmul: sizes={counts} add up to {sum(counts)}, but there are {rows.shape[0]} rows")
+        raise ValueError(
+            f"grouped_matmul: sizes={counts} add up to {sum(counts)}, but there are "
+            f"{rows.shape[0]} rows"
+        )
     return torch.cat([x @ e for x, e in zip(rows.split(counts), w.unbind(0), strict=True)])
 
 
@@ -35,7 +41,9 @@ def grouped_mm_accepts(rows: Tensor, w: Tensor, sizes: Tensor) -> str:
     return ""
 
 
-def grouped_mm(rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]) -> Float[Tensor, "R O"]:
+def grouped_mm(
+    rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]
+) -> Float[Tensor, "R O"]:
     """The CUDA library's grouped product; ``sizes`` stays on the device.
 
     Its own autograd, so that a frozen weight costs no gradient; it refuses expanded cotangents.
@@ -56,4 +64,6 @@ def _identity_bwd(residuals: tuple[()], ct: Tensor) -> tuple[Tensor]:
     return (ct.contiguous(),)
 
 
-_with_contiguous_cotangent = custom_vjp(_identity, name="grouped_mm").defvjp(_identity_fwd, _identity_bwd)
+_with_contiguous_cotangent = custom_vjp(_identity, name="grouped_mm").defvjp(
+    _identity_fwd, _identity_bwd
+)

@@ -1,9 +1,10 @@
 # pyright: reportMissingImports=false
 """``grouped_matmul``, ``dispatch`` and ``combine`` by CANN's operators. First order only.
 
-``npu_grouped_matmul`` has no gradient of its own. Here the gradient of the rows is the same product with the weights
-transposed, and that of the weights the product whose summed dimension is cut into groups (``group_type=2``): an
-expert's rows, transposed, times its cotangents. ``sizes`` stays on the device.
+``npu_grouped_matmul`` has no gradient of its own. Here the gradient of the rows is the same product
+with the weights transposed, and that of the weights the product whose summed dimension is cut into
+groups (``group_type=2``): an expert's rows, transposed, times its cotangents. ``sizes`` stays on
+the device.
 """
 
 from __future__ import annotations
@@ -16,13 +17,23 @@ from torch import Tensor
 
 from k31fn.autodiff import custom_vjp
 
-__all__ = ["combine", "combine_accepts", "dispatch", "dispatch_accepts", "grouped_matmul", "grouped_matmul_accepts"]
+__all__ = [
+    "combine",
+    "combine_accepts",
+    "dispatch",
+    "dispatch_accepts",
+    "grouped_matmul",
+    "grouped_matmul_accepts",
+]
 
 _MOST_GROUPS = 1024
 _WIDEST = 65535  # last dim of each factor
 _MOST_COPIES = 16_777_214
 _MOST_CHOICES = 512  # experts of a token
-_BY_ROWS, _BY_SUM = 0, 2  # group_type: which dim of rows [m, k] times weight [k, n] is cut into groups
+_BY_ROWS, _BY_SUM = (
+    0,
+    2,
+)  # group_type: which dim of rows [m, k] times weight [k, n] is cut into groups
 _ONE_RESULT, _ENDS = 3, 0  # split_item; group_list_type: where each group ends
 
 
@@ -46,7 +57,12 @@ def grouped_matmul(rows: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
 def _multiply(x: Tensor, y: Tensor, sizes: Tensor, group_type: int) -> Tensor:
     ends = sizes.cumsum(0, dtype=torch.int64)
     (out,) = torch_npu.npu_grouped_matmul(
-        [x], [y], group_list=ends, split_item=_ONE_RESULT, group_type=group_type, group_list_type=_ENDS
+        [x],
+        [y],
+        group_list=ends,
+        split_item=_ONE_RESULT,
+        group_type=group_type,
+        group_list_type=_ENDS,
     )
     return out
 
@@ -78,7 +94,9 @@ def dispatch_accepts(x: Tensor, order: Tensor, inverse: Tensor) -> str:
 
 
 def dispatch(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """``rows[r] = x[order[r] // G]``: a gather; its gradient sums a token's copies in one operator."""
+    """``rows[r] = x[order[r] // G]``: a gather; its gradient sums a token's copies in one
+    operator.
+    """
     return _dispatch(x, order, inverse)
 
 
@@ -90,26 +108,41 @@ def _dispatch_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     (inverse,) = residuals
     num_tokens, copies = inverse.shape
     index = inverse.flatten().to(torch.int32)
-    return torch_npu.npu_moe_token_permute_grad_v2(ct.contiguous(), index, num_tokens, ct.dtype, copies), None, None
+    return (
+        torch_npu.npu_moe_token_permute_grad_v2(
+            ct.contiguous(), index, num_tokens, ct.dtype, copies
+        ),
+        None,
+        None,
+    )
 
 
-_dispatch = custom_vjp(_dispatch_fwd, opaque=True, name="dispatch (npu)").defvjp(_dispatch_fwd, _dispatch_bwd)
+_dispatch = custom_vjp(_dispatch_fwd, opaque=True, name="dispatch (npu)").defvjp(
+    _dispatch_fwd, _dispatch_bwd
+)
 
 
 def combine_accepts(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> str:
     """Why :func:`combine` cannot run, or nothing."""
     del order
     if weights.dtype != rows.dtype:
-        return f"it would round the weights from {weights.dtype} to {rows.dtype}, the dtype of the rows"
+        return (
+            f"it would round the weights from {weights.dtype} to {rows.dtype}, the dtype of the "
+            "rows"
+        )
     return _too_many(inverse) if rows.numel() else "the operator takes no empty tensor"
 
 
 def combine(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """``y[n] = sum_g weights[n, g] rows[inverse[n, g]]``; contract in :mod:`k31fn.kernels.experts`."""
+    """``y[n] = sum_g weights[n, g] rows[inverse[n, g]]``; contract in
+    :mod:`k31fn.kernels.experts`.
+    """
     return _combine(rows, weights, order, inverse)
 
 
-def _combine_fwd(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
+def _combine_fwd(
+    rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+) -> tuple[Tensor, Any]:
     index = inverse.flatten().to(torch.int32)
     return torch_npu.npu_moe_token_unpermute(rows, index, probs=weights), (rows, weights, inverse)
 
@@ -117,17 +150,22 @@ def _combine_fwd(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) 
 def _combine_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     rows, weights, inverse = residuals
     index = inverse.flatten().to(torch.int32)
-    d_rows, d_weights = torch_npu.npu_moe_token_unpermute_grad(rows, ct.contiguous(), index, probs=weights)
+    d_rows, d_weights = torch_npu.npu_moe_token_unpermute_grad(
+        rows, ct.contiguous(), index, probs=weights
+    )
     return d_rows, d_weights, None, None
 
 
-_combine = custom_vjp(_combine_fwd, opaque=True, name="combine (npu)").defvjp(_combine_fwd, _combine_bwd)
+_combine = custom_vjp(_combine_fwd, opaque=True, name="combine (npu)").defvjp(
+    _combine_fwd, _combine_bwd
+)
 
 
 def _too_many(inverse: Tensor) -> str:
     if inverse.numel() > _MOST_COPIES or inverse.shape[1] > _MOST_CHOICES:
         return (
-            f"at most {_MOST_COPIES} rows and {_MOST_CHOICES} experts of a token, got {inverse.numel()} and "
+            f"at most {_MOST_COPIES} rows and {_MOST_CHOICES} experts of a token, got "
+            f"{inverse.numel()} and "
             f"{inverse.shape[1]}"
         )
     return ""

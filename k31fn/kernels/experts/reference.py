@@ -28,13 +28,17 @@ class Plan(NamedTuple):
 
 
 def plan(topk_idx: Int[Tensor, "N G"], num_experts: int) -> Plan:
-    """Sorts the copies by expert, tokens in order within one. Integers only; runs under ``vmap``."""
+    """Sorts the copies by expert, tokens in order within one. Integers only; runs under
+    ``vmap``.
+    """
     expert = topk_idx.flatten()
     order = torch.argsort(expert, stable=True)
     rows = torch.arange(expert.shape[0], device=expert.device)
     inverse = torch.zeros_like(order).scatter(0, order, rows)
     sizes = torch.zeros(num_experts, dtype=torch.int64, device=expert.device)
-    return Plan(order, inverse.view(topk_idx.shape), sizes.scatter_add(0, expert, torch.ones_like(expert)))
+    return Plan(
+        order, inverse.view(topk_idx.shape), sizes.scatter_add(0, expert, torch.ones_like(expert))
+    )
 
 
 def _permute_fwd(x: Tensor, index: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
@@ -46,7 +50,9 @@ def _permute_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     return _permute(ct, inverse, index), None, None
 
 
-def permute(rows: Float[Tensor, "R *D"], index: Int[Tensor, "R"], inverse: Int[Tensor, "R"]) -> Float[Tensor, "R *D"]:
+def permute(
+    rows: Float[Tensor, "R *D"], index: Int[Tensor, "R"], inverse: Int[Tensor, "R"]
+) -> Float[Tensor, "R *D"]:
     """``rows[index]`` for a permutation; the gradient is ``ct[inverse]``."""
     return _permute(rows, index, inverse)
 
@@ -64,7 +70,9 @@ def _dispatch_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     return copies.unflatten(0, inverse.shape).sum(1), None, None
 
 
-def dispatch(x: Float[Tensor, "N D"], order: Int[Tensor, "R"], inverse: Int[Tensor, "N G"]) -> Float[Tensor, "R D"]:
+def dispatch(
+    x: Float[Tensor, "N D"], order: Int[Tensor, "R"], inverse: Int[Tensor, "N G"]
+) -> Float[Tensor, "R D"]:
     """``rows[r] = x[order[r] // G]``; the gradient is the sum over a token's copies."""
     return _dispatch(x, order, inverse)
 
@@ -72,11 +80,15 @@ def dispatch(x: Float[Tensor, "N D"], order: Int[Tensor, "R"], inverse: Int[Tens
 _dispatch = custom_vjp(dispatch).defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
-def _combine_fwd(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
+def _combine_fwd(
+    rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+) -> tuple[Tensor, Any]:
     copies = rows.index_select(0, inverse.flatten()).unflatten(0, inverse.shape)
     wide = weights.to(island(rows.dtype)).unsqueeze(-1)
     out = upcast(copies[:, 0]) * wide[:, 0]
-    for g in range(1, inverse.shape[1]):  # several times faster on CPU than a batched product of such thin matrices
+    for g in range(
+        1, inverse.shape[1]
+    ):  # several times faster on CPU than a batched product of such thin matrices
         out = torch.addcmul(out, upcast(copies[:, g]), wide[:, g])
     return out.to(rows.dtype), (rows, weights, order, inverse)
 
@@ -91,9 +103,14 @@ def _combine_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
 
 
 def combine(
-    rows: Float[Tensor, "R D"], weights: Float[Tensor, "N G"], order: Int[Tensor, "R"], inverse: Int[Tensor, "N G"]
+    rows: Float[Tensor, "R D"],
+    weights: Float[Tensor, "N G"],
+    order: Int[Tensor, "R"],
+    inverse: Int[Tensor, "N G"],
 ) -> Float[Tensor, "N D"]:
-    """``y[n] = sum_g weights[n, g] rows[inverse[n, g]]`` in float32, rounded once; keeps only its inputs."""
+    """``y[n] = sum_g weights[n, g] rows[inverse[n, g]]`` in float32, rounded once; keeps only its
+    inputs.
+    """
     return _combine(rows, weights, order, inverse)
 
 
@@ -103,7 +120,9 @@ _combine = custom_vjp(combine).defvjp(_combine_fwd, _combine_bwd)
 def grouped_matmul(
     rows: Float[Tensor, "R I"], w: Float[Tensor, "E I O"], sizes: Int[Tensor, "E"]
 ) -> Float[Tensor, "R O"]:
-    """Cuts each expert's rows into tiles of ``R / E``; every tile has one expert, and at most ``2 E`` tiles exist."""
+    """Cuts each expert's rows into tiles of ``R / E``; every tile has one expert, and at most ``2
+    E`` tiles exist.
+    """
     num_rows, num_experts = rows.shape[0], w.shape[0]
     tile = max(-(-num_rows // num_experts), 1)
     num_tiles = num_experts + num_rows // tile

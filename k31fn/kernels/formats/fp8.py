@@ -1,7 +1,9 @@
-"""FP8: numbers of 8 bits, E4M3 (up to 448) or E5M2 (up to 57344), with one scale per block of a matrix.
+"""FP8: numbers of 8 bits, E4M3 (up to 448) or E5M2 (up to 57344), with one scale per block of a
+matrix.
 
-A scale is a power of two, the smallest with which the block's largest number does not saturate: so decoding is exact in
-bfloat16 and wider, and encoding again changes no number. A block of zeros has the scale 2^-126, float32's smallest.
+A scale is a power of two, the smallest with which the block's largest number does not saturate: so
+decoding is exact in bfloat16 and wider, and encoding again changes no number. A block of zeros has
+the scale 2^-126, float32's smallest.
 """
 
 from __future__ import annotations
@@ -36,8 +38,12 @@ def encode(
     """
     rows, columns = block
     if w.shape[-2] % rows or w.shape[-1] % columns:
-        raise ValueError(f"FP8: blocks of {rows} x {columns} do not divide a matrix {list(w.shape)}")
-    blocks = upcast(w).unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # [... GR rows GC columns]
+        raise ValueError(
+            f"FP8: blocks of {rows} x {columns} do not divide a matrix {list(w.shape)}"
+        )
+    blocks = (
+        upcast(w).unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    )  # [... GR rows GC columns]
     scales = scale_of(blocks.abs().amax((-3, -1)), dtype)
     codes = (blocks / scales[..., :, None, :, None]).to(dtype)
     return reinterpret(codes, torch.uint8).flatten(-2).flatten(-3, -2), scales.to(torch.float32)
@@ -54,16 +60,25 @@ def decode(
     Raises:
         ValueError: the scales do not divide it into equal blocks.
     """
-    rows, columns = (math.gcd(n, g) for n, g in zip(codes.shape[-2:], scales.shape[-2:], strict=True))
+    rows, columns = (
+        math.gcd(n, g) for n, g in zip(codes.shape[-2:], scales.shape[-2:], strict=True)
+    )
     if (rows, columns) != tuple(scales.shape[-2:]) or codes.shape[:-2] != scales.shape[:-2]:
-        raise ValueError(f"FP8: scales {list(scales.shape)} do not divide codes {list(codes.shape)} into equal blocks")
+        raise ValueError(
+            f"FP8: scales {list(scales.shape)} do not divide codes {list(codes.shape)} into equal "
+            "blocks"
+        )
     values = reinterpret(codes, stored).to(dtype)
     blocks = values.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
     return (blocks * scales.to(dtype)[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
 
 
 def scale_of(largest: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """The smallest power of two, at least 2^-126, by which numbers up to ``largest`` fit into ``dtype``; 1 for 0."""
-    mantissa, exponent = torch.frexp(upcast(largest) / torch.finfo(dtype).max)  # in [0.5, 1) times 2^exponent
+    """The smallest power of two, at least 2^-126, by which numbers up to ``largest`` fit into
+    ``dtype``; 1 for 0.
+    """
+    mantissa, exponent = torch.frexp(
+        upcast(largest) / torch.finfo(dtype).max
+    )  # in [0.5, 1) times 2^exponent
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(SMALLEST, LARGEST)
     return power_of_two(exponent, island(largest.dtype))

@@ -1,14 +1,16 @@
 """MXFP4 (OCP Microscaling v1.0): groups of 32 numbers of 4 bits that share a power of two.
 
-A weight ``[rows, columns]`` is stored as ``packed [rows, columns / 2]`` and ``scale [rows, columns / 32]``, both bytes.
-A nibble is E2M1: bit 3 the sign, the others one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; the low nibble is the even column. A
-scale byte b is the factor ``2^(b - 127)`` of 32 neighbouring columns (E8M0; 255 means not a number)::
+A weight ``[rows, columns]`` is stored as ``packed [rows, columns / 2]`` and ``scale [rows, columns
+/ 32]``, both bytes. A nibble is E2M1: bit 3 the sign, the others one of 0, 0.5, 1, 1.5, 2, 3, 4, 6;
+the low nibble is the even column. A scale byte b is the factor ``2^(b - 127)`` of 32 neighbouring
+columns (E8M0; 255 means not a number)::
 
     w[r, c] = e2m1(nibble[r, c]) * 2^(scale[r, c // 32] - 127)
 
-:func:`decode` is exact in bfloat16 and wider. :func:`encode` rounds to nearest, ties to the even code, and saturates at
-6; the scale is that of the specification, ``floor(log2(largest)) - 2``. What MXFP4 can hold comes back bit for bit.
-Neither looks at values on the host: infinities, NaN and what is too large for a dtype are the caller's to refuse.
+:func:`decode` is exact in bfloat16 and wider. :func:`encode` rounds to nearest, ties to the even
+code, and saturates at 6; the scale is that of the specification, ``floor(log2(largest)) - 2``. What
+MXFP4 can hold comes back bit for bit. Neither looks at values on the host: infinities, NaN and what
+is too large for a dtype are the caller's to refuse.
 """
 
 from __future__ import annotations
@@ -40,16 +42,21 @@ def decode(
     groups = scale.shape[-1]
     if packed.shape[:-1] != scale.shape[:-1] or 2 * packed.shape[-1] != GROUP * groups:
         raise ValueError(
-            f"MXFP4: packed {list(packed.shape)} and scale {list(scale.shape)} do not fit: one scale byte is needed "
+            f"MXFP4: packed {list(packed.shape)} and scale {list(scale.shape)} do not fit: one "
+            "scale byte is needed "
             f"per {GROUP // 2} packed bytes of a row"
         )
     values = torch.tensor([*_VALUES, *(-v for v in _VALUES)], dtype=dtype, device=packed.device)
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # of each byte, low nibble first
+    pairs = torch.stack(
+        [values.repeat(16), values.repeat_interleave(16)], dim=-1
+    )  # of each byte, low nibble first
     decoded = F.embedding(packed.int(), pairs).flatten(-2).unflatten(-1, (groups, GROUP))
     return (decoded * _powers(scale, dtype)[..., None]).flatten(-2)
 
 
-def encode(weight: Float[Tensor, "*E R C"]) -> tuple[UInt8[Tensor, "*E R C2"], UInt8[Tensor, "*E R G"]]:
+def encode(
+    weight: Float[Tensor, "*E R C"],
+) -> tuple[UInt8[Tensor, "*E R C2"], UInt8[Tensor, "*E R G"]]:
     """``(packed, scale)`` of the nearest weights that MXFP4 can hold.
 
     Raises:
@@ -57,14 +64,19 @@ def encode(weight: Float[Tensor, "*E R C"]) -> tuple[UInt8[Tensor, "*E R C2"], U
     """
     scaled, scale = _scaled(weight)
     size = scaled.abs()
-    code = torch.where(size < 2, (2 * size).round(), torch.where(size < 4, 2 + size.round(), 4 + (size / 2).round()))
+    code = torch.where(
+        size < 2,
+        (2 * size).round(),
+        torch.where(size < 4, 2 + size.round(), 4 + (size / 2).round()),
+    )
     codes = code.clamp(max=7).to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
     pairs = codes.flatten(-2).unflatten(-1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4), (scale + _BIAS).to(torch.uint8)
 
 
 def fake_quantise(weight: Float[Tensor, "*rows C"]) -> Float[Tensor, "*rows C"]:
-    """What MXFP4 holds of ``weight`` in bfloat16, as checkpoints are written, in the dtype that ``weight`` has.
+    """What MXFP4 holds of ``weight`` in bfloat16, as checkpoints are written, in the dtype that
+    ``weight`` has.
 
     ``decode(*encode(weight.to(bfloat16)))``; the gradient is that of the identity.
 
@@ -77,13 +89,17 @@ def fake_quantise(weight: Float[Tensor, "*rows C"]) -> Float[Tensor, "*rows C"]:
 def check_columns(columns: int) -> None:
     """Raises ValueError if so many columns are no whole groups."""
     if columns % GROUP:
-        raise ValueError(f"MXFP4: {columns} columns are no whole groups of {GROUP}; keep this weight unquantised")
+        raise ValueError(
+            f"MXFP4: {columns} columns are no whole groups of {GROUP}; keep this weight unquantised"
+        )
 
 
 def _rounded(weight: Tensor) -> Tensor:
     scaled, scale = _scaled(weight.to(torch.bfloat16))
     size = scaled.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(scaled.dtype)  # between neighbours
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(
+        scaled.dtype
+    )  # between neighbours
     nearest = torch.copysign(((size / step).round() * step).clamp(max=_VALUES[-1]), scaled)
     return (nearest * _powers(scale + _BIAS, scaled.dtype)[..., None]).flatten(-2).to(weight.dtype)
 
@@ -104,7 +120,9 @@ def _scaled(weight: Tensor) -> tuple[Tensor, Tensor]:
     check_columns(weight.shape[-1])
     groups = upcast(weight).unflatten(-1, (-1, GROUP))
     exponent = torch.frexp(groups.abs().amax(-1)).exponent - 1  # floor(log2) of the largest
-    scale = (exponent - 2).clamp(-_BIAS, _LARGEST_SCALE - _BIAS)  # 4 = 2^2 is E2M1's highest power of two
+    scale = (exponent - 2).clamp(
+        -_BIAS, _LARGEST_SCALE - _BIAS
+    )  # 4 = 2^2 is E2M1's highest power of two
     return groups / _powers(scale + _BIAS, groups.dtype)[..., None], scale
 
 

@@ -1,8 +1,8 @@
 """MXFP8 (OCP Microscaling v1.0): groups of 32 numbers in E4M3 that share a power of two.
 
-Of a group whose largest magnitude is m, the shared factor is ``2^(floor(log2 m) - 8)``, as 2^8 is E4M3's highest power
-of two; the numbers are rounded to nearest, ties to even, and saturate at 448 times that factor. Factors below 2^-126
-are not used.
+Of a group whose largest magnitude is m, the shared factor is ``2^(floor(log2 m) - 8)``, as 2^8 is
+E4M3's highest power of two; the numbers are rounded to nearest, ties to even, and saturate at 448
+times that factor. Factors below 2^-126 are not used.
 """
 
 from __future__ import annotations
@@ -21,20 +21,26 @@ _MAX, _HIGHEST_POWER = 448.0, 8
 
 
 def fake_quantise(x: Float[Tensor, "*rows C"]) -> Float[Tensor, "*rows C"]:
-    """``x`` rounded to MXFP8 along its last dimension, in its own dtype; the gradient is that of the identity.
+    """``x`` rounded to MXFP8 along its last dimension, in its own dtype; the gradient is that of
+    the identity.
 
     Raises:
         ValueError: the columns are no whole groups.
     """
     if x.shape[-1] % GROUP:
-        raise ValueError(f"MXFP8: {x.shape[-1]} features are no whole groups of {GROUP}; choose a multiple of {GROUP}")
+        raise ValueError(
+            f"MXFP8: {x.shape[-1]} features are no whole groups of {GROUP}; choose a multiple of "
+            f"{GROUP}"
+        )
     return _fake_quantise(x)
 
 
 def _fake_fwd(x: Tensor) -> tuple[Tensor, tuple[()]]:
     groups = upcast(x).unflatten(-1, (-1, GROUP))
     exponent = torch.frexp(groups.abs().amax(-1)).exponent - 1
-    factor = power_of_two((exponent - _HIGHEST_POWER).clamp(SMALLEST, LARGEST), groups.dtype)[..., None]
+    factor = power_of_two((exponent - _HIGHEST_POWER).clamp(SMALLEST, LARGEST), groups.dtype)[
+        ..., None
+    ]
     codes = (groups / factor).clamp(-_MAX, _MAX).to(torch.float8_e4m3fn)
     return (codes.to(groups.dtype) * factor).flatten(-2).to(x.dtype), ()
 

@@ -10,17 +10,19 @@ Each group of numbers is divided by its scale and rounded to E4M3, to the neares
 | ``blocks`` | 128 of a row | ``[R, K / 128]`` | K a multiple of 128 |
 | ``tiles`` | 128 x 128 | ``[R / 128, K / 128]`` | both multiples of 128 |
 
-A scale is the smallest power of two, at least 2^-126, with which the group's largest number is at most 448, so that
-division is exact; a group of zeros has 2^-126. A group with NaN or infinity is NaN as a whole (of either sign) and has
-the scale 1, so that what is computed from it is NaN too: casts of infinity to E4M3 saturate in some versions of torch.
+A scale is the smallest power of two, at least 2^-126, with which the group's largest number is at
+most 448, so that division is exact; a group of zeros has 2^-126. A group with NaN or infinity is
+NaN as a whole (of either sign) and has the scale 1, so that what is computed from it is NaN too:
+casts of infinity to E4M3 saturate in some versions of torch.
 
-Codes are contiguous, in ``torch.float8_e4m3fn``; scales are float32 (float64 of float64), in any order of memory. All
-implementations give the same bits. No gradient: codes are made inside rules that have their own
-(:mod:`k31fn.kernels.scaled_matmul`).
+Codes are contiguous, in ``torch.float8_e4m3fn``; scales are float32 (float64 of float64), in any
+order of memory. All implementations give the same bits. No gradient: codes are made inside rules
+that have their own (:mod:`k31fn.kernels.scaled_matmul`).
 
-The ``triton`` kernels read ``x`` where it lies, contiguous or the transpose of a contiguous matrix, once, and write the
-codes once. Only ``rows`` of a transpose are read twice, and rows too long to hold, then from the cache. The scales of
-``blocks`` lie with the rows innermost, as products in CUDA's library want them.
+The ``triton`` kernels read ``x`` where it lies, contiguous or the transpose of a contiguous matrix,
+once, and write the codes once. Only ``rows`` of a transpose are read twice, and rows too long to
+hold, then from the cache. The scales of ``blocks`` lie with the rows innermost, as products in
+CUDA's library want them.
 """
 
 import torch

@@ -20,7 +20,9 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Codes(NamedTuple):
-    """A matrix ``[R, K]``: codes in E4M3, and scales ``[R, groups]`` along K, or ``[R / 128, K / 128]``."""
+    """A matrix ``[R, K]``: codes in E4M3, and scales ``[R, groups]`` along K, or ``[R / 128, K /
+    128]``.
+    """
 
     codes: Tensor
     scales: Float[Tensor, "R G"]
@@ -34,11 +36,14 @@ def check(x: Float[Tensor, "R K"], scaling: Groups) -> None:
     """
     rows, columns = x.shape
     if not x.numel():
-        raise ValueError(f"fp8_encode: x {[rows, columns]} is empty; at least one row and column are needed")
+        raise ValueError(
+            f"fp8_encode: x {[rows, columns]} is empty; at least one row and column are needed"
+        )
     if (scaling != "rows" and columns % BLOCK) or (scaling == "tiles" and rows % BLOCK):
         what = "columns" if scaling == "blocks" else "rows and columns"
         raise ValueError(
-            f"fp8_encode: x {[rows, columns]} with scaling={scaling!r}: {what} must be multiples of {BLOCK}"
+            f"fp8_encode: x {[rows, columns]} with scaling={scaling!r}: {what} must be multiples "
+            f"of {BLOCK}"
         )
 
 

@@ -2,8 +2,9 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 """The FP8 encoder: bits of E4M3 by integer arithmetic, and transposes of tiles in registers.
 
-A matrix that lies in memory as ``[lines, width]`` is the operand or its transpose. Largest magnitudes are compared as
-integers, whose order is that of the numbers, with infinity and NaN above them.
+A matrix that lies in memory as ``[lines, width]`` is the operand or its transpose. Largest
+magnitudes are compared as integers, whose order is that of the numbers, with infinity and NaN above
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from k31fn.kernels.launch import Build, Tile, grouped, programs
 __all__ = ["builds", "fp8_encode"]
 
 _PARTS = 16  # into which columns are cut at most, to find their largest numbers
-# per device kind: rows (the longest that is held), blocks, blocks of a transpose, tiles (lines at once), columns
+# per device kind: rows (the longest that is held), blocks, blocks of a transpose, tiles (lines at
+# once), columns
 _TILES = {
     "cuda": (
         Tile(warps=4, per_core=64, columns=8192),
@@ -79,17 +81,23 @@ def _inverse(largest):
 
 @triton.jit
 def _code(x, inverse):
-    """Adding 2^(e + 20) rounds what has the exponent e to 4 bits, ties to even; below 2^-6 the step stays 2^-9."""
+    """Adding 2^(e + 20) rounds what has the exponent e to 4 bits, ties to even; below 2^-6 the step
+    stays 2^-9.
+    """
     size = (_magnitude(x).to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
     size = tl.minimum(size, 0x43F00000)  # 480 has the code of NaN
     unit = tl.maximum(size & 0x7F800000, 0x3C800000) + (20 << 23)
-    rounded = (size.to(tl.float32, bitcast=True) + unit.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    rounded = (size.to(tl.float32, bitcast=True) + unit.to(tl.float32, bitcast=True)).to(
+        tl.int32, bitcast=True
+    )
     code = rounded - unit + (unit >> 20) - (141 << 3)  # 0 to 16 steps, and 8 per exponent above -6
     return (code | ((_bits(x) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
-def fp8_encode_rows(x_ptr, codes_ptr, scales_ptr, lines, width, SPAN: tl.constexpr, HELD: tl.constexpr):
+def fp8_encode_rows(
+    x_ptr, codes_ptr, scales_ptr, lines, width, SPAN: tl.constexpr, HELD: tl.constexpr
+):
     zero = tl.program_id(0).to(tl.int64) * 0
     span = tl.arange(0, SPAN)
     for r in range(tl.program_id(0), lines, tl.num_programs(0)):
@@ -106,13 +114,22 @@ def fp8_encode_rows(x_ptr, codes_ptr, scales_ptr, lines, width, SPAN: tl.constex
             largest = tl.max(most, axis=0)
             for start in range(0, width, SPAN):
                 x = tl.load(x_row + start + span, mask=start + span < width, other=0.0)
-                tl.store(codes_row + start + span, _code(x, _inverse(largest)), mask=start + span < width)
+                tl.store(
+                    codes_row + start + span, _code(x, _inverse(largest)), mask=start + span < width
+                )
         tl.store(scales_ptr + r, _scale(largest))
 
 
 @triton.jit
 def fp8_encode_blocks(
-    x_ptr, codes_ptr, scales_ptr, lines, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    lines,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     zero = tl.program_id(0).to(tl.int64) * 0
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -128,18 +145,33 @@ def fp8_encode_blocks(
             tl.store(scales + column, _scale(largest), mask=left + column < width)
             codes = tl.trans(_code(x, _inverse(largest)[None, :]))
             tile = column[:, None] * lines + row[None, :]
-            tl.store(codes_ptr + ((zero + left) * lines + top) + tile, codes, mask=(left + column < width)[:, None])
+            tl.store(
+                codes_ptr + ((zero + left) * lines + top) + tile,
+                codes,
+                mask=(left + column < width)[:, None],
+            )
         else:  # 128 columns are a group of each line
             largest = tl.max(_magnitude(x), axis=1)
             scales = scales_ptr + (zero + t % across) * lines + top
             tl.store(scales + row, _scale(largest), mask=top + row < lines)
             codes = _code(x, _inverse(largest)[:, None])
-            tl.store(codes_ptr + ((zero + top) * width + left) + tile, codes, mask=(top + row < lines)[:, None])
+            tl.store(
+                codes_ptr + ((zero + top) * width + left) + tile,
+                codes,
+                mask=(top + row < lines)[:, None],
+            )
 
 
 @triton.jit
 def fp8_encode_tiles(
-    x_ptr, codes_ptr, scales_ptr, lines, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    lines,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """Where all 128 lines come at once, the compiler reads them once."""
     zero = tl.program_id(0).to(tl.int64) * 0
@@ -167,7 +199,9 @@ def fp8_encode_tiles(
 
 
 @triton.jit
-def fp8_encode_largest(x_ptr, largest_ptr, lines, width, part, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def fp8_encode_largest(
+    x_ptr, largest_ptr, lines, width, part, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """The largest magnitudes of each column, for every so many lines."""
     zero = tl.program_id(0).to(tl.int64) * 0
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -185,9 +219,17 @@ def fp8_encode_largest(x_ptr, largest_ptr, lines, width, part, ROWS: tl.constexp
 
 @triton.jit
 def fp8_encode_columns(
-    x_ptr, largest_ptr, codes_ptr, scales_ptr, lines, width, part,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    largest_ptr,
+    codes_ptr,
+    scales_ptr,
+    lines,
+    width,
+    part,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """From the end: what was read last is in the cache."""
     zero = tl.program_id(0).to(tl.int64) * 0
     row, column, parts = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PARTS)
@@ -202,8 +244,12 @@ def fp8_encode_columns(
         for top in range(number * part, tl.minimum(lines, (number + 1) * part), ROWS):
             inside = (top + row < lines)[:, None] & there
             place = x_ptr + ((zero + top) * width + left) + (row[:, None] * width + column[None, :])
-            codes = tl.trans(_code(tl.load(place, mask=inside, other=0.0), _inverse(largest)[None, :]))
-            place = codes_ptr + ((zero + left) * lines + top) + (column[:, None] * lines + row[None, :])
+            codes = tl.trans(
+                _code(tl.load(place, mask=inside, other=0.0), _inverse(largest)[None, :])
+            )
+            place = (
+                codes_ptr + ((zero + left) * lines + top) + (column[:, None] * lines + row[None, :])
+            )
             inside = (left + column < width)[:, None] & (top + row < lines)[None, :]
             tl.store(place, codes, mask=inside)
 
@@ -229,16 +275,25 @@ def _launch(x: Tensor, scaling: Groups, transposed: bool) -> tuple[Tensor, ...]:
     elif scaling == "rows":
         grid = (programs(x.device, 1, lines, rows.per_core),)
         cut = _spans(x.device.type, width)
-        fp8_encode_rows[grid](x, codes, scales, lines, width, **cut, num_warps=_warps(rows, cut["SPAN"]))
+        fp8_encode_rows[grid](
+            x, codes, scales, lines, width, **cut, num_warps=_warps(rows, cut["SPAN"])
+        )
     else:
         square = scaling == "tiles"
         kernel = fp8_encode_tiles if square else fp8_encode_blocks
         tile = tiles if square else blocks_transposed if transposed else blocks
         work = triton.cdiv(lines, BLOCK if square else tile.rows) * triton.cdiv(width, tile.columns)
         kernel[(programs(x.device, 1, work, tile.per_core),)](
-            x, codes, scales, lines, width, ROWS=tile.rows, COLUMNS=tile.columns, TRANSPOSED=transposed,
+            x,
+            codes,
+            scales,
+            lines,
+            width,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            TRANSPOSED=transposed,
             num_warps=tile.warps,
-        )  # fmt: skip
+        )
     return codes, scales
 
 
@@ -277,7 +332,14 @@ def builds(kind: str) -> list[Build]:
             cut = _spans(kind, width)
             tile = rows._replace(warps=_warps(rows, cut["SPAN"]))
             found.append(
-                Build(f"fp8_encode_rows {dtype} K{width}", fp8_encode_rows, x | out | sizes, cut, "forward", tile)
+                Build(
+                    f"fp8_encode_rows {dtype} K{width}",
+                    fp8_encode_rows,
+                    x | out | sizes,
+                    cut,
+                    "forward",
+                    tile,
+                )
             )
         for name, kernel, tile, transposed in (
             ("blocks", fp8_encode_blocks, blocks, False),
@@ -286,14 +348,27 @@ def builds(kind: str) -> list[Build]:
             ("tiles transposed", fp8_encode_tiles, tiles, True),
         ):
             cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "TRANSPOSED": transposed}
-            found.append(Build(f"fp8_encode_{name} {dtype}", kernel, x | out | sizes, cut, "forward", tile))
+            found.append(
+                Build(f"fp8_encode_{name} {dtype}", kernel, x | out | sizes, cut, "forward", tile)
+            )
         cut, largest = {"ROWS": columns.rows, "COLUMNS": columns.columns}, {"largest_ptr": "*i32"}
         sizes_part = sizes | {"part": "i32"}
         found += [
-            Build(f"fp8_encode_largest {dtype}", fp8_encode_largest, x | largest | sizes_part, cut, "forward", columns),
             Build(
-                f"fp8_encode_columns {dtype}", fp8_encode_columns, x | largest | out | sizes_part,
-                {"PARTS": _PARTS, **cut}, "forward", columns,
+                f"fp8_encode_largest {dtype}",
+                fp8_encode_largest,
+                x | largest | sizes_part,
+                cut,
+                "forward",
+                columns,
             ),
-        ]  # fmt: skip
+            Build(
+                f"fp8_encode_columns {dtype}",
+                fp8_encode_columns,
+                x | largest | out | sizes_part,
+                {"PARTS": _PARTS, **cut},
+                "forward",
+                columns,
+            ),
+        ]
     return [build._replace(aligned=("lines", "width", "part")) for build in found]

@@ -4,10 +4,12 @@
 
     y = sigmoid(gate) * weight * o * rsqrt(mean(o^2) + eps)        the mean over the last dim
 
-Source: Kimi Linear, arXiv 2510.26692; RMSNorm, arXiv 1910.07467. Weight and sigmoid are applied in float32 (float64 for
-float64 inputs), and the result is rounded once: this is not the cast order of ``rms_norm``.
+Source: Kimi Linear, arXiv 2510.26692; RMSNorm, arXiv 1910.07467. Weight and sigmoid are applied in
+float32 (float64 for float64 inputs), and the result is rounded once: this is not the cast order of
+``rms_norm``.
 
-Shapes: ``o`` and ``gate`` ``[... V]``, ``weight [V]``; the result has the shape of ``o`` and the dtype of ``gate``.
+Shapes: ``o`` and ``gate`` ``[... V]``, ``weight [V]``; the result has the shape of ``o`` and the
+dtype of ``gate``.
 Rows are independent, so no mask is taken: a row of zeros (padding) gives zeros.
 
 Gradients flow to ``o gate weight``, to any order in the reference.
@@ -23,4 +25,6 @@ __all__ = ["gated_norm"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 gated_norm = Op("gated_norm", _reference)
-gated_norm.register(adapter("gated_norm", "gated_norm", "npu_rms_norm", "npu_rms_norm_backward", dtypes=_DTYPES))
+gated_norm.register(
+    adapter("gated_norm", "gated_norm", "npu_rms_norm", "npu_rms_norm_backward", dtypes=_DTYPES)
+)

@@ -22,7 +22,9 @@ def gated_norm_accepts(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> s
 
 
 def gated_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``sigmoid(gate) * weight * o * rsqrt(mean(o^2) + eps)``; contract in :mod:`k31fn.kernels.gated_norm`."""
+    """``sigmoid(gate) * weight * o * rsqrt(mean(o^2) + eps)``; contract in
+    :mod:`k31fn.kernels.gated_norm`.
+    """
     return _gated_norm(o, gate, weight, eps)
 
 
@@ -42,7 +44,13 @@ def _bwd(eps: float, residuals: Any, ct: Tensor) -> tuple[Tensor, Tensor, Tensor
     d_normalised = d_y * opened
     d_gate = d_normalised * (1 - opened) * (wide * inverse * upcast(weight))
     d_o, d_weight = torch_npu.npu_rms_norm_backward(d_normalised, wide, upcast(weight), inverse)
-    return d_o.to(o.dtype).view(o.shape), d_gate.to(gate.dtype).view(gate.shape), d_weight.to(weight.dtype)
+    return (
+        d_o.to(o.dtype).view(o.shape),
+        d_gate.to(gate.dtype).view(gate.shape),
+        d_weight.to(weight.dtype),
+    )
 
 
-_gated_norm = custom_vjp(_fwd, nondiff_argnums=(3,), opaque=True, name="gated_norm (npu)").defvjp(_fwd, _bwd)
+_gated_norm = custom_vjp(_fwd, nondiff_argnums=(3,), opaque=True, name="gated_norm (npu)").defvjp(
+    _fwd, _bwd
+)

@@ -1,4 +1,7 @@
-"""Gated RMSNorm in plain torch. The backward is written by hand in plain torch and starts from the inputs."""
+"""Gated RMSNorm in plain torch.
+
+The backward is written by hand in plain torch and starts from the inputs.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,14 @@ __all__ = ["gated_norm"]
 
 
 def gated_norm(
-    o: Float[Tensor, "*rows V"], gate: Float[Tensor, "*rows V"], weight: Float[Tensor, "V"], eps: float
+    o: Float[Tensor, "*rows V"],
+    gate: Float[Tensor, "*rows V"],
+    weight: Float[Tensor, "V"],
+    eps: float,
 ) -> Float[Tensor, "*rows V"]:
-    """``sigmoid(gate) * weight * o * rsqrt(mean(o^2) + eps)``; contract in :mod:`k31fn.kernels.gated_norm`."""
+    """``sigmoid(gate) * weight * o * rsqrt(mean(o^2) + eps)``; contract in
+    :mod:`k31fn.kernels.gated_norm`.
+    """
     return _gated_norm(o, gate, weight, eps)
 
 

@@ -1,12 +1,14 @@
-"""Histogram of the router's required biases, the statistic of quantile balancing (Kimi K3 report, arXiv 2607.24653).
+"""Histogram of the router's required biases, the statistic of quantile balancing (Kimi K3 report,
+arXiv 2607.24653).
 
-Token ``i`` takes expert ``j`` when ``s_ij + b_j`` reaches its cutoff ``alpha_i``, the (k+1)-th largest biased score,
-that is when ``b_j`` reaches the required bias ``r_ij = alpha_i - s_ij``. For scores in (0, 1) and biases in ``[bmin,
-bmax]`` it lies in ``[bmin - 1, bmax + 1]``, which :func:`bin_range` cuts into equal bins.
+Token ``i`` takes expert ``j`` when ``s_ij + b_j`` reaches its cutoff ``alpha_i``, the (k+1)-th
+largest biased score, that is when ``b_j`` reaches the required bias ``r_ij = alpha_i - s_ij``. For
+scores in (0, 1) and biases in ``[bmin, bmax]`` it lies in ``[bmin - 1, bmax + 1]``, which
+:func:`bin_range` cuts into equal bins.
 
-``required_bias_histogram(scores [N E], cutoff [N], valid [N], bias [E], num_bins) -> int32 [E num_bins]`` counts the
-tokens whose ``valid`` is true, each once per expert. Integer counts add up exactly over micro-batches and ranks. No
-gradient.
+``required_bias_histogram(scores [N E], cutoff [N], valid [N], bias [E], num_bins) -> int32 [E
+num_bins]`` counts the tokens whose ``valid`` is true, each once per expert. Integer counts add up
+exactly over micro-batches and ranks. No gradient.
 """
 
 from k31fn.kernels.histogram.reference import bin_range

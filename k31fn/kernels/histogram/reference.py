@@ -13,7 +13,9 @@ __all__ = ["bin_range", "required_bias_histogram"]
 def bin_range(
     bias: Float[Tensor, "*layers E"], num_bins: int
 ) -> tuple[Float[Tensor, "*layers 1"], Float[Tensor, "*layers 1"]]:
-    """Lower edge of the first bin and width of a bin: ``[bmin - 1, bmax + 1]`` in ``num_bins`` equal parts."""
+    """Lower edge of the first bin and width of a bin: ``[bmin - 1, bmax + 1]`` in ``num_bins``
+    equal parts.
+    """
     wide = upcast(bias)
     low, high = wide.amin(-1, keepdim=True) - 1, wide.amax(-1, keepdim=True) + 1
     return low, (high - low) / num_bins
@@ -34,4 +36,6 @@ def required_bias_histogram(
     cells = bins + num_bins * torch.arange(num_experts, device=scores.device)
     counts = torch.zeros(num_experts * num_bins, dtype=torch.int32, device=scores.device)
     ones = valid.to(torch.int32)[:, None].expand(cells.shape)
-    return counts.scatter_add(0, cells.flatten(), ones.flatten()).unflatten(0, (num_experts, num_bins))
+    return counts.scatter_add(0, cells.flatten(), ones.flatten()).unflatten(
+        0, (num_experts, num_bins)
+    )

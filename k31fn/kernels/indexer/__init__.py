@@ -5,16 +5,18 @@
     I[t, s] = sum_j w[t, j] relu(scale <q[t, j], k[s]>)              start[t] <= s < stop[t]
     S_t     = the min(topk, visible) keys of greatest I[t, :], lowest position first among equals
 
-Source: DeepSeek-V3.2, arXiv 2512.02556. ``w`` may be negative; any scale of it is folded in by the caller.
+Source: DeepSeek-V3.2, arXiv 2512.02556. ``w`` may be negative; any scale of it is folded in by the
+caller.
 
-Shapes: ``q [B T J I]``, ``k [B S I]``, ``w [B T J]``; scores in float32 (float64 for float64 inputs). The result is
-int32 ``[B T M]`` with M = min(topk, S), in any order, with -1 in the slots left over where fewer keys are visible.
+Shapes: ``q [B T J I]``, ``k [B S I]``, ``w [B T J]``; scores in float32 (float64 for float64
+inputs). The result is int32 ``[B T M]`` with M = min(topk, S), in any order, with -1 in the slots
+left over where fewer keys are visible.
 
-Mask: ``start, stop [B T]`` as in :mod:`k31fn.kernels.attention`; a key outside is never chosen, a padding query
-(``start == stop``) chooses none.
+Mask: ``start, stop [B T]`` as in :mod:`k31fn.kernels.attention`; a key outside is never chosen, a
+padding query (``start == stop``) chooses none.
 
-Gradients: none. The layer wraps the call in :func:`k31fn.autodiff.decision`; the scores are differentiated by
-:mod:`k31fn.kernels.indexer_kl`.
+Gradients: none. The layer wraps the call in :func:`k31fn.autodiff.decision`; the scores are
+differentiated by :mod:`k31fn.kernels.indexer_kl`.
 """
 
 from k31fn.kernels.indexer.reference import index_scores
@@ -25,4 +27,6 @@ from k31fn.kernels.vendor import declined
 __all__ = ["index_scores", "index_topk"]
 
 index_topk = Op("index_topk", _reference)
-index_topk.register(declined("npu_lightning_indexer", "which of equal scores it takes is not documented"))
+index_topk.register(
+    declined("npu_lightning_indexer", "which of equal scores it takes is not documented")
+)

@@ -17,7 +17,10 @@ __all__ = ["index_scores", "index_topk"]
 def index_scores(
     q: Float[Tensor, "B T J I"], k: Float[Tensor, "B S I"], w: Float[Tensor, "B T J"], scale: float
 ) -> Float[Tensor, "B T S"]:
-    """``sum_j w[t, j] relu(scale <q[t, j], k[s]>)`` of all pairs, without a mask. Differentiable to any order."""
+    """``sum_j w[t, j] relu(scale <q[t, j], k[s]>)`` of all pairs, without a mask.
+
+    Differentiable to any order.
+    """
     return head_weighted_scores(upcast(q).flatten(-2) * scale, upcast(w), upcast(k))
 
 
@@ -44,7 +47,9 @@ def index_topk(
     queries = upcast(q).flatten(-2) * scale, upcast(w), start[..., None], stop[..., None]
     choose = functools.partial(_tile, num=min(topk, k.shape[-2]))
     width = w.shape[0] * w.shape[-1]
-    return torch.cat(map_query_tiles(choose, queries, (upcast(k),), width=width, gradient=False), dim=-2)
+    return torch.cat(
+        map_query_tiles(choose, queries, (upcast(k),), width=width, gradient=False), dim=-2
+    )
 
 
 def _tile(q: Tensor, w: Tensor, start: Tensor, stop: Tensor, k: Tensor, *, num: int) -> Tensor:

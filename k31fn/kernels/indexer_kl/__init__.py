@@ -3,15 +3,16 @@
 ``indexer_kl(q, k, w, teacher, topk_idx, scale)``::
 
     I[t, s]  = sum_j w[t, j] relu(scale <q[t, j], k[s]>)
-    KL_t     = sum_{s in S_t} p[t, s] (log p[t, s] - log softmax_{S_t}(I[t, :])[s])       S_t = topk_idx[t] without -1
+    KL_t     = sum_{s in S_t} p[t, s] (log p[t, s] - log softmax_{S_t}(I[t, :])[s])
+    S_t      = topk_idx[t] without -1
     result   = sum_t KL_t
 
-Source: DeepSeek-V3.2, arXiv 2512.02556, equations 3 and 4. No epsilon inside the logarithms (0 log 0 = 0), and slots
-of -1 take no part in the softmax.
+Source: DeepSeek-V3.2, arXiv 2512.02556, equations 3 and 4. No epsilon inside the logarithms (0 log
+0 = 0), and slots of -1 take no part in the softmax.
 
-Shapes: ``q [B T J I]``, ``k [B S I]``, ``w [B T J]``, ``teacher [B T M]`` (p on the slots of ``topk_idx [B T M]``;
-each row sums to 1). The result is a scalar, a plain sum over queries: the caller divides by its own denominator.
-float32 (float64 for float64 inputs).
+Shapes: ``q [B T J I]``, ``k [B S I]``, ``w [B T J]``, ``teacher [B T M]`` (p on the slots of
+``topk_idx [B T M]``; each row sums to 1). The result is a scalar, a plain sum over queries: the
+caller divides by its own denominator. float32 (float64 for float64 inputs).
 
 Mask: a query with an empty set (padding) adds 0. If T == S, ``topk_idx[t] <= t``.
 
@@ -27,6 +28,7 @@ __all__ = ["indexer_kl"]
 indexer_kl = Op("indexer_kl", _reference)
 indexer_kl.register(
     declined(
-        "npu_sparse_lightning_indexer_grad_kl_loss", "it makes the teacher from the attention's queries and keys itself"
+        "npu_sparse_lightning_indexer_grad_kl_loss",
+        "it makes the teacher from the attention's queries and keys itself",
     )
 )

@@ -10,7 +10,9 @@ from k31fn.typing import Float, Int, Tensor
 
 __all__ = ["interval_attention"]
 
-_MASKED = -1e30  # finite: a row without keys gives no NaN; absorbs any score, so exp gives exactly 0
+_MASKED = (
+    -1e30
+)  # finite: a row without keys gives no NaN; absorbs any score, so exp gives exactly 0
 
 
 def interval_attention(

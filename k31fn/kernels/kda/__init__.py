@@ -3,37 +3,39 @@
 ``kda(q, k, v, g, beta, ids, initial_state) -> KdaOut(o, state)``, for each head::
 
     S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T        S in R^{K x V}
-    o_t = S_t^T q_t                                                              reads the state after the update
+    o_t = S_t^T q_t                                                 reads the state after the update
 
-Source: Kimi Linear, arXiv 2510.26692, and the Kimi K3 report, arXiv 2607.24653. ``q`` and ``k`` come L2-normalised and
-``q`` scaled; no further scale is applied.
+Source: Kimi Linear, arXiv 2510.26692, and the Kimi K3 report, arXiv 2607.24653. ``q`` and ``k``
+come L2-normalised and ``q`` scaled; no further scale is applied.
 
-Shapes: ``q k [B T H K]``, ``v [B T H V]``, ``g [B T H K]`` (log-decay per channel), ``beta [B T H]``, ``ids [B T]``
-(document numbers, 0 is padding, at the end of a row only), ``initial_state [B H K V]`` or ``()`` for zeros. The result
-is ``o [B T H V]`` in the dtype of ``v`` and ``state [B H K V]`` in float32, as is all arithmetic (float64 for float64
-inputs).
+Shapes: ``q k [B T H K]``, ``v [B T H V]``, ``g [B T H K]`` (log-decay per channel), ``beta [B T
+H]``, ``ids [B T]`` (document numbers, 0 is padding, at the end of a row only), ``initial_state [B H
+K V]`` or ``()`` for zeros. The result is ``o [B T H V]`` in the dtype of ``v`` and ``state [B H K
+V]`` in float32, as is all arithmetic (float64 for float64 inputs).
 
-Documents: the state is zero at a document's first token, except that ``initial_state`` belongs to the document of the
-row's first token. ``state`` is that of the row's last document, after its last token. Padding (finite values) gives
-``o = 0``, changes no state and gets gradient 0. A token never changes a bit of the output of an earlier token, or of
-another document in the same grid.
+Documents: the state is zero at a document's first token, except that ``initial_state`` belongs to
+the document of the row's first token. ``state`` is that of the row's last document, after its last
+token. Padding (finite values) gives ``o = 0``, changes no state and gets gradient 0. A token never
+changes a bit of the output of an earlier token, or of another document in the same grid.
 
-Range: ``MIN_LOG_DECAY <= g <= 0``, which is not checked here. Implementations factor the decay between two tokens of a
-tile of ``TILE`` as ``exp(G_i) exp(-G_j)``, G the running sum of g: at -5 per token ``exp(-G)`` reaches e^80 = 5.5e34,
-which float32 and bfloat16 hold (3.4e38); beyond it they overflow. Configs refuse a lower bound below ``MIN_LOG_DECAY``.
-:func:`recurrence` has no such limit.
+Range: ``MIN_LOG_DECAY <= g <= 0``, which is not checked here. Implementations factor the decay
+between two tokens of a tile of ``TILE`` as ``exp(G_i) exp(-G_j)``, G the running sum of g: at -5
+per token ``exp(-G)`` reaches e^80 = 5.5e34, which float32 and bfloat16 hold (3.4e38); beyond it
+they overflow. Configs refuse a lower bound below ``MIN_LOG_DECAY``. :func:`recurrence` has no such
+limit.
 
 Gradients flow to ``q k v g beta initial_state``, to any order in the reference.
 
-``kda_fragment(k, v, g, beta, ids) -> KdaFragment(state, transition)`` is what the tokens of a fragment of a row do to
-the state, for context parallelism (KCP, section 5.1.2 of the K3 report)::
+``kda_fragment(k, v, g, beta, ids) -> KdaFragment(state, transition)`` is what the tokens of a
+fragment of a row do to the state, for context parallelism (KCP, section 5.1.2 of the K3 report)::
 
     kda(q, k, v, g, beta, ids, S).state = transition S + state        for every S [B H K V]
 
-``state [B H K V]`` is that of the last document from zero, ``transition [B H K K]`` the product over the tokens, the
-last one leftmost, of ``(I - beta k k^T) Diag(exp g)``; both in float32 (float64 for float64 inputs). S belongs to the
-document of the fragment's first token, so ``transition`` is 0 when another document begins inside. Padding contributes
-the identity: a fragment of padding gives ``state = 0`` and ``transition = I``. Range and padding are as above.
+``state [B H K V]`` is that of the last document from zero, ``transition [B H K K]`` the product
+over the tokens, the last one leftmost, of ``(I - beta k k^T) Diag(exp g)``; both in float32
+(float64 for float64 inputs). S belongs to the document of the fragment's first token, so
+``transition`` is 0 when another document begins inside. Padding contributes the identity: a
+fragment of padding gives ``state = 0`` and ``transition = I``. Range and padding are as above.
 Gradients flow to ``k v g beta``, to any order in the reference.
 """
 

@@ -1,21 +1,25 @@
-"""The algebra of KDA on a fixed grid of tiles, shared by the outputs (``reference``) and the relay (``fragment``).
+"""The algebra of KDA on a fixed grid of tiles, shared by the outputs (``reference``) and the relay
+(``fragment``).
 
-Each row is cut into tiles of 16 tokens wherever its documents begin. With G the running sum of g inside the token's
-document and tile, all tiles of a slab are prepared at once (the WY form of arXiv 2510.26692)::
+Each row is cut into tiles of 16 tokens wherever its documents begin. With G the running sum of g
+inside the token's document and tile, all tiles of a slab are prepared at once (the WY form of arXiv
+2510.26692)::
 
-    [L; P] = [K*e^G; Q*e^G] (K*e^-G)^T       strictly lower, inside documents; P only where outputs are asked for
+    [L; P] = [K*e^G; Q*e^G] (K*e^-G)^T  strictly lower, inside documents;
+                                             P only where outputs are asked for
     A      = (I + diag(beta) L)^-1 diag(beta)
-    W, U   = A R (K*e^G), A V                R keeps the rows of the document that the incoming state S belongs to
+    W, U   = A R (K*e^G), A V  R keeps the rows of the document that the incoming state S belongs to
 
 and only the state passes from tile to tile::
 
     Y = U - W S        S' = Diag(d) S + (K*F)^T Y
 
-``F_j`` is the decay from token j to the tile's end for the document that goes on, ``d`` that of the whole tile. The
-gradient of F goes to the g behind token j alone, so no two large equal terms cancel in the gradient of g, which stays
-good to float32's own rounding at the hardest decay.
+``F_j`` is the decay from token j to the tile's end for the document that goes on, ``d`` that of the
+whole tile. The gradient of F goes to the g behind token j alone, so no two large equal terms cancel
+in the gradient of g, which stays good to float32's own rounding at the hardest decay.
 
-S may have more columns than V: those of U are zero there, so what they begin with is only carried on.
+S may have more columns than V: those of U are zero there, so what they begin with is only carried
+on.
 """
 
 from __future__ import annotations
@@ -62,7 +66,9 @@ class Masks(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What a slab is made of before any state is known. ``rows``: k, and q where outputs are asked for."""
+    """What a slab is made of before any state is known. ``rows``: k, and q where outputs are asked
+    for.
+    """
 
     kq: Float[Tensor, "n B H rows C K"]
     v: Float[Tensor, "n B H C V"]
@@ -87,7 +93,9 @@ class Operands(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Result of a scan: the state that comes into each tile, Y, and the state that leaves the last tile."""
+    """Result of a scan: the state that comes into each tile, Y, and the state that leaves the last
+    tile.
+    """
 
     states: Float[Tensor, "n B H K V"]
     y: Float[Tensor, "n B H C V"]
@@ -95,11 +103,15 @@ class Run(NamedTuple):
 
 
 def make_masks(ids: Int[Tensor, "B T"], tile: int, dtype: torch.dtype) -> Masks:
-    """Masks of every tile; padding, that of the grid included, counts to the document before it but is not valid."""
+    """Masks of every tile; padding, that of the grid included, counts to the document before it but
+    is not valid.
+    """
     batch, length = ids.shape
     ids = torch.nn.functional.pad(ids, (0, -length % tile))
     padding, document = ids == 0, ids.cummax(dim=1).values
-    valid, document = (x.reshape(batch, -1, tile).transpose(0, 1)[:, :, None] for x in (~padding, document))
+    valid, document = (
+        x.reshape(batch, -1, tile).transpose(0, 1)[:, :, None] for x in (~padding, document)
+    )
     last = document[..., -1:]
     incoming = torch.cat([document[:1, ..., :1], last[:-1]])
     earlier = torch.ones(tile, tile, dtype=torch.bool, device=ids.device).tril()
@@ -125,13 +137,17 @@ def to_tiles(x: Float[Tensor, "B T H K"], masks: Masks) -> Float[Tensor, "n B H 
     return x.unflatten(1, (n, tile)).permute(1, 0, 3, 2, 4)
 
 
-def from_tiles(x: Float[Tensor, "n B H C K"], like: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H K"]:
+def from_tiles(
+    x: Float[Tensor, "n B H C K"], like: Float[Tensor, "B T H K"]
+) -> Float[Tensor, "B T H K"]:
     """The inverse of :func:`to_tiles`, in the dtype of ``like``."""
     return x.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : like.shape[1]].to(like.dtype)
 
 
 def prepare(rows: tuple[Tensor, ...], v: Tensor, g: Tensor, beta: Tensor, masks: Masks) -> Tiles:
-    """Everything that does not depend on the state, for all tiles at once; ``rows`` is ``(k,)`` or ``(k, q)``."""
+    """Everything that does not depend on the state, for all tiles at once; ``rows`` is ``(k,)`` or
+    ``(k, q)``.
+    """
     v, g, *tiled = (to_tiles(upcast(x), masks) for x in (v, g, *rows))
     beta = to_tiles(upcast(beta)[..., None], masks)[..., 0] * masks.valid
     tile = v.shape[3]
@@ -147,7 +163,9 @@ def prepare(rows: tuple[Tensor, ...], v: Tensor, g: Tensor, beta: Tensor, masks:
     at_end = decay[..., -1:, :]
     to_end = grow * (masks.leaves * at_end)
     whole = masks.keep[..., None] * at_end.mT
-    return Tiles(kq, v.contiguous(), beta, decay, grow, to_end, whole, kq_decayed, products, inverse)
+    return Tiles(
+        kq, v.contiguous(), beta, decay, grow, to_end, whole, kq_decayed, products, inverse
+    )
 
 
 def operands(t: Tiles, masks: Masks) -> Operands:
@@ -172,12 +190,16 @@ def scan(t: Tiles, m: Operands, state: Float[Tensor, "B H K V"]) -> Run:
 
 
 def scan_bwd(
-    t: Tiles, m: Operands, d_state: Float[Tensor, "B H K V"], from_outputs: tuple[Tensor, Tensor] | tuple[()] = ()
+    t: Tiles,
+    m: Operands,
+    d_state: Float[Tensor, "B H K V"],
+    from_outputs: tuple[Tensor, Tensor] | tuple[()] = (),
 ) -> Run:
-    """The adjoint: ``dU = dY + (K*F) dS; dS <- d dS - W^T dU + (dS from the outputs)``, last tile first.
+    """The adjoint: ``dU = dY + (K*F) dS; dS <- d dS - W^T dU + (dS from the outputs)``, last tile
+    first.
 
-    In the result ``y`` is dU and ``states`` are the gradients of the states that leave the tiles. ``from_outputs`` are
-    dY and dS as the outputs give them; ``()``: there are none.
+    In the result ``y`` is dU and ``states`` are the gradients of the states that leave the tiles.
+    ``from_outputs`` are dY and dS as the outputs give them; ``()``: there are none.
     """
     heads, s, states, d_us = d_state.shape[:2], d_state.flatten(0, 1), [], []
     tiles = zip(*map(_each, (t.whole, m.w.mT, m.out, *from_outputs)), strict=True)
@@ -226,15 +248,22 @@ def state_bwd(
     d_a = d_u @ t.v.mT - (minus_d_w @ m.k.mT) * masks.enters.mT
     strict, rows = masks.strict[:, :, :, 0], t.kq.shape[3]
     minus_d_low = t.inverse.mT @ (d_a * t.beta[..., None, :]) @ t.inverse.mT * strict
-    d_beta = ((d_a * t.inverse).sum(-2) - (minus_d_low * t.products[:, :, :, 0]).sum(-1)) * masks.valid
+    d_beta = (
+        (d_a * t.inverse).sum(-2) - (minus_d_low * t.products[:, :, :, 0]).sum(-1)
+    ) * masks.valid
     d_products = torch.cat([-t.beta[..., None] * minus_d_low, *(p * strict for p in d_p)], dim=3)
     k = t.kq[:, :, :, 0]
-    d_kq = accumulate(d_kq, d_products, k * t.grow).unflatten(3, (rows, -1)) * t.decay[:, :, :, None]
+    d_kq = (
+        accumulate(d_kq, d_products, k * t.grow).unflatten(3, (rows, -1)) * t.decay[:, :, :, None]
+    )
     d_k_grow = (d_products.mT @ t.kq_decayed) * t.grow
     d_k_out = (run.y @ back.states.mT) * t.to_end
     d_whole = (back.states * run.states).sum(-1) * t.whole[..., 0]
     d_g = masks.whole * d_whole[..., None, :]
-    for sums, d_sum in ((masks.suffix, d_k_out * k), (masks.prefix, (d_kq * t.kq).sum(3) - d_k_grow * k)):
+    for sums, d_sum in (
+        (masks.suffix, d_k_out * k),
+        (masks.prefix, (d_kq * t.kq).sum(3) - d_k_grow * k),
+    ):
         d_g = accumulate(d_g, sums.mT.expand_as(t.inverse), d_sum)
     d_k, *d_q = d_kq.unbind(3)
     return TileGradients([d_k + d_k_grow + d_k_out, *d_q], m.a.mT @ d_u, d_g, d_beta)

@@ -1,8 +1,9 @@
 """What a fragment of a row does to the state, in plain torch: the scan of ``kda`` without outputs.
 
-The scan is affine in the state, so one run from ``[0 | I]``, V + K columns of which only the first V read ``v``, ends
-in ``[S~ | M]``. As in ``kda`` a slab's backward is written by hand and starts from the slab's inputs: nothing lives
-between forward and backward but the op's inputs and one ``[K V+K]`` per slab and head.
+The scan is affine in the state, so one run from ``[0 | I]``, V + K columns of which only the first
+V read ``v``, ends in ``[S~ | M]``. As in ``kda`` a slab's backward is written by hand and starts
+from the slab's inputs: nothing lives between forward and backward but the op's inputs and one ``[K
+V+K]`` per slab and head.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from typing import Any
 import torch
 
 from k31fn.autodiff import custom_vjp
-from k31fn.kernels.kda.chunks import SLAB, Masks, from_tiles, make_masks, operands, prepare, scan, scan_bwd, state_bwd
+from k31fn.kernels.kda.chunks import (
+    SLAB,
+    Masks,
+    from_tiles,
+    make_masks,
+    operands,
+    prepare,
+    scan,
+    scan_bwd,
+    state_bwd,
+)
 from k31fn.kernels.kda.recurrence import TILE, KdaFragment
 from k31fn.precision import island
 from k31fn.typing import Float, Int, Tensor

@@ -1,4 +1,7 @@
-"""KDA token by token: the definition, slow, differentiable to any order. Every other form is tested against it."""
+"""KDA token by token: the definition, slow, differentiable to any order.
+
+Every other form is tested against it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from k31fn.typing import Float, Int, Tensor
 __all__ = ["MIN_LOG_DECAY", "TILE", "KdaFragment", "KdaOut", "recurrence"]
 
 TILE = 16
-"""Tokens whose decays are factored against each other; ``exp(-MIN_LOG_DECAY * TILE)`` is the largest factor."""
+"""Tokens whose decays are factored against each other; ``exp(-MIN_LOG_DECAY * TILE)`` is the
+largest factor.
+"""
 
 MIN_LOG_DECAY = -5.0
 """The strongest forgetting per token that a tile of 16 holds in float32 and bfloat16."""
@@ -26,7 +31,9 @@ class KdaOut(NamedTuple):
 
 
 class KdaFragment(NamedTuple):
-    """Result of ``kda_fragment``: from a state S before the fragment it makes ``transition S + state``."""
+    """Result of ``kda_fragment``: from a state S before the fragment it makes ``transition S +
+    state``.
+    """
 
     state: Float[Tensor, "B H K V"]
     transition: Float[Tensor, "B H K K"]
@@ -41,11 +48,17 @@ def recurrence(
     ids: Int[Tensor, "B T"],
     initial_state: Float[Tensor, "B H K V"] | tuple[()] = (),
 ) -> KdaOut:
-    """``S_t = (I - beta k k^T) Diag(e^g) S_{t-1} + beta k v^T``, ``o_t = S_t^T q_t``; see :mod:`k31fn.kernels.kda`."""
+    """``S_t = (I - beta k k^T) Diag(e^g) S_{t-1} + beta k v^T``, ``o_t = S_t^T q_t``; see
+    :mod:`k31fn.kernels.kda`.
+    """
     dtype = v.dtype
     q, k, v, g, beta = (upcast(x) for x in (q, k, v, g, beta))
     batch, length, heads, width = k.shape
-    state = v.new_zeros(batch, heads, width, v.shape[-1]) if isinstance(initial_state, tuple) else upcast(initial_state)
+    state = (
+        v.new_zeros(batch, heads, width, v.shape[-1])
+        if isinstance(initial_state, tuple)
+        else upcast(initial_state)
+    )
     document, outputs = ids[:, 0], []
     for t in range(length):
         valid = (ids[:, t] > 0)[:, None, None, None]

@@ -1,14 +1,15 @@
 """KDA in plain torch, chunk by chunk on a fixed grid.
 
-The state passes from tile to tile as :mod:`k31fn.kernels.kda.chunks` has it; the outputs follow for all tiles of a slab
-at once::
+The state passes from tile to tile as :mod:`k31fn.kernels.kda.chunks` has it; the outputs follow for
+all tiles of a slab at once::
 
     O = R (Q*e^G) S + P Y
 
 The diagonal of P is ``<q, k>``, free of G.
 
-A slab is 128 tokens. Its backward is written by hand, starts from the slab's inputs and is plain torch, so it can be
-differentiated again. Nothing lives between forward and backward but the op's inputs and one state per slab.
+A slab is 128 tokens. Its backward is written by hand, starts from the slab's inputs and is plain
+torch, so it can be differentiated again. Nothing lives between forward and backward but the op's
+inputs and one state per slab.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def kda(
     tile = min(TILE, length)
     masks = make_masks(ids, tile, island(v.dtype))
     if isinstance(initial_state, tuple):
-        state = torch.zeros(batch, heads, width, v.shape[-1], dtype=island(v.dtype), device=v.device)
+        state = torch.zeros(
+            batch, heads, width, v.shape[-1], dtype=island(v.dtype), device=v.device
+        )
     else:
         state = upcast(initial_state)
     tokens = zip(*(x.split(SLAB * tile, dim=1) for x in (q, k, v, g, beta)), strict=True)
@@ -91,13 +94,17 @@ def _slab_bwd(residuals: tuple[Any, ...], ct: tuple[Tensor, Tensor]) -> tuple[Te
     d = state_bwd(t, m, masks, run, back, (masks.enters * (d_o @ run.states.mT),), (d_p,))
     d_diagonal = (d_p.diagonal(dim1=-2, dim2=-1) * masks.valid)[..., None]
     tiled_k, tiled_q = t.kq.unbind(3)
-    d_k, d_q = (torch.addcmul(x, d_diagonal, y) for x, y in zip(d.rows, (tiled_q, tiled_k), strict=True))
+    d_k, d_q = (
+        torch.addcmul(x, d_diagonal, y) for x, y in zip(d.rows, (tiled_q, tiled_k), strict=True)
+    )
     d_beta = from_tiles(d.beta[..., None], beta[..., None])[..., 0]
     grads = [from_tiles(x, like) for x, like in ((d_q, q), (d_k, k), (d.v, v), (d.g, g))]
     return *grads, d_beta, back.last, None
 
 
-def _readers(t: Tiles, masks: Masks) -> tuple[Float[Tensor, "n B H C K"], Float[Tensor, "n B H C C"]]:
+def _readers(
+    t: Tiles, masks: Masks
+) -> tuple[Float[Tensor, "n B H C K"], Float[Tensor, "n B H C C"]]:
     """What the outputs read states and Y with: R (Q*e^G) and P."""
     k, q = t.kq.unbind(3)
     eye = torch.eye(k.shape[3], dtype=k.dtype, device=k.device)

@@ -1,12 +1,14 @@
-"""How a sublayer's output joins the streams of a manifold-constrained hyper-connection (mHC, arXiv 2512.24880).
+"""How a sublayer's output joins the streams of a manifold-constrained hyper-connection (mHC, arXiv
+2512.24880).
 
 ``mhc_post(x [B T N D], f [B T D], h_post [B T N], h_res [B T N N]) -> [B T N D]``, per token::
 
     x'[j] = h_post[j] f + sum_i h_res[i, j] x[i]
 
-The sum runs over the first index of ``h_res``. In float32 (float64 for float64 streams), rounded once to the dtype of
-``x``. The last three arguments but ``f`` come from :mod:`k31fn.kernels.mhc_pre`. No mask: tokens are independent.
-Gradients: to any order in the reference, in all arguments; the backward keeps its inputs only.
+The sum runs over the first index of ``h_res``. In float32 (float64 for float64 streams), rounded
+once to the dtype of ``x``. The last three arguments but ``f`` come from
+:mod:`k31fn.kernels.mhc_pre`. No mask: tokens are independent. Gradients: to any order in the
+reference, in all arguments; the backward keeps its inputs only.
 """
 
 import torch

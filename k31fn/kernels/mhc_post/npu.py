@@ -1,7 +1,8 @@
 # pyright: reportMissingImports=false
 """``mhc_post`` by CANN's operator for Ascend 950 and its gradient operator. First order only.
 
-The operator is documented as ``h_res^T x + h_post f``, the sum over the first index of ``h_res``, as here.
+The operator is documented as ``h_res^T x + h_post f``, the sum over the first index of ``h_res``,
+as here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def mhc_post_accepts(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> str
     if x.shape[-2] not in _STREAMS:
         return f"it takes {_STREAMS} streams, got {x.shape[-2]}"
     if f.dtype != x.dtype:
-        return f"the streams and the sublayer's output must have one dtype, got {x.dtype} and {f.dtype}"
+        return (
+            f"the streams and the sublayer's output must have one dtype, got {x.dtype} and "
+            f"{f.dtype}"
+        )
     return "" if x.numel() else "the operator takes no empty tensor"
 
 

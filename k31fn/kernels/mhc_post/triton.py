@@ -1,7 +1,10 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false
-"""The update of hyper-connected streams: every stream is read once and written once, each way. First order only."""
+"""The update of hyper-connected streams: every stream is read once and written once, each way.
+
+First order only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ __all__ = ["builds", "mhc_post", "mhc_post_accepts"]
 
 # per device kind: (forward, backward)
 _TILES = {
-    "cuda": (Tile(warps=2, per_core=32, columns=512, stages=1), Tile(warps=2, per_core=16, columns=512, stages=3)),
+    "cuda": (
+        Tile(warps=2, per_core=32, columns=512, stages=1),
+        Tile(warps=2, per_core=16, columns=512, stages=3),
+    ),
     "npu": (Tile(per_core=2, columns=1024, stages=1), Tile(per_core=2, columns=1024, stages=1)),
     "cpu": (Tile(columns=16), Tile(columns=16)),
 }
@@ -24,10 +30,23 @@ _TILES = {
 
 @triton.jit
 def mhc_post_forward(
-    x_ptr, f_ptr, post_ptr, res_ptr, out_ptr,
-    tokens, width, pieces, per_group, x_group, f_group, post_group, res_group,
-    N: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    f_ptr,
+    post_ptr,
+    res_ptr,
+    out_ptr,
+    tokens,
+    width,
+    pieces,
+    per_group,
+    x_group,
+    f_group,
+    post_group,
+    res_group,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     group = (tl.program_id(0) // per_group).to(tl.int64)
     streams = tl.arange(0, N)
     for p in tl.range(tl.program_id(0) % per_group, tokens * pieces, per_group, num_stages=STAGES):
@@ -35,9 +54,13 @@ def mhc_post_forward(
         columns = (p % pieces) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         tile = streams[:, None] * width + columns[None, :]
-        x = tl.load(x_ptr + (group * x_group + token * N * width) + tile, mask=inside[None, :], other=0.0)
+        x = tl.load(
+            x_ptr + (group * x_group + token * N * width) + tile, mask=inside[None, :], other=0.0
+        )
         x = x.to(tl.float32)
-        f = tl.load(f_ptr + (group * f_group + token * width) + columns, mask=inside, other=0.0).to(tl.float32)
+        f = tl.load(f_ptr + (group * f_group + token * width) + columns, mask=inside, other=0.0).to(
+            tl.float32
+        )
         res = res_ptr + (group * res_group + token * N * N)
         post = post_ptr + (group * post_group + token * N)
         out = out_ptr + (group * tokens + token) * N * width
@@ -49,11 +72,29 @@ def mhc_post_forward(
 
 @triton.jit
 def mhc_post_backward(
-    x_ptr, f_ptr, post_ptr, res_ptr, ct_ptr, d_x_ptr, d_f_ptr, d_post_ptr, d_res_ptr,
-    tokens, width, per_group, x_group, f_group, post_group, res_group, ct_group,
-    N: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr,
+    f_ptr,
+    post_ptr,
+    res_ptr,
+    ct_ptr,
+    d_x_ptr,
+    d_f_ptr,
+    d_post_ptr,
+    d_res_ptr,
+    tokens,
+    width,
+    per_group,
+    x_group,
+    f_group,
+    post_group,
+    res_group,
+    ct_group,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FOLD: tl.constexpr,
+    STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-):  # fmt: skip
+):
     group = (tl.program_id(0) // per_group).to(tl.int64)
     streams = tl.arange(0, N)
     for t in range(tl.program_id(0) % per_group, tokens, per_group):
@@ -73,9 +114,15 @@ def mhc_post_backward(
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
             tile = streams[:, None] * width + columns[None, :]
-            x = tl.load(x_ptr + (group * x_group + token * N * width) + tile, mask=inside[None, :], other=0.0)
+            x = tl.load(
+                x_ptr + (group * x_group + token * N * width) + tile,
+                mask=inside[None, :],
+                other=0.0,
+            )
             x = x.to(tl.float32)
-            f = tl.load(f_ptr + (group * f_group + token * width) + columns, mask=inside, other=0.0).to(tl.float32)
+            f = tl.load(
+                f_ptr + (group * f_group + token * width) + columns, mask=inside, other=0.0
+            ).to(tl.float32)
             d_x = tl.zeros((N, BLOCK), dtype=tl.float32)
             d_f = tl.zeros((BLOCK,), dtype=tl.float32)
             for j in tl.static_range(N):
@@ -97,10 +144,19 @@ def mhc_post_backward(
                     along_x = tl.sum(tl.reshape(x * ct[None, :], [N, BLOCK // FOLD, FOLD]), axis=2)
                     d_post = tl.where(streams[:, None] == j, d_post + along_f[None, :], d_post)
                 d_res = tl.where(streams[None, :, None] == j, d_res + along_x[:, None, :], d_res)
-            tl.store(d_x_ptr + written * N * width + tile, d_x.to(d_x_ptr.dtype.element_ty), mask=inside[None, :])
-            tl.store(d_f_ptr + written * width + columns, d_f.to(d_f_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                d_x_ptr + written * N * width + tile,
+                d_x.to(d_x_ptr.dtype.element_ty),
+                mask=inside[None, :],
+            )
+            tl.store(
+                d_f_ptr + written * width + columns, d_f.to(d_f_ptr.dtype.element_ty), mask=inside
+            )
         tl.store(d_post_ptr + written * N + streams, tl.sum(d_post, axis=1))
-        tl.store(d_res_ptr + written * N * N + streams[:, None] * N + streams[None, :], tl.sum(d_res, axis=2))
+        tl.store(
+            d_res_ptr + written * N * N + streams[:, None] * N + streams[None, :],
+            tl.sum(d_res, axis=2),
+        )
 
 
 def mhc_post_accepts(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> str:
@@ -144,9 +200,21 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
     pieces = triton.cdiv(width, tile.columns)
     per_group = programs(x.device, groups, tokens * pieces, tile.per_core)
     mhc_post_forward[(groups * per_group,)](
-        x, f, post, res, out, tokens, width, pieces, per_group, *map(step, (x, f, post, res)),
-        N=n, BLOCK=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+        x,
+        f,
+        post,
+        res,
+        out,
+        tokens,
+        width,
+        pieces,
+        per_group,
+        *map(step, (x, f, post, res)),
+        N=n,
+        BLOCK=tile.columns,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
     return (out,)
 
 
@@ -157,14 +225,27 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     tile = _TILES[x.device.type][1]
     per_group = programs(x.device, groups, tokens, tile.per_core)
     mhc_post_backward[(groups * per_group,)](
-        x, f, post, res, ct, *grads, tokens, width, per_group, *map(step, (x, f, post, res, ct)),
-        N=n, **_cut(x.device.type, tile, x.itemsize), num_warps=tile.warps,
-    )  # fmt: skip
+        x,
+        f,
+        post,
+        res,
+        ct,
+        *grads,
+        tokens,
+        width,
+        per_group,
+        *map(step, (x, f, post, res, ct)),
+        N=n,
+        **_cut(x.device.type, tile, x.itemsize),
+        num_warps=tile.warps,
+    )
     return tuple(grads)
 
 
 def _cut(kind: str, tile: Tile, itemsize: int) -> dict[str, int]:
-    """On Ascend each piece is summed at once; elsewhere a thread keeps sums of the 16 bytes that it loads."""
+    """On Ascend each piece is summed at once; elsewhere a thread keeps sums of the 16 bytes that it
+    loads.
+    """
     return {
         "BLOCK": tile.columns,
         "FOLD": tile.columns if kind == "npu" else 16 // itemsize,
@@ -178,18 +259,32 @@ def builds(kind: str) -> list[Build]:
     one, other = _TILES[kind]
     found = []
     for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
-        given = {"x_ptr": f"*{dtype}", "f_ptr": f"*{dtype}", "post_ptr": "*fp32", "res_ptr": "*fp32"}
+        given = {
+            "x_ptr": f"*{dtype}",
+            "f_ptr": f"*{dtype}",
+            "post_ptr": "*fp32",
+            "res_ptr": "*fp32",
+        }
         groups = ("x_group", "f_group", "post_group", "res_group")
         aligned = ("width", *groups)
         sizes = dict.fromkeys(("tokens", "width", "pieces", "per_group", *groups), "i32")
         forward = {**given, "out_ptr": f"*{dtype}", **sizes}
-        grads = {"d_x_ptr": f"*{dtype}", "d_f_ptr": f"*{dtype}", "d_post_ptr": "*fp32", "d_res_ptr": "*fp32"}
+        grads = {
+            "d_x_ptr": f"*{dtype}",
+            "d_f_ptr": f"*{dtype}",
+            "d_post_ptr": "*fp32",
+            "d_res_ptr": "*fp32",
+        }
         sizes = dict.fromkeys(("tokens", "width", "per_group", *groups, "ct_group"), "i32")
         backward = {**given, "ct_ptr": f"*{dtype}", **grads, **sizes}
         for name, kernel, signature, direction, tile in (
             ("mhc_post_forward", mhc_post_forward, forward, "forward", one),
             ("mhc_post_backward", mhc_post_backward, backward, "backward", other),
         ):
-            cut = {"N": 4} | {k: v for k, v in _cut(kind, tile, itemsize).items() if k in kernel.arg_names}
-            found.append(Build(f"{name} {dtype} N4 D5120", kernel, signature, cut, direction, tile, aligned))
+            cut = {"N": 4} | {
+                k: v for k, v in _cut(kind, tile, itemsize).items() if k in kernel.arg_names
+            }
+            found.append(
+                Build(f"{name} {dtype} N4 D5120", kernel, signature, cut, direction, tile, aligned)
+            )
     return found

@@ -17,7 +17,9 @@ SINKHORN_EPS = 1e-6
 
 
 class Pre(NamedTuple):
-    """What :func:`mhc_pre` gives; the last three are the arguments of ``mhc_post`` beside the sublayer's output."""
+    """What :func:`mhc_pre` gives; the last three are the arguments of ``mhc_post`` beside the
+    sublayer's output.
+    """
 
     y: Tensor
     x: Tensor
@@ -67,7 +69,9 @@ def sinkhorn(a: Float[Tensor, "*rows N N2"], iterations: int) -> Float[Tensor, "
         ValueError: fewer than one iteration.
     """
     if iterations < 1:
-        raise ValueError(f"sinkhorn: iterations={iterations} leave the columns as they are; use 1 or more")
+        raise ValueError(
+            f"sinkhorn: iterations={iterations} leave the columns as they are; use 1 or more"
+        )
     m = torch.softmax(a, -1) + SINKHORN_EPS
     m = m / (m.sum(-2, keepdim=True) + SINKHORN_EPS)
     for _ in range(iterations - 1):
@@ -103,9 +107,16 @@ def _weighted(x: Tensor, a: Tensor) -> Tensor:
     return torch.einsum("btn,btnd->btd", h_pre, upcast(x)).to(x.dtype)
 
 
-def _check(name: str, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], columns: int, scales: int) -> None:
+def _check(
+    name: str, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], columns: int, scales: int
+) -> None:
     streams, width = x.shape[-2:]
-    found, wanted = [list(w.shape) for w in weights], [[streams * width, columns], [scales], [columns]]
+    found, wanted = (
+        [list(w.shape) for w in weights],
+        [[streams * width, columns], [scales], [columns]],
+    )
     if found != wanted:
         texts = ("phi {}, scale {} and base {}".format(*shapes) for shapes in (wanted, found))
-        raise ValueError(f"{name}: {streams} streams of width {width} need {next(texts)}, got {next(texts)}")
+        raise ValueError(
+            f"{name}: {streams} streams of width {width} need {next(texts)}, got {next(texts)}"
+        )

@@ -1,14 +1,16 @@
 """Normalisation over the last dim, statistics in float32 (float64 for float64 inputs).
 
-``rms_norm(x, weight, eps)``: ``w * x * rsqrt(mean(x^2) + eps)`` (Zhang and Sennrich 2019, arXiv 1910.07467). Cast
-order of the released models: the normalised value is rounded to the dtype of ``x`` and then multiplied by the weight
-in that dtype.
+``rms_norm(x, weight, eps)``: ``w * x * rsqrt(mean(x^2) + eps)`` (Zhang and Sennrich 2019, arXiv
+1910.07467). Cast order of the released models: the normalised value is rounded to the dtype of
+``x`` and then multiplied by the weight in that dtype.
 
-``layer_norm(x, weight, bias, eps)``: ``w * (x - mean) * rsqrt(var + eps) + b`` with the biased variance (Ba et al.
-2016, arXiv 1607.06450), all in float32, rounded once.
+``layer_norm(x, weight, bias, eps)``: ``w * (x - mean) * rsqrt(var + eps) + b`` with the biased
+variance (Ba et al. 2016, arXiv 1607.06450), all in float32, rounded once.
 
-Shapes: ``x [..., D]``, ``weight`` and ``bias`` ``[D]``; the result has the shape and dtype of ``x``. Rows are
-independent, so no mask is taken: a padded row stays finite because of ``eps``. Differentiable to any order.
+Shapes: ``x [..., D]``, ``weight`` and ``bias`` ``[D]``; the result has the shape and dtype of
+``x``. Rows are
+independent, so no mask is taken: a padded row stays finite because of ``eps``. Differentiable to
+any order.
 """
 
 import torch
@@ -22,5 +24,7 @@ __all__ = ["layer_norm", "rms_norm"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 rms_norm = Op("rms_norm", _rms_norm)
-rms_norm.register(adapter("norm", "rms_norm", "npu_rms_norm", "npu_rms_norm_backward", dtypes=_DTYPES))
+rms_norm.register(
+    adapter("norm", "rms_norm", "npu_rms_norm", "npu_rms_norm_backward", dtypes=_DTYPES)
+)
 layer_norm = Op("layer_norm", _layer_norm)

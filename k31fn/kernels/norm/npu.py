@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false
 """``rms_norm`` by CANN's operator and its gradient operator. First order only.
 
-The operator takes a weight of the dtype of ``x`` and keeps ``rsqrt(mean(x^2) + eps)`` in float32. Its documentation
-does not say whether bfloat16 is rounded once more before the weight, as this op is: values may differ by one rounding.
+The operator takes a weight of the dtype of ``x`` and keeps ``rsqrt(mean(x^2) + eps)`` in float32.
+Its documentation does not say whether bfloat16 is rounded once more before the weight, as this op
+is: values may differ by one rounding.
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ def _fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Any]:
 def _bwd(eps: float, residuals: Any, ct: Tensor) -> tuple[Tensor, Tensor]:
     x, weight, inverse = residuals
     rows = x.reshape(-1, x.shape[-1])
-    d_x, d_weight = torch_npu.npu_rms_norm_backward(ct.reshape(rows.shape), rows, weight.to(x.dtype), inverse)
+    d_x, d_weight = torch_npu.npu_rms_norm_backward(
+        ct.reshape(rows.shape), rows, weight.to(x.dtype), inverse
+    )
     return d_x.view(x.shape), d_weight.to(weight.dtype)
 
 
-_rms_norm = custom_vjp(_fwd, nondiff_argnums=(2,), opaque=True, name="rms_norm (npu)").defvjp(_fwd, _bwd)
+_rms_norm = custom_vjp(_fwd, nondiff_argnums=(2,), opaque=True, name="rms_norm (npu)").defvjp(
+    _fwd, _bwd
+)

@@ -10,8 +10,12 @@ from k31fn.typing import Float, Tensor
 __all__ = ["layer_norm", "rms_norm"]
 
 
-def rms_norm(x: Float[Tensor, "*rows D"], weight: Float[Tensor, "D"], eps: float) -> Float[Tensor, "*rows D"]:
-    """``weight * round(x * rsqrt(mean(x^2) + eps))``: rounded to the dtype of ``x`` before the weight."""
+def rms_norm(
+    x: Float[Tensor, "*rows D"], weight: Float[Tensor, "D"], eps: float
+) -> Float[Tensor, "*rows D"]:
+    """``weight * round(x * rsqrt(mean(x^2) + eps))``: rounded to the dtype of ``x`` before the
+    weight.
+    """
     x_wide = upcast(x)
     normalised = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
     return normalised.to(x.dtype) * weight.to(x.dtype)

@@ -1,8 +1,9 @@
-"""``scaled_matmul`` by torch's scaled product (``torch.nn.functional.scaled_mm``; torch 2.11 and 2.13).
+"""``scaled_matmul`` by torch's scaled product (``torch.nn.functional.scaled_mm``; torch 2.11 and
+2.13).
 
-Layouts are those that the CUDA library asks for: codes of both operands with the contracted dimension innermost; scales
-of rows by 128 with the rows innermost, of 128 x 128 with the contracted dimension innermost, padded to a multiple of
-four blocks.
+Layouts are those that the CUDA library asks for: codes of both operands with the contracted
+dimension innermost; scales of rows by 128 with the rows innermost, of 128 x 128 with the contracted
+dimension innermost, padded to a multiple of four blocks.
 """
 
 from __future__ import annotations
@@ -42,9 +43,14 @@ def accepts(a: Tensor, b: Tensor, scaling: Scaling = "rows", b_blocks: bool = Fa
 
 @functools.cache
 def _trial(scaling: Scaling, index: int) -> str:
-    """Whether a small product of each kind is right here: older libraries refuse, or misread scales."""
+    """Whether a small product of each kind is right here: older libraries refuse, or misread
+    scales.
+    """
     where = torch.device("cuda", index)
-    a, b = (torch.randn(256, 640, device=where).bfloat16(), torch.randn(640, 384, device=where).bfloat16())
+    a, b = (
+        torch.randn(256, 640, device=where).bfloat16(),
+        torch.randn(640, 384, device=where).bfloat16(),
+    )
     for b_blocks in (False, True):
         try:
             got = scaled_mm(a, b, scaling, b_blocks).float()
@@ -60,7 +66,12 @@ def _multiply(a: Codes, b: Codes, scaling: Scaling, dtype: torch.dtype) -> Float
     codes = a.codes, b.codes.mT
     rows = F.ScalingType.RowWise  # pyright: ignore[reportAttributeAccessIssue]
     if scaling == "rows":
-        how = {"scale_a": a.scales, "scale_recipe_a": rows, "scale_b": b.scales.mT, "scale_recipe_b": rows}
+        how = {
+            "scale_a": a.scales,
+            "scale_recipe_a": rows,
+            "scale_b": b.scales.mT,
+            "scale_recipe_b": rows,
+        }
         return F.scaled_mm(*codes, **how, output_dtype=dtype)
     fine, coarse = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128  # pyright: ignore[reportAttributeAccessIssue]
     in_blocks = b.scales.shape[0] != b.codes.shape[0]

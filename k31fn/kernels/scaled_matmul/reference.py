@@ -19,13 +19,18 @@ _LEAST = 16  # sizes that the library's products by rows take are multiples of i
 
 
 def fits(rows: int, features: int, columns: int, scaling: Scaling) -> bool:
-    """Whether the product ``[rows, features] x [features, columns]`` and both its gradients have sizes for FP8."""
+    """Whether the product ``[rows, features] x [features, columns]`` and both its gradients have
+    sizes for FP8.
+    """
     multiple = _LEAST if scaling == "rows" else BLOCK
     return all(n > 0 and n % multiple == 0 for n in (rows, features, columns))
 
 
 def _decode(x: Codes) -> Float[Tensor, "R K"]:
-    per_row, per_column = x.codes.shape[0] // x.scales.shape[0], x.codes.shape[1] // x.scales.shape[1]
+    per_row, per_column = (
+        x.codes.shape[0] // x.scales.shape[0],
+        x.codes.shape[1] // x.scales.shape[1],
+    )
     each = x.scales.repeat_interleave(per_row, 0).repeat_interleave(per_column, 1)
     return x.codes.to(each.dtype) * each
 
@@ -49,7 +54,9 @@ def product_rule(multiply: Multiply, name: str) -> Callable[..., Tensor]:
     def fwd(scaling: Scaling, b_blocks: bool, a: Tensor, b: Tensor) -> tuple[Tensor, Any]:
         return product(scaling, b_blocks, a, b), (a, b)
 
-    def bwd(scaling: Scaling, b_blocks: bool, needs: Any, residuals: Any, ct: Tensor) -> tuple[Any, Any]:
+    def bwd(
+        scaling: Scaling, b_blocks: bool, needs: Any, residuals: Any, ct: Tensor
+    ) -> tuple[Any, Any]:
         a, b = residuals
         da = rule(scaling, b_blocks, ct, b.mT) if needs[0] else None
         return da, rule(scaling, False, a.mT, ct) if needs[1] else None
@@ -62,7 +69,10 @@ _reference = product_rule(_multiply, "scaled_matmul")
 
 
 def scaled_matmul(
-    a: Float[Tensor, "M K"], b: Float[Tensor, "K N"], scaling: Scaling = "rows", b_blocks: bool = False
+    a: Float[Tensor, "M K"],
+    b: Float[Tensor, "K N"],
+    scaling: Scaling = "rows",
+    b_blocks: bool = False,
 ) -> Float[Tensor, "M N"]:
     """The product of both operands in FP8, summed in float32.
 
@@ -72,5 +82,8 @@ def scaled_matmul(
     sizes = a.shape[0], a.shape[1], b.shape[1]
     if not fits(*sizes, scaling):
         multiple = _LEAST if scaling == "rows" else BLOCK
-        raise ValueError(f"scaled_matmul: M, K, N={sizes} with scaling={scaling!r} must be multiples of {multiple}")
+        raise ValueError(
+            f"scaled_matmul: M, K, N={sizes} with scaling={scaling!r} must be multiples of "
+            f"{multiple}"
+        )
     return _reference(a, b, scaling, b_blocks)

@@ -2,17 +2,20 @@
 
 ``short_conv(x, weight, ids, history)``::
 
-    z[t, c] = sum_{j=0}^{W-1} weight[c, W-1-j] x[t-j, c]      over the t - j that are in the document of t
+    z[t, c] = sum_{j=0}^{W-1} weight[c, W-1-j] x[t-j, c]
+              over the t - j that are in the document of t
     y       = z sigmoid(z)
 
-Source: Kimi Linear, arXiv 2510.26692. ``weight[:, -1]`` meets the token itself, as in ``torch.nn.Conv1d``. No bias.
+Source: Kimi Linear, arXiv 2510.26692. ``weight[:, -1]`` meets the token itself, as in
+``torch.nn.Conv1d``. No bias.
 
-Shapes: ``x [B T channels]``, ``weight [channels W]``, ``ids [B T]`` (document numbers, 0 is padding, at the end of a
-row only), ``history [B W-1 channels]``: the W-1 inputs before the row, oldest first, which belong to the document of
-the row's first token; ``()`` for zeros. Computed in float32 (float64 for float64 inputs), rounded once to the dtype of
-``x``.
+Shapes: ``x [B T channels]``, ``weight [channels W]``, ``ids [B T]`` (document numbers, 0 is
+padding, at the end of a row only), ``history [B W-1 channels]``: the W-1 inputs before the row,
+oldest first, which belong to the document of the row's first token; ``()`` for zeros. Computed in
+float32 (float64 for float64 inputs), rounded once to the dtype of ``x``.
 
-Documents: a document's history before its first token is zero. Padding (finite values) gives 0 and gets gradient 0.
+Documents: a document's history before its first token is zero. Padding (finite values) gives 0 and
+gets gradient 0.
 
 Gradients flow to ``x weight history``, to any order in the reference.
 """

@@ -1,4 +1,5 @@
-"""Short convolution in plain torch: W shifted copies of the input, each tap masked after its product.
+"""Short convolution in plain torch: W shifted copies of the input, each tap masked after its
+product.
 
 In this order autograd keeps the input and the sum before SiLU, and no masked copy per tap.
 """
@@ -22,9 +23,15 @@ def short_conv(
     """``SiLU(conv(x))``; contract in :mod:`k31fn.kernels.short_conv`."""
     channels, width = weight.shape
     length = x.shape[1]
-    before = x.new_zeros(x.shape[0], width - 1, channels) if isinstance(history, tuple) else history.to(x.dtype)
+    before = (
+        x.new_zeros(x.shape[0], width - 1, channels)
+        if isinstance(history, tuple)
+        else history.to(x.dtype)
+    )
     extended = upcast(torch.cat([before, x], dim=1))
-    taps = upcast(weight).mT.contiguous()  # [W channels]: a strided factor would cost four times the pass
+    taps = upcast(
+        weight
+    ).mT.contiguous()  # [W channels]: a strided factor would cost four times the pass
     visible = _visible(ids, width, taps.dtype)
     z = visible[..., -1:] * (extended[:, width - 1 :] * taps[-1])
     for j in range(width - 1):
@@ -33,6 +40,8 @@ def short_conv(
 
 
 def _visible(ids: Int[Tensor, "B T"], width: int, dtype: torch.dtype) -> Float[Tensor, "B T W"]:
-    """[t, j]: 1 where token t - (W-1-j), which tap j meets, is in the document of t; else, and for padding, 0."""
+    """[t, j]: 1 where token t - (W-1-j), which tap j meets, is in the document of t; else, and for
+    padding, 0.
+    """
     extended = torch.cat([ids[:, :1].expand(-1, width - 1), ids], dim=1)
     return ((extended.unfold(1, width, 1) == ids[..., None]) & (ids > 0)[..., None]).to(dtype)

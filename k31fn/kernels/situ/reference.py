@@ -11,7 +11,10 @@ __all__ = ["situ_glu"]
 
 
 def situ_glu(
-    gate: Float[Tensor, "*rows F"], up: Float[Tensor, "*rows F"], beta: float = 4.0, linear_beta: float = 25.0
+    gate: Float[Tensor, "*rows F"],
+    up: Float[Tensor, "*rows F"],
+    beta: float = 4.0,
+    linear_beta: float = 25.0,
 ) -> Float[Tensor, "*rows F"]:
     """``[beta tanh(g / beta) sigmoid(g)] * [linear_beta tanh(u / linear_beta)]``."""
     g, u = upcast(gate), upcast(up)

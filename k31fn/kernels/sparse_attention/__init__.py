@@ -2,21 +2,26 @@
 
 ``sparse_attention(q, k, k_shared, v, topk_idx, scale) -> (out, probs)``::
 
-    p[t, h, s] = softmax over s in S_t of scale <q[t, h], [k[s, h] ; k_shared[s]]>     S_t = topk_idx[t] without -1
+    p[t, h, s] = softmax over s in S_t of scale <q[t, h], [k[s, h] ; k_shared[s]]>
+                 S_t = topk_idx[t] without -1
     out[t, h]  = sum_{s in S_t} p[t, h, s] v[s, h]
     probs[t, m] = sum_h p[t, h, topk_idx[t, m]]
 
-Source: DeepSeek-V3.2, arXiv 2512.02556 (one set for all heads; the head-summed probabilities teach the indexer).
+Source: DeepSeek-V3.2, arXiv 2512.02556 (one set for all heads; the head-summed probabilities teach
+the indexer).
 
-Shapes: ``q [B T H K]``, ``k [B S Hk N]``, ``k_shared [B S P]`` with K = N + P, ``v [B S Hk V]``, Hk = H or 1 (one
-head for all: the absorbed form, where ``k`` and ``v`` are both the latent and ``q`` carries the absorbed weight);
-``topk_idx [B T M]`` distinct positions, -1 where there are fewer. ``out [B T H V]`` and ``probs [B T M]`` in float32
-(float64 for float64 inputs). Under tensor parallelism ``probs`` sums over the local heads.
+Shapes: ``q [B T H K]``, ``k [B S Hk N]``, ``k_shared [B S P]`` with K = N + P, ``v [B S Hk V]``, Hk
+= H or 1 (one
+head for all: the absorbed form, where ``k`` and ``v`` are both the latent and ``q`` carries the
+absorbed weight); ``topk_idx [B T M]`` distinct positions, -1 where there are fewer. ``out [B T H
+V]`` and ``probs [B T M]`` in float32 (float64 for float64 inputs). Under tensor parallelism
+``probs`` sums over the local heads.
 
-Mask: the set says all; it must hold visible keys only, and if T == S, ``topk_idx[t] <= t``. A query with none (all
--1) has output 0 and probs 0; slots of -1 have probs 0.
+Mask: the set says all; it must hold visible keys only, and if T == S, ``topk_idx[t] <= t``. A query
+with none (all -1) has output 0 and probs 0; slots of -1 have probs 0.
 
-Gradients: of ``out`` to ``q, k, k_shared, v``, to any order; none through ``probs`` or ``topk_idx``.
+Gradients: of ``out`` to ``q, k, k_shared, v``, to any order; none through ``probs`` or
+``topk_idx``.
 """
 
 from k31fn.kernels.registry import Op
@@ -27,4 +32,6 @@ from k31fn.kernels.vendor import declined
 __all__ = ["SparseAttentionOut", "sparse_attention"]
 
 sparse_attention = Op("sparse_attention", _reference)
-sparse_attention.register(declined("npu_sparse_flash_attention", "it does not give the probabilities"))
+sparse_attention.register(
+    declined("npu_sparse_flash_attention", "it does not give the probabilities")
+)

@@ -1,4 +1,6 @@
-"""Plain torch form: dense tiles of queries with the set as a mask, so nothing of T x topk x K is gathered."""
+"""Plain torch form: dense tiles of queries with the set as a mask, so nothing of T x topk x K is
+gathered.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ def sparse_attention(
     topk_idx: Int[Tensor, "B T M"],
     scale: float,
 ) -> SparseAttentionOut:
-    """Softmax attention over the keys ``topk_idx[t]`` of each query, and the head-summed probabilities."""
+    """Softmax attention over the keys ``topk_idx[t]`` of each query, and the head-summed
+    probabilities.
+    """
     queries, keys, values = heads_first(q, k, k_shared, v, scale)
-    tiles = map_query_tiles(_tile, (queries, topk_idx), (keys, values), width=q.shape[0] * q.shape[2])
+    tiles = map_query_tiles(
+        _tile, (queries, topk_idx), (keys, values), width=q.shape[0] * q.shape[2]
+    )
     out = torch.cat([o for o, _ in tiles], dim=-2).transpose(1, 2)
     some = (topk_idx >= 0).any(dim=-1)
     return SparseAttentionOut(
@@ -50,5 +56,7 @@ def _tile(q: Tensor, topk_idx: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
 def as_mask(topk_idx: Int[Tensor, "B t M"], num_keys: int) -> Bool[Tensor, "B t S"]:
     """True at the chosen keys. Slots of -1 go to an extra column, which is cut off."""
     slot = torch.where(topk_idx < 0, num_keys, topk_idx).to(torch.int64)
-    none = torch.zeros((*topk_idx.shape[:-1], num_keys + 1), dtype=torch.bool, device=topk_idx.device)
+    none = torch.zeros(
+        (*topk_idx.shape[:-1], num_keys + 1), dtype=torch.bool, device=topk_idx.device
+    )
     return none.scatter(-1, slot, True)[..., :num_keys]

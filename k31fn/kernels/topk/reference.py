@@ -19,10 +19,12 @@ def topk(
     eligible: Bool[Tensor, "*rows S"] | None = None,
     ordered: bool = True,
 ) -> Int[Tensor, "*rows M"]:
-    """Positions of the k greatest scores, lowest position first among equals, -1 where a row has fewer.
+    """Positions of the k greatest scores, lowest position first among equals, -1 where a row has
+    fewer.
 
-    Scores of up to 32 bits: one int64 key holds the score's ordered bits above the reversed position, so keys are
-    distinct. float64 leaves no room for the position: a stable sort of the exact values.
+    Scores of up to 32 bits: one int64 key holds the score's ordered bits above the reversed
+    position, so keys are distinct. float64 leaves no room for the position: a stable sort of the
+    exact values.
 
     Raises:
         ValueError: k < 1.
@@ -43,7 +45,9 @@ def topk(
 
 
 _POSITION_BITS = 31
-_LOWEST_FINITE = -0x7F800000 << _POSITION_BITS  # keys of -inf lie below: its ordered bits are -0x7F800001
+_LOWEST_FINITE = (
+    -0x7F800000 << _POSITION_BITS
+)  # keys of -inf lie below: its ordered bits are -0x7F800001
 
 
 def _distinct_keys(scores: Float[Tensor, "*rows S"]) -> Int[Tensor, "*rows S"]:

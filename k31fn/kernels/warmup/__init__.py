@@ -1,14 +1,17 @@
-"""Kernels compiled before they are launched, in parallel processes, into a cache that later processes load.
+"""Kernels compiled before they are launched, in parallel processes, into a cache that later
+processes load.
 
-Three steps. :func:`launches` runs operators on arguments of the right shapes while Triton is told to note what it would
-compile and not to compile it: names, types, constants, alignment and options of each launch, exactly as the launch
-itself would ask for them. :class:`Compilers` gives these to processes that compile them without a device. Then each
-process loads what it needs (:func:`k31fn.kernels.warmup.triton.load`).
+Three steps. :func:`launches` runs operators on arguments of the right shapes while Triton is told
+to note what it would compile and not to compile it: names, types, constants, alignment and options
+of each launch, exactly as the launch itself would ask for them. :class:`Compilers` gives these to
+processes that compile them without a device. Then each process loads what it needs
+(:func:`k31fn.kernels.warmup.triton.load`).
 
-The cache is Triton's own, whose key has the target, Triton's version and the kernel's source with all that it calls, in
-a folder for the device and the versions of torch and Triton. Triton writes each file under another name and renames it,
-but believes what it finds. So beside the files of a kernel stand their SHA-256, written last: an entry without them, or
-with others, is compiled again, and one process at a time works on an entry.
+The cache is Triton's own, whose key has the target, Triton's version and the kernel's source with
+all that it calls, in a folder for the device and the versions of torch and Triton. Triton writes
+each file under another name and renames it, but believes what it finds. So beside the files of a
+kernel stand their SHA-256, written last: an entry without them, or with others, is compiled again,
+and one process at a time works on an entry.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class Launch(NamedTuple):
 
 
 class _Like(NamedTuple):
-    """A tensor without its values. ``offset``: bytes past a multiple of 16, which a kernel is compiled for."""
+    """A tensor without its values. ``offset``: bytes past a multiple of 16, which a kernel is
+    compiled for.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -60,8 +65,14 @@ class _Like(NamedTuple):
 
     def zeros(self, device: torch.device) -> Tensor:
         first = self.offset // self.dtype.itemsize
-        size = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) if 0 not in self.shape else 0
-        return torch.zeros(first + size, dtype=self.dtype, device=device).as_strided(self.shape, self.stride, first)
+        size = (
+            1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+            if 0 not in self.shape
+            else 0
+        )
+        return torch.zeros(first + size, dtype=self.dtype, device=device).as_strided(
+            self.shape, self.stride, first
+        )
 
 
 class Call(NamedTuple):
@@ -73,7 +84,9 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """Collects different calls: an instance is what :func:`~k31fn.kernels.registry.watch_calls` takes."""
+    """Collects different calls: an instance is what :func:`~k31fn.kernels.registry.watch_calls`
+    takes.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Any, Call] = {}
@@ -89,7 +102,8 @@ class Calls:
 
 
 def launches(calls: Sequence[Call] | Calls, device: torch.device) -> list[Launch]:
-    """The kernels that these calls and their backwards would compile, by the implementations in force; compiles none.
+    """The kernels that these calls and their backwards would compile, by the implementations in
+    force; compiles none.
 
     Args:
         calls: of operators.

@@ -1,4 +1,6 @@
-"""A process that compiles: ``python -m k31fn.kernels.warmup FOLDER`` reads launches, a line of JSON each."""
+"""A process that compiles: ``python -m k31fn.kernels.warmup FOLDER`` reads launches, a line of JSON
+each.
+"""
 
 from __future__ import annotations
 

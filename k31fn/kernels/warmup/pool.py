@@ -24,7 +24,8 @@ class WarmUpError(RuntimeError):
 
 
 class Compilers:
-    """Compiles kernels into a folder, in ``processes`` processes, which start at once and end with the block.
+    """Compiles kernels into a folder, in ``processes`` processes, which start at once and end with
+    the block.
 
     They do not see a device. One that dies is replaced, and its kernel given to another one.
 
@@ -42,7 +43,10 @@ class Compilers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for process in self._processes:
             process.end()
@@ -52,7 +56,9 @@ class Compilers:
         """Of the processes."""
         return [process.pid for process in self._processes]
 
-    def compile(self, wanted: Sequence[Any], progress: Callable[[str], object] = lambda state: None) -> list[str]:
+    def compile(
+        self, wanted: Sequence[Any], progress: Callable[[str], object] = lambda state: None
+    ) -> list[str]:
         """How each was made, in order: ``"found"`` in the cache, ``"compiled"`` or ``"rebuilt"``.
 
         Args:
@@ -77,7 +83,10 @@ class Compilers:
                     if tries + 1 < _TRIES:
                         waiting.append((number, tries + 1))
                     else:
-                        errors.append(f"{_name(wanted[number])}: the process that compiled it died, {_TRIES} times")
+                        errors.append(
+                            f"{_name(wanted[number])}: the process that compiled it died, "
+                            f"{_TRIES} times"
+                        )
                 elif "error" in answer:
                     errors.append(f"{_name(wanted[number])}: {answer['error']}")
                 else:
@@ -110,7 +119,9 @@ class _Process:
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         command = [sys.executable, "-m", "k31fn.kernels.warmup", str(self._folder)]
-        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     @property
     def pid(self) -> int:

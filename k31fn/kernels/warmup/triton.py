@@ -1,7 +1,9 @@
 # pyright: reportMissingImports=false
-"""What :mod:`k31fn.kernels.warmup` needs of Triton: its hooks, its cache, and a driver for where there is no device.
+"""What :mod:`k31fn.kernels.warmup` needs of Triton: its hooks, its cache, and a driver for where
+there is no device.
 
-Uses ``triton.knobs``, ``JITFunction.preload`` and ``runtime.driver.set_active``; with triton 3.6 and 3.9.
+Uses ``triton.knobs``, ``JITFunction.preload`` and ``runtime.driver.set_active``; with triton 3.6
+and 3.9.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def use_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The kernels that Triton compiles inside, by name; one that it finds in its cache is not among them."""
+    """The kernels that Triton compiles inside, by name; one that it finds in its cache is not among
+    them.
+    """
     names: list[str] = []
     before = knobs.compilation.listener
 
@@ -72,13 +76,18 @@ def compilations() -> Iterator[list[str]]:
 
 
 def record(run: Callable[[], None]) -> list[Launch]:
-    """The kernels that ``run()`` would compile. None of them is compiled or launched, so its results mean nothing."""
+    """The kernels that ``run()`` would compile.
+
+    None of them is compiled or launched, so its results mean nothing.
+    """
     found: dict[Launch, None] = {}
 
     def note(*, fn: Any, compile: Any, **_: Any) -> bool:
         kernel, t = fn.jit_function.fn, cast(GPUTarget, driver.active.get_current_target())
         target = (t.backend, t.arch, t.warp_size)
-        found[Launch(kernel.__module__, kernel.__qualname__, target, compile["specialization_data"])] = None
+        found[
+            Launch(kernel.__module__, kernel.__qualname__, target, compile["specialization_data"])
+        ] = None
         return True  # which makes Triton leave the launch out
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
@@ -106,7 +115,9 @@ class _Ahead:
 
 
 def ahead_of_time(target: tuple[str, int | str, int]) -> None:
-    """From now on this process compiles for ``target``, whether it has such a device or not, and launches nothing."""
+    """From now on this process compiles for ``target``, whether it has such a device or not, and
+    launches nothing.
+    """
     stand_in: Any = _Ahead(GPUTarget(*target))
     driver.set_active(stand_in)
 
@@ -115,7 +126,8 @@ def ensure(launch: Launch) -> tuple[Any, str]:
     """The compiled kernel, from the cache if it is there whole, and how it was made.
 
     Returns:
-        Triton's kernel; and ``"found"``, ``"compiled"``, or ``"rebuilt"``: something was there, but not all of it.
+        Triton's kernel; and ``"found"``, ``"compiled"``, or ``"rebuilt"``: something was there, but
+        not all of it.
     """
     kernel_of = getattr(importlib.import_module(launch.module), launch.function)
     with _alone(launch), compilations() as made:
@@ -136,7 +148,8 @@ def ensure(launch: Launch) -> tuple[Any, str]:
 
 
 def load(wanted: Sequence[Launch], *, on_device: bool) -> None:
-    """Loads kernels into this process, and into its current device's memory if ``on_device``; compiles what is missing.
+    """Loads kernels into this process, and into its current device's memory if ``on_device``;
+    compiles what is missing.
 
     A launch of one of them finds it without asking the file system.
     """
@@ -148,12 +161,17 @@ def load(wanted: Sequence[Launch], *, on_device: bool) -> None:
 
 @contextlib.contextmanager
 def _alone(launch: Launch) -> Iterator[None]:
-    """One process at a time works on an entry. The system unlocks what a process that is killed held."""
+    """One process at a time works on an entry.
+
+    The system unlocks what a process that is killed held.
+    """
     locks = Path(knobs.cache.dir) / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(json.dumps(launch).encode()).hexdigest()
     with open(locks / name, "a") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: both compile, and the last name wins
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: both compile, and the last name wins
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -168,7 +186,9 @@ def _always_compiling() -> Iterator[None]:
 
 
 def _drop_odd_groups() -> None:
-    """Removes lists of an entry's files that are JSON and no such list: Triton fails on them even where it compiles."""
+    """Removes lists of an entry's files that are JSON and no such list: Triton fails on them even
+    where it compiles.
+    """
     for file in Path(knobs.cache.dir).glob("*/__grp__*"):
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(file.read_text())

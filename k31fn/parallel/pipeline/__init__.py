@@ -1,12 +1,12 @@
 """Pipeline parallelism: schedules as data, and what runs them.
 
-    table = schedule("1f1b", num_ranks=4, num_micro_batches=8)
-    print(bubble(timeline(table)))
-    result = run(table, [stage], [params], batches, axis=axes.pp, carries=carries)      # on each rank
+    table = schedule("1f1b", num_ranks=4, num_micro_batches=8) print(bubble(timeline(table))) result
+    = run(table, [stage], [params], batches, axis=axes.pp, carries=carries)      # on each rank
 
-* :func:`schedule`: a table of actions per rank; :func:`check`, :func:`timeline`, :func:`bubble` look at one.
-* :func:`run`: performs a rank's row of a table, on real ranks (threads or processes); :func:`check_stages`: whether
-  stages fit a schedule that splits the backward.
+* :func:`schedule`: a table of actions per rank; :func:`check`, :func:`timeline`, :func:`bubble`
+  look at one.
+* :func:`run`: performs a rank's row of a table, on real ranks (threads or processes);
+  :func:`check_stages`: whether stages fit a schedule that splits the backward.
 * :class:`Carry`, :class:`Wire`: what a stage hands on, and which of it must be sent.
 * :func:`stage_ranges`: where layers are cut.
 """

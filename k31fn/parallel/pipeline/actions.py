@@ -8,7 +8,9 @@ from typing import Literal, NamedTuple
 __all__ = ["Action", "Kind", "Schedule"]
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
-"""``backward_input`` gives the cotangent of a stage's input, ``backward_weight`` the rest, ``backward`` all."""
+"""``backward_input`` gives the cotangent of a stage's input, ``backward_weight`` the rest,
+``backward`` all.
+"""
 
 
 class Action(NamedTuple):
@@ -32,7 +34,8 @@ class Action(NamedTuple):
 class Schedule:
     """A table of actions.
 
-    Stage ``s`` lies on rank ``s % num_ranks`` (loop placement): with several chunks a micro-batch goes round.
+    Stage ``s`` lies on rank ``s % num_ranks`` (loop placement): with several chunks a micro-batch
+    goes round.
 
     Attributes:
         num_ranks: ranks of the pipeline.

@@ -1,12 +1,13 @@
 """What crosses a cut between two stages.
 
-A stage hands on a stream, which every stage replaces (a running sum, or several), and blocks, which are only ever
-appended to and read by all later stages (block attention residuals). Stage ``s`` lies on rank ``s % num_ranks``, so
-with several chunks a rank meets a micro-batch again, and has some of its blocks already: only the others are sent.
+A stage hands on a stream, which every stage replaces (a running sum, or several), and blocks, which
+are only ever appended to and read by all later stages (block attention residuals). Stage ``s`` lies
+on rank ``s % num_ranks``, so with several chunks a rank meets a micro-batch again, and has some of
+its blocks already: only the others are sent.
 
-In the backward the same tensors go the other way. A block's cotangent collects, on each rank, what that rank's stages
-deposit, and leaves with the message that answers the one with which the block came; so it reaches the stage that made
-the block as the sum over all stages that read it.
+In the backward the same tensors go the other way. A block's cotangent collects, on each rank, what
+that rank's stages deposit, and leaves with the message that answers the one with which the block
+came; so it reaches the stage that made the block as the sum over all stages that read it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Carry(NamedTuple):
 
     Attributes:
         stream: a tree of floating tensors.
-        blocks: all tensors appended so far, in order; a stage returns what it took and its own after them.
+        blocks: all tensors appended so far, in order; a stage returns what it took and its own
+            after them.
     """
 
     stream: Any = ()
@@ -47,11 +49,15 @@ class Wire:
     num_ranks: int
 
     def num_blocks(self, stage: int) -> int:
-        """Blocks that a stage takes; after the last stage as many as it took, for what it makes goes nowhere."""
+        """Blocks that a stage takes; after the last stage as many as it took, for what it makes
+        goes nowhere.
+        """
         return len(self.carries[min(stage, len(self.carries) - 1)].blocks)
 
     def fresh(self, stage: int) -> range:
-        """Blocks that the rank of a stage has not seen before: those made since its stage before this one ended."""
+        """Blocks that the rank of a stage has not seen before: those made since its stage before
+        this one ended.
+        """
         before = stage - self.num_ranks + 1
         return range(self.num_blocks(before) if before > 0 else 0, self.num_blocks(stage))
 
@@ -63,19 +69,23 @@ class Wire:
         """Refuses what a stage gives if it is not what the next one takes.
 
         Raises:
-            ValueError: another structure of the stream, another number of new blocks, or another shape or dtype.
+            ValueError: another structure of the stream, another number of new blocks, or another
+                shape or dtype.
         """
         after = self.carries[stage + 1] if stage + 1 < len(self.carries) else Carry()
         given = Carry(stream, tuple(made))
         expected = Carry(after.stream, tuple(after.blocks[i] for i in self.made(stage)))
         if _described(given) != _described(expected):
             raise ValueError(
-                f"pipeline: stage {stage} gives {_described(given)} as its stream and new blocks, but by the carries "
+                f"pipeline: stage {stage} gives {_described(given)} as its stream and new blocks, "
+                "but by the carries "
                 f"the next stage takes {_described(expected)}"
             )
 
     def message(self, stage: int) -> list[Tensor]:
-        """What travels into a stage, and as its cotangent out of it: the stream's leaves, then the fresh blocks."""
+        """What travels into a stage, and as its cotangent out of it: the stream's leaves, then the
+        fresh blocks.
+        """
         carry = self.carries[stage]
         return [*tree.leaves(carry.stream), *(carry.blocks[i] for i in self.fresh(stage))]
 

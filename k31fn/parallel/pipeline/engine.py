@@ -1,10 +1,11 @@
 """Runs a schedule on one rank.
 
-Before every action the rank issues what it may, in the order of :func:`~k31fn.parallel.pipeline.messages.messages`:
-sends of what it has made, and receives ahead of their use up to the next send. The residuals of a stage are its
-pullback: they live from its forward until its backward (of both parts) ends. What a stage makes again for its backward
-without a cotangent (:func:`k31fn.parallel.scan.rebuilds`) is made after the cotangent was asked for and before it is
-waited for.
+Before every action the rank issues what it may, in the order of
+:func:`~k31fn.parallel.pipeline.messages.messages`: sends of what it has made, and receives ahead of
+their use up to the next send. The residuals of a stage are its pullback: they live from its forward
+until its backward (of both parts) ends. What a stage makes again for its backward without a
+cotangent (:func:`k31fn.parallel.scan.rebuilds`) is made after the cotangent was asked for and
+before it is waited for.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class StageOutput(NamedTuple):
         carry: for the next stage.
         loss: the scalar that this stage adds to the training loss; ``()`` for nothing.
         sums: a tree of tensors to be summed over micro-batches, without gradient.
-        largest: a tree of tensors of which the largest over micro-batches is kept, without gradient.
+        largest: a tree of tensors of which the largest over micro-batches is kept, without
+            gradient.
     """
 
     carry: Carry
@@ -47,7 +49,9 @@ class StageOutput(NamedTuple):
 
 
 Stage = Callable[[Any, Carry, Any], StageOutput]
-"""``stage(params, carry, batch)``, a pure function; everything in it that is differentiated is an argument."""
+"""``stage(params, carry, batch)``, a pure function; everything in it that is differentiated is an
+argument.
+"""
 
 
 class Result(NamedTuple):
@@ -85,12 +89,13 @@ def run(
         params: of each of them.
         batches: the micro-batches, of equal shapes; every rank has all.
         axis: of the pipeline; ``()`` for one rank.
-        carries: what each stage of the pipeline takes, by global number (shapes and dtypes; meta tensors will do).
+        carries: what each stage of the pipeline takes, by global number (shapes and dtypes; meta
+            tensors will do).
 
     Raises:
-        ValueError: a table that is no schedule (:func:`~k31fn.parallel.pipeline.check`), another number of ranks,
-            stages, parameters, micro-batches or carries than the schedule's, a simulated mesh, or a stage that gives
-            another carry than is said.
+        ValueError: a table that is no schedule (:func:`~k31fn.parallel.pipeline.check`), another
+            number of ranks, stages, parameters, micro-batches or carries than the schedule's, a
+            simulated mesh, or a stage that gives another carry than is said.
     """
     for name, given, expected in (
         ("axis", axis_size(axis), schedule.num_ranks),
@@ -127,13 +132,25 @@ class _Rank:
         axis: Axes,
         wire: Wire,
     ) -> None:
-        self.schedule, self.stages, self.params, self.batches, self.wire = schedule, stages, params, batches, wire
+        self.schedule, self.stages, self.params, self.batches, self.wire = (
+            schedule,
+            stages,
+            params,
+            batches,
+            wire,
+        )
         self.mail = Mail(schedule, wire, axis, tree.leaves(batches[0])[0].device)
-        self.pulls: dict[Action, tuple[Callable[..., Any], Any]] = {}  # by forward: the pullback, and the loss's seed
+        self.pulls: dict[
+            Action, tuple[Callable[..., Any], Any]
+        ] = {}  # by forward: the pullback, and the loss's seed
         self.rebuilds: dict[Action, list[Callable[[], None]]] = {}  # by forward
-        self.put_off: dict[Action, Callable[[], Any]] = {}  # by forward: the rest of a split pullback
+        self.put_off: dict[
+            Action, Callable[[], Any]
+        ] = {}  # by forward: the rest of a split pullback
         self.blocks: dict[int, list[Tensor]] = {}  # by micro-batch: those that this rank has
-        self.deposits: dict[int, dict[int, Tensor]] = {}  # by micro-batch and block: its cotangent so far
+        self.deposits: dict[
+            int, dict[int, Tensor]
+        ] = {}  # by micro-batch and block: its cotangent so far
         self.loss: Any = ()
         self.sums: list[Any] = [()] * len(stages)
         self.largest: list[Any] = [()] * len(stages)
@@ -149,7 +166,10 @@ class _Rank:
 
         def compute(params: Any, stream: Any, blocks: tuple[Tensor, ...]) -> Any:
             out = stage(params, Carry(stream, blocks), batch)
-            return (out.carry.stream, out.carry.blocks[num_taken:], out.loss), (out.sums, out.largest)
+            return (out.carry.stream, out.carry.blocks[num_taken:], out.loss), (
+                out.sums,
+                out.largest,
+            )
 
         note_event(str(action))
         differentiate = split_vjp if self.schedule.split else vjp
@@ -161,7 +181,10 @@ class _Rank:
         blocks += made
         self.pulls[action] = pull, tree.map(torch.ones_like, loss)
         self.num_live = max(self.num_live, len(self.pulls) + len(self.put_off))
-        self.loss, self.sums[chunk] = _joined(torch.add, self.loss, loss), _joined(torch.add, self.sums[chunk], sums)
+        self.loss, self.sums[chunk] = (
+            _joined(torch.add, self.loss, loss),
+            _joined(torch.add, self.sums[chunk], sums),
+        )
         self.largest[chunk] = _joined(torch.maximum, self.largest[chunk], largest)
         if to := sent_by(action, self.schedule):
             self.mail.give(to, [*tree.leaves(stream), *(blocks[j] for j in self.wire.fresh(s + 1))])
@@ -191,8 +214,13 @@ class _Rank:
         return Result(self.loss, tuple(self.sums), tuple(self.largest), grads, self.num_live)
 
     def _cotangent(self, action: Action) -> tuple[Callable[..., Any], Any]:
-        """A stage's pullback, and what it takes: the cotangents of its stream, its new blocks and its loss."""
-        message, deposits = taken_by(action, self.schedule), self.deposits.setdefault(action.micro_batch, {})
+        """A stage's pullback, and what it takes: the cotangents of its stream, its new blocks and
+        its loss.
+        """
+        message, deposits = (
+            taken_by(action, self.schedule),
+            self.deposits.setdefault(action.micro_batch, {}),
+        )
         if found := self.rebuilds.pop(_forward(action)):
             note_event(f"rebuild for {action}")
             found[-1]()
@@ -204,12 +232,16 @@ class _Rank:
         return pull, (stream, tuple(deposits.pop(j) for j in self.wire.made(action.stage)), seed)
 
     def _return(self, action: Action, of_stream: Any, of_blocks: tuple[Tensor, ...]) -> None:
-        """Keeps the cotangents of blocks that an earlier stage of this rank has read too; the others go back."""
+        """Keeps the cotangents of blocks that an earlier stage of this rank has read too; the
+        others go back.
+        """
         i, s = action.micro_batch, action.stage
         deposits = self.deposits[i]
         _deposit(deposits, range(len(of_blocks)), of_blocks)
         if to := sent_by(action, self.schedule):
-            self.mail.give(to, [*tree.leaves(of_stream), *(deposits.pop(j) for j in self.wire.fresh(s))])
+            self.mail.give(
+                to, [*tree.leaves(of_stream), *(deposits.pop(j) for j in self.wire.fresh(s))]
+            )
         if s < self.schedule.num_ranks:  # its first stage, so its last backward
             del self.blocks[i]
 
@@ -218,7 +250,9 @@ class _Rank:
         if not total:
             total += new
             return
-        for k in range(len(total)):  # leaf by leaf: two whole sets of gradients never live at once for longer
+        for k in range(
+            len(total)
+        ):  # leaf by leaf: two whole sets of gradients never live at once for longer
             total[k] = total[k] + new[k]
             new[k] = None
 
@@ -227,7 +261,9 @@ def _forward(action: Action) -> Action:
     return action._replace(kind="forward")
 
 
-def _deposit(deposits: dict[int, Tensor], blocks: Sequence[int], cotangents: Sequence[Tensor]) -> None:
+def _deposit(
+    deposits: dict[int, Tensor], blocks: Sequence[int], cotangents: Sequence[Tensor]
+) -> None:
     for j, ct in zip(blocks, cotangents, strict=True):
         deposits[j] = deposits[j] + ct if j in deposits else ct
 

@@ -30,28 +30,36 @@ class Mail:
     def __init__(self, schedule: Schedule, wire: Wire, axis: Axes, device: torch.device) -> None:
         self.schedule, self.wire, self.axis, self.device = schedule, wire, axis, device
         self.index = own_index(axis)
-        self._todo = deque(m for m in messages(schedule) if self.index in (self._rank(m.source), self._rank(m.to)))
+        self._todo = deque(
+            m for m in messages(schedule) if self.index in (self._rank(m.source), self._rank(m.to))
+        )
         self._made: dict[Message, Sequence[Tensor]] = {}
         self._arriving: dict[Message, list[Callable[[], Tensor]]] = {}
         self._sent: deque[Callable[[], None]] = deque()
 
     def progress(self) -> None:
-        """Issues what can be: sends of what was made, and receives, up to the first send that was not made yet.
+        """Issues what can be: sends of what was made, and receives, up to the first send that was
+        not made yet.
 
-        Waits for the oldest sends if more than two per rank are on their way: their receivers ask for them without
-        waiting for anything that comes later.
+        Waits for the oldest sends if more than two per rank are on their way: their receivers ask
+        for them without waiting for anything that comes later.
         """
         while self._todo:
             message = self._todo[0]
             if self._rank(message.source) == self.index:
                 if message not in self._made:
                     break
-                self._sent.extend(send(x, self.axis, self._rank(message.to)) for x in self._made.pop(message))
+                self._sent.extend(
+                    send(x, self.axis, self._rank(message.to)) for x in self._made.pop(message)
+                )
             else:
                 source = self._rank(message.source)
-                likes = self.wire.message(message.to if message.kind == "forward" else message.source)
+                likes = self.wire.message(
+                    message.to if message.kind == "forward" else message.source
+                )
                 self._arriving[message] = [
-                    recv(x.shape, self.axis, source, dtype=x.dtype, device=self.device) for x in likes
+                    recv(x.shape, self.axis, source, dtype=x.dtype, device=self.device)
+                    for x in likes
                 ]
             self._todo.popleft()
         while len(self._sent) > 2 * self.schedule.num_ranks:

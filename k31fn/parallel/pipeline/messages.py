@@ -29,12 +29,13 @@ class Message(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def messages(schedule: Schedule) -> tuple[Message, ...]:
-    """Everything that travels between ranks, in an order in which every rank can issue its part of it.
+    """Everything that travels between ranks, in an order in which every rank can issue its part of
+    it.
 
-    The order is that of the ends of the actions that send, on a timeline. So what a sender needs for a message comes
-    before it in the order, and if all ranks issue their sends and receives in it, the first message that has not
-    arrived can always be produced and taken, however little a send or a receive buffers: also where each blocks the
-    ones behind it, as on one stream of NCCL.
+    The order is that of the ends of the actions that send, on a timeline. So what a sender needs
+    for a message comes before it in the order, and if all ranks issue their sends and receives in
+    it, the first message that has not arrived can always be produced and taken, however little a
+    send or a receive buffers: also where each blocks the ones behind it, as on one stream of NCCL.
     """
     found = [
         (end, rank, message)

@@ -1,13 +1,13 @@
 """The schedules: 1F1B, interleaved 1F1B and zero bubble.
 
-| kind | idle time of a rank | residual sets alive on a rank | source |
-|---|---|---|---|
-| ``1f1b`` | ``(p - 1) (F + B)`` | ``p - rank`` | PipeDream-flush, arXiv 2006.09503 |
-| ``interleaved`` | ``(p - 1) (F + B)`` of a chunk | ``(v - 1) p + 2 (p - rank) - 1`` | Megatron-LM, arXiv 2104.04473 |
-| ``zero_bubble`` | ``(p - 1) (F + I - W)`` | ``p`` | ZB-H1 of Qi et al. 2024, arXiv 2401.10241 |
+| kind | idle time of a rank | residual sets alive on a rank | source | |---|---|---|---| | ``1f1b``
+| ``(p - 1) (F + B)`` | ``p - rank`` | PipeDream-flush, arXiv 2006.09503 | | ``interleaved`` | ``(p
+- 1) (F + B)`` of a chunk | ``(v - 1) p + 2 (p - rank) - 1`` | Megatron-LM, arXiv 2104.04473 | |
+``zero_bubble`` | ``(p - 1) (F + I - W)`` | ``p`` | ZB-H1 of Qi et al. 2024, arXiv 2401.10241 |
 
-with ``p`` ranks, ``v`` chunks per rank (each with its own residual sets), and the durations of a forward F and of a
-backward B = I (input) + W (weight). The last holds for at least ``p`` micro-batches.
+with ``p`` ranks, ``v`` chunks per rank (each with its own residual sets), and the durations of a
+forward F and of a backward B = I (input) + W (weight). The last holds for at least ``p``
+micro-batches.
 """
 
 from __future__ import annotations
@@ -31,39 +31,62 @@ def schedule(kind: str, num_ranks: int, num_micro_batches: int, *, num_chunks: i
         num_chunks: stages per rank; more than one only when interleaved.
 
     Raises:
-        ValueError: an unknown kind, a size below 1, chunks without interleaving or interleaving without chunks, or
-            interleaved micro-batches that are no multiple of the ranks; names the nearest valid values.
+        ValueError: an unknown kind, a size below 1, chunks without interleaving or interleaving
+            without chunks, or interleaved micro-batches that are no multiple of the ranks; names
+            the nearest valid values.
     """
     if kind not in get_args(ScheduleKind):
-        raise ValueError(f"schedule={kind!r} unknown; use one of {', '.join(get_args(ScheduleKind))}")
-    sizes = {"num_ranks": num_ranks, "num_micro_batches": num_micro_batches, "num_chunks": num_chunks}
+        raise ValueError(
+            f"schedule={kind!r} unknown; use one of {', '.join(get_args(ScheduleKind))}"
+        )
+    sizes = {
+        "num_ranks": num_ranks,
+        "num_micro_batches": num_micro_batches,
+        "num_chunks": num_chunks,
+    }
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"schedule: {name}={size} must be at least 1")
     if kind != "interleaved" and num_chunks > 1:
-        raise ValueError(f"schedule={kind!r} has one stage per rank, got num_chunks={num_chunks}; use 'interleaved'")
+        raise ValueError(
+            f"schedule={kind!r} has one stage per rank, got num_chunks={num_chunks}; use "
+            "'interleaved'"
+        )
     if kind == "interleaved" and num_chunks == 1:
-        raise ValueError("schedule='interleaved' with num_chunks=1 is '1f1b'; use that, or num_chunks=2 or more")
+        raise ValueError(
+            "schedule='interleaved' with num_chunks=1 is '1f1b'; use that, or num_chunks=2 or more"
+        )
     if kind == "interleaved" and num_micro_batches % num_ranks:
         below = num_micro_batches // num_ranks * num_ranks
         near = ", ".join(str(n) for n in (below, below + num_ranks) if n)
         raise ValueError(
-            f"num_micro_batches={num_micro_batches} is no multiple of the pipeline's {num_ranks} ranks, as "
+            f"num_micro_batches={num_micro_batches} is no multiple of the pipeline's {num_ranks} "
+            "ranks, as "
             f"schedule='interleaved' needs; nearest: {near}"
         )
-    rows = {"1f1b": _one_forward_one_backward, "interleaved": _interleaved, "zero_bubble": _zero_bubble}[kind]
+    rows = {
+        "1f1b": _one_forward_one_backward,
+        "interleaved": _interleaved,
+        "zero_bubble": _zero_bubble,
+    }[kind]
     sizes = num_ranks, num_chunks, num_micro_batches
     return Schedule(*sizes, tuple(rows(rank, *sizes) for rank in range(num_ranks)))
 
 
-def _one_forward_one_backward(rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int) -> tuple[Action, ...]:
+def _one_forward_one_backward(
+    rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int
+) -> tuple[Action, ...]:
     forwards = [Action("forward", i, rank) for i in range(num_micro_batches)]
     backwards = [Action("backward", i, rank) for i in range(num_micro_batches)]
     return _alternate(forwards, backwards, num_ranks - 1 - rank)
 
 
-def _interleaved(rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int) -> tuple[Action, ...]:
-    """Micro-batches go in groups of ``num_ranks``: all of a group through chunk 0, then through chunk 1, ..."""
+def _interleaved(
+    rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int
+) -> tuple[Action, ...]:
+    """Micro-batches go in groups of ``num_ranks``: all of a group through chunk 0, then through
+    chunk 1, ...
+    """
 
     def nth(n: int) -> tuple[int, int]:
         group, n = divmod(n, num_ranks * num_chunks)
@@ -72,22 +95,32 @@ def _interleaved(rank: int, num_ranks: int, num_chunks: int, num_micro_batches: 
 
     order = [nth(n) for n in range(num_micro_batches * num_chunks)]
     forwards = [Action("forward", i, chunk * num_ranks + rank) for i, chunk in order]
-    backwards = [Action("backward", i, (num_chunks - 1 - chunk) * num_ranks + rank) for i, chunk in order]
-    return _alternate(forwards, backwards, 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks)
+    backwards = [
+        Action("backward", i, (num_chunks - 1 - chunk) * num_ranks + rank) for i, chunk in order
+    ]
+    return _alternate(
+        forwards, backwards, 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks
+    )
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """``ahead`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """``ahead`` forwards, then one forward and one backward in turn, then the backwards that are
+    left.
+    """
     row = forwards[:ahead]
     for i, action in enumerate(forwards[ahead:]):
         row += [action, backwards[i]]
     return tuple(row + backwards[max(0, len(forwards) - ahead) :])
 
 
-def _zero_bubble(rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int) -> tuple[Action, ...]:
-    """1F1B in which rank ``r`` puts off ``r`` weight passes, to fill the time in which it would wait at the end.
+def _zero_bubble(
+    rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int
+) -> tuple[Action, ...]:
+    """1F1B in which rank ``r`` puts off ``r`` weight passes, to fill the time in which it would
+    wait at the end.
 
-    What a rank puts off it holds in place of the forwards that it is ahead less: as many as the first rank holds.
+    What a rank puts off it holds in place of the forwards that it is ahead less: as many as the
+    first rank holds.
     """
     ahead = num_ranks - 1 - rank
     row = [Action("forward", i, rank) for i in range(min(ahead, num_micro_batches))]

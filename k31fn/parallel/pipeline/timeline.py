@@ -10,7 +10,12 @@ from k31fn.parallel.pipeline.actions import Action, Kind, Schedule
 
 __all__ = ["DURATIONS", "Timed", "bubble", "check", "dependencies", "timeline"]
 
-DURATIONS: dict[Kind, float] = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
+DURATIONS: dict[Kind, float] = {
+    "forward": 1.0,
+    "backward": 2.0,
+    "backward_input": 1.0,
+    "backward_weight": 1.0,
+}
 """Every product of a forward has two in the backward: one for its input, one for its weight."""
 
 
@@ -23,13 +28,19 @@ class Timed(NamedTuple):
 
 
 def dependencies(action: Action, schedule: Schedule) -> list[tuple[Action, ...]]:
-    """What must have ended before: of each tuple one of the actions, those that the schedule has."""
+    """What must have ended before: of each tuple one of the actions, those that the schedule
+    has.
+    """
     i, s, last = action.micro_batch, action.stage, schedule.num_stages - 1
     match action.kind:
         case "forward":
             return [(Action("forward", i, s - 1),)] if s else []
         case "backward" | "backward_input":
-            after = [(Action("backward", i, s + 1), Action("backward_input", i, s + 1))] if s < last else []
+            after = (
+                [(Action("backward", i, s + 1), Action("backward_input", i, s + 1))]
+                if s < last
+                else []
+            )
             return [(Action("forward", i, s),), *after]
         case "backward_weight":
             return [(Action("backward_input", i, s),)]
@@ -38,7 +49,8 @@ def dependencies(action: Action, schedule: Schedule) -> list[tuple[Action, ...]]
 def timeline(
     schedule: Schedule, durations: Mapping[Kind, float] = DURATIONS, *, transfer: float | int = 0.0
 ) -> tuple[tuple[Timed, ...], ...]:
-    """The actions of each rank in time: each starts when its rank is free and what it needs is there.
+    """The actions of each rank in time: each starts when its rank is free and what it needs is
+    there.
 
     Args:
         schedule: the table.
@@ -91,24 +103,33 @@ def check(schedule: Schedule) -> None:
     """Refuses a table that is no schedule.
 
     Raises:
-        ValueError: an action on a rank that does not hold its stage, one that is missing, done twice or unknown, or
-            ranks that wait for each other for ever.
+        ValueError: an action on a rank that does not hold its stage, one that is missing, done
+            twice or unknown, or ranks that wait for each other for ever.
     """
     seen: set[Action] = set()
     for rank, row in enumerate(schedule.rows):
         for action in row:
             if action in seen:
                 raise ValueError(f"schedule: {action} is done twice; each action once")
-            known = 0 <= action.stage < schedule.num_stages and 0 <= action.micro_batch < schedule.num_micro_batches
+            known = (
+                0 <= action.stage < schedule.num_stages
+                and 0 <= action.micro_batch < schedule.num_micro_batches
+            )
             if not known or schedule.rank_of(action.stage) != rank:
-                raise ValueError(f"schedule: rank {rank} has {action}; its stages are {schedule.stages_of(rank)}")
+                raise ValueError(
+                    f"schedule: rank {rank} has {action}; its stages are {schedule.stages_of(rank)}"
+                )
             seen.add(action)
     for stage in range(schedule.num_stages):
         for i in range(schedule.num_micro_batches):
             kinds = {a.kind for a in _of(i, stage) if a in seen}
-            if kinds not in ({"forward", "backward"}, {"forward", "backward_input", "backward_weight"}):
+            if kinds not in (
+                {"forward", "backward"},
+                {"forward", "backward_input", "backward_weight"},
+            ):
                 raise ValueError(
-                    f"schedule: stage {stage} has {sorted(kinds)} of micro-batch {i}; needed is a forward, and either "
+                    f"schedule: stage {stage} has {sorted(kinds)} of micro-batch {i}; needed is a "
+                    "forward, and either "
                     "a backward or both of its parts"
                 )
     timeline(schedule)

@@ -28,10 +28,11 @@ def check_stages(
     axis: Axes,
     carries: Sequence[Carry],
 ) -> tuple[SplitWork, ...]:
-    """Runs each stage of this rank on random inputs, with its whole and with its split backward, and compares.
+    """Runs each stage of this rank on random inputs, with its whole and with its split backward,
+    and compares.
 
-    For once before the first step of a schedule that splits. Nothing travels along ``axis``; the collectives inside of
-    the stages do.
+    For once before the first step of a schedule that splits. Nothing travels along ``axis``; the
+    collectives inside of the stages do.
 
     Args:
         schedule: the table.
@@ -45,25 +46,31 @@ def check_stages(
         The floating-point operations of each stage.
 
     Raises:
-        ValueError: the parts of a backward do other work than the whole (by more than 1%), or give other gradients;
-            names the stage, with the figures.
+        ValueError: the parts of a backward do other work than the whole (by more than 1%), or give
+            other gradients; names the stage, with the figures.
     """
     found, device = [], tree.leaves(batch)[0].device
     for number, stage, own in zip(schedule.stages_of(own_index(axis)), stages, params, strict=True):
 
-        def compute(params: Any, stream: Any, blocks: tuple[Tensor, ...], stage: Stage = stage) -> Any:
+        def compute(
+            params: Any, stream: Any, blocks: tuple[Tensor, ...], stage: Stage = stage
+        ) -> Any:
             out = stage(params, Carry(stream, blocks), batch)
             return out.carry, out.loss
 
         try:
             found.append(check_split(compute, own, *_drawn(carries[number], device)))
         except ValueError as e:
-            raise ValueError(f"pipeline: stage {number} cannot run a schedule that splits the backward: {e}") from e
+            raise ValueError(
+                f"pipeline: stage {number} cannot run a schedule that splits the backward: {e}"
+            ) from e
     return tuple(found)
 
 
 def _drawn(carry: Carry, device: torch.device) -> Carry:
     leaves, structure = tree.flatten(carry)
     keys = random.split(random.key(0, device=device), max(1, len(leaves)))
-    values = [random.normal(k, tuple(x.shape)).to(x.dtype) for k, x in zip(keys, leaves, strict=False)]
+    values = [
+        random.normal(k, tuple(x.shape)).to(x.dtype) for k, x in zip(keys, leaves, strict=False)
+    ]
     return tree.unflatten(structure, values)

@@ -1,7 +1,9 @@
-"""What warming up does without a GPU: kernels for sm_90, compiled on the CPU. Prints what it saw, as JSON.
+"""What warming up does without a GPU: kernels for sm_90, compiled on the CPU. Prints what it saw,
+as JSON.
 
-Runs in a process of its own, since the other tests run Triton's interpreter. The implementation of AttnRes is made to
-believe that it runs on the CPU; a driver that only names a target stands in for the device.
+Runs in a process of its own, since the other tests run Triton's interpreter. The implementation of
+AttnRes is made to believe that it runs on the CPU; a driver that only names a target stands in for
+the device.
 """
 
 import json
@@ -40,7 +42,9 @@ def found() -> tuple[Calls, list[Launch]]:
 
 
 def launched(calls: Calls) -> str:
-    """What stops the calls now: a kernel that is loaded is not compiled but launched, for which there is no device."""
+    """What stops the calls now: a kernel that is loaded is not compiled but launched, for which
+    there is no device.
+    """
     try:
         launches(calls, CPU)
     except AttributeError as error:
@@ -100,7 +104,9 @@ def believed(wanted: list[Launch], folder: Path) -> bool:
 
 
 def raced(wanted: list[Launch], folder: Path) -> tuple[Counter[str], bool]:
-    """Two pools at the same kernels at the same time; how each was made, and whether all are whole afterwards."""
+    """Two pools at the same kernels at the same time; how each was made, and whether all are whole
+    afterwards.
+    """
     states: list[str] = []
 
     def one() -> None:
@@ -156,7 +162,9 @@ def main(folder: Path) -> dict[str, Any]:
         result["warm"] = compilers.compile(wanted)
         result["damaged"] = damaged(wanted, folder / "a", compilers)
         result["wrong"] = refused(wanted[0]._replace(data=wrong), compilers)
-        result["dies"] = refused(Launch("tests.kernels.warmed.dies", "kernel", target, "{}"), compilers)
+        result["dies"] = refused(
+            Launch("tests.kernels.warmed.dies", "kernel", target, "{}"), compilers
+        )
     result["progress"] = progress
     cache.use_folder(folder / "a")
     with cache.compilations() as made:

@@ -1,4 +1,6 @@
-"""A small K3.1 as a pipeline on any mesh: loss, gradients and reports put together from all ranks."""
+"""A small K3.1 as a pipeline on any mesh: loss, gradients and reports put together from all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,12 @@ CFG = dataclasses.replace(
 CONFIGS = {
     "k31": CFG,
     "plain": dataclasses.replace(CFG, residual=plain_residual.Config()),
-    "mhc": dataclasses.replace(CFG, residual=mhc.Config(num_streams=2, iterations=3, init_std=0.5, init_scale=0.5)),
-    "dense half": dataclasses.replace(CFG, num_dense_layers=2),  # of two stages the first has no MoE layer
+    "mhc": dataclasses.replace(
+        CFG, residual=mhc.Config(num_streams=2, iterations=3, init_std=0.5, init_scale=0.5)
+    ),
+    "dense half": dataclasses.replace(
+        CFG, num_dense_layers=2
+    ),  # of two stages the first has no MoE layer
 }
 
 
@@ -82,10 +88,15 @@ def micro_batches(count: int) -> list[model.Batch]:
     """The same rows, in ``count`` micro-batches, with the denominators of all."""
     tokens = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS).square() % 17 % cases_model.VOCAB
     lengths = [[3, 7, 4], [1, 12], [16], [5, 6], [16], [8, 8], [2, 2, 9], [14]]
-    batch = model.make_batch(tokens, segments.from_lengths(lengths, TOKENS), vocab_size=cases_model.VOCAB)
+    batch = model.make_batch(
+        tokens, segments.from_lengths(lengths, TOKENS), vocab_size=cases_model.VOCAB
+    )
     rows, structure = tree.flatten((batch.tokens, batch.labels, batch.segments))
     parts = zip(*(x.chunk(count) for x in rows), strict=True)
-    return [model.Batch(*tree.unflatten(structure, p), batch.num_labels, batch.num_queries) for p in parts]
+    return [
+        model.Batch(*tree.unflatten(structure, p), batch.num_labels, batch.num_queries)
+        for p in parts
+    ]
 
 
 @functools.cache
@@ -93,14 +104,18 @@ def dense(name: str, double: bool = True) -> tuple[Tensor, dict[str, Tensor], mo
     """Loss, gradients by path and summed reports on one device, all rows at once."""
     cfg = CONFIGS[name]
     (batch,) = micro_batches(1)
-    gradient = value_and_grad(lambda w: model.loss(w, batch, cfg, balance=cases_model.biases(cfg)), has_aux=True)
+    gradient = value_and_grad(
+        lambda w: model.loss(w, batch, cfg, balance=cases_model.biases(cfg)), has_aux=True
+    )
     weights = cases_model.shaken(model.specs(cfg), torch.float64 if double else torch.float32)
     (loss, sums), grads = gradient(weights)
     return loss, dict(tree.flatten_with_paths(grads)), sums
 
 
 class OnRank(NamedTuple):
-    """A rank's result; ``grads`` is a tree like the model's parameters, with ``()`` for what other ranks have."""
+    """A rank's result; ``grads`` is a tree like the model's parameters, with ``()`` for what other
+    ranks have.
+    """
 
     loss: Tensor
     grads: model.Params[Tensor]
@@ -120,7 +135,10 @@ def step(axes: MeshAxes, coordinate: dict[str, int], setup: Setup) -> OnRank:
     split = partition(specs, AxisRules(), mesh)
     places = fsdp.placements(specs, split, axes)
     weights = stages.select(cases_model.shaken(model.specs(cfg), setup.dtype), mine)
-    held, inner = fsdp.enter_step(_tiles(split, weights, mesh, coordinate), places), fsdp.gathers(places)
+    held, inner = (
+        fsdp.enter_step(_tiles(split, weights, mesh, coordinate), places),
+        fsdp.gathers(places),
+    )
     rows = P(("dp", "fsdp"), "cp")
     batches = [
         _tiles(tree.map(lambda x: rows if x.ndim else P(), b), b, mesh, coordinate)
@@ -128,9 +146,14 @@ def step(axes: MeshAxes, coordinate: dict[str, int], setup: Setup) -> OnRank:
     ]
     biases = rows_of(cases_model.biases(cfg), stages.stage_moe_layers(cfg, mine))
     how: Any = {"balance": biases, "remat": setup.remat, "sh": sh}
-    functions = [stages.make_stage(cfg, p, placements=stages.select(inner, [p]), **how) for p in mine]
+    functions = [
+        stages.make_stage(cfg, p, placements=stages.select(inner, [p]), **how) for p in mine
+    ]
     owned = [stages.select(held, [p]) for p in mine]
-    line: Any = {"axis": axes.pp, "carries": stages.stage_carries(cfg, parts, batches[0], setup.dtype, sh=sh)}
+    line: Any = {
+        "axis": axes.pp,
+        "carries": stages.stage_carries(cfg, parts, batches[0], setup.dtype, sh=sh),
+    }
     work = check_stages(table, functions, owned, batches[0], **line) if setup.counted else ()
     result = run(table, functions, owned, batches, **line)
     grads = fsdp.sum_gradients(stages.merge(result.grads), places)
@@ -151,7 +174,9 @@ def rows_of(state: balance.State, layers: tuple[int, ...]) -> balance.State:
 def on_threads(setup: Setup) -> tuple[list[OnRank], Record]:
     """Results in the order of ranks, and the record of collectives."""
     with record_collectives() as record, check_invariance():
-        results = each_rank(lambda axes, c: step(axes, c, setup), setup.mesh, lambda c: (c,), timeout=100.0)
+        results = each_rank(
+            lambda axes, c: step(axes, c, setup), setup.mesh, lambda c: (c,), timeout=100.0
+        )
     return results, record
 
 
@@ -159,7 +184,10 @@ def on_process(setup: Setup) -> tuple[list[Tensor], dict[str, Any]]:
     """For spawned processes: the leaves of a rank's loss, gradients and sums."""
     axes, coordinate = axes_of_process(setup.mesh)
     out = step(axes, coordinate, setup)
-    return tree.leaves((out.loss, out.grads, out.sums)), {"paths": tree.paths(out.grads), "live": out.num_live}
+    return tree.leaves((out.loss, out.grads, out.sums)), {
+        "paths": tree.paths(out.grads),
+        "live": out.num_live,
+    }
 
 
 class Whole(NamedTuple):
@@ -175,7 +203,9 @@ def together(results: list[OnRank], setup: Setup) -> Whole:
     cfg, mesh = CONFIGS[setup.name], setup.mesh
     inner = dataclasses.replace(mesh, pp=1)
     paths = tree.paths(model.specs(cfg))
-    split = dict(zip(paths, tree.leaves(partition(model.specs(cfg), AxisRules(), inner)), strict=True))
+    split = dict(
+        zip(paths, tree.leaves(partition(model.specs(cfg), AxisRules(), inner)), strict=True)
+    )
     size = math.prod((inner.fsdp, inner.cp, inner.tp))
     ranks = [results[i * size : (i + 1) * size] for i in range(mesh.pp)]  # pp is outermost
     grads: dict[str, Tensor] = {}
@@ -187,7 +217,9 @@ def together(results: list[OnRank], setup: Setup) -> Whole:
     in_order = [ranks[s % mesh.pp][0].sums[s // mesh.pp] for s in range(mesh.pp * setup.chunks)]
     rows = [torch.cat([getattr(s, n) for s in in_order]) for n in ("kl", "load", "histogram")]
     loss = torch.stack([some[0].loss for some in ranks]).sum()
-    return Whole(loss, {p: grads[p] for p in paths}, model.Losses(in_order[-1].lm, in_order[-1].mtp, *rows))
+    return Whole(
+        loss, {p: grads[p] for p in paths}, model.Losses(in_order[-1].lm, in_order[-1].mtp, *rows)
+    )
 
 
 def on_processes(setup: Setup, ranks: Ranks) -> Whole:

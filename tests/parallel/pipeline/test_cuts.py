@@ -29,7 +29,11 @@ def test_costs_are_balanced_as_well_as_any_cuts_do():
 
 def test_explicit_cuts():
     assert stage_ranges(6, 3, cuts=(1, 4)) == (range(0, 1), range(1, 4), range(4, 6))
-    assert stage_ranges(6, 3, cuts=(3, 6)) == (range(0, 3), range(3, 6), range(6, 6))  # the head alone
+    assert stage_ranges(6, 3, cuts=(3, 6)) == (
+        range(0, 3),
+        range(3, 6),
+        range(6, 6),
+    )  # the head alone
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,9 @@ def test_accumulation_does_not_change_the_gradient(kind):
         assert_close_trees(other, results[0], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("ranks", "kind", "chunks"), [(2, "1f1b", 1), (2, "interleaved", 2), (2, "zero_bubble", 1)])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "chunks"), [(2, "1f1b", 1), (2, "interleaved", 2), (2, "zero_bubble", 1)]
+)
 @pytest.mark.slow
 def test_processes(two_ranks: Ranks, ranks, kind, chunks):
     answers = two_ranks.run(toy.on_process, ranks, kind, chunks)
@@ -84,13 +86,14 @@ def test_processes(two_ranks: Ranks, ranks, kind, chunks):
     torch.testing.assert_close(loss, reference[0], rtol=1e-12, atol=0.0)
 
 
-# ------------------------------------------------------------------------------------------------------- what travels
+# ------------------------------------------------------------------------------------- what travels
 def test_only_blocks_that_the_receiver_has_not_seen_are_sent():
     """Eight stages of one layer on two ranks; layers 0, 2 and 5 make blocks."""
     batches, size = toy.micro_batches(2), 12 * toy.D * 8  # of one tensor of 12 rows in float64
     _, record = toy.on_threads(2, "interleaved", batches, 4)
     wire = Wire(tuple(toy.carries(stage_ranges(8, 8), batches[0])), 2)
-    # into stages 1..7: the stream, and the block that the stage before has made; older ones have been on both ranks
+    # into stages 1..7: the stream, and the block that the stage before has made; older ones have
+    # been on both ranks
     assert [wire.nbytes(s) / size for s in range(1, 8)] == [2, 1, 2, 1, 1, 2, 1]
     sent = Counter()
     for s in range(1, 8):
@@ -103,17 +106,25 @@ def test_only_blocks_that_the_receiver_has_not_seen_are_sent():
 
 
 def test_receives_are_posted_ahead_and_sends_do_not_wait():
-    """1F1B on two ranks: the order of events is that of the schedule, and a receive is issued before it is needed."""
+    """1F1B on two ranks: the order of events is that of the schedule, and a receive is issued
+    before it is needed.
+    """
     _, record = toy.on_threads(2, "1f1b", toy.micro_batches(4), cuts=(2,))
     last = [(e.what, e.kind) for e in record.ranks[1].events]
     notes = [kind for what, kind in last if what == "note"]
-    assert notes == [f"{k} of micro-batch {i} on stage 1" for i in range(4) for k in ("forward", "backward")]
+    assert notes == [
+        f"{k} of micro-batch {i} on stage 1" for i in range(4) for k in ("forward", "backward")
+    ]
     start = last.index(("note", "forward of micro-batch 0 on stage 1"))
-    # stream and one block of micro-batches 0 and 1 are asked for before the first forward, which needs only those of 0
+    # stream and one block of micro-batches 0 and 1 are asked for before the first forward, which
+    # needs only those of 0
     assert Counter(last[:start]) == {("issue", "recv"): 4, ("wait", "recv"): 2}
     first = [(e.what, e.kind) for e in record.ranks[0].events]
     second_forward = first.index(("note", "forward of micro-batch 1 on stage 0"))
-    assert first[:second_forward] == [("note", "forward of micro-batch 0 on stage 0"), *[("issue", "send")] * 2]
+    assert first[:second_forward] == [
+        ("note", "forward of micro-batch 0 on stage 0"),
+        *[("issue", "send")] * 2,
+    ]
 
 
 def test_an_abstract_rank_sends_as_much():
@@ -126,7 +137,7 @@ def test_an_abstract_rank_sends_as_much():
         assert (record.counts, record.nbytes) == (real.ranks[rank].counts, real.ranks[rank].nbytes)
 
 
-# ------------------------------------------------------------------------------------------------------ residual sets
+# ------------------------------------------------------------------------------------ residual sets
 class Kept(torch.autograd.Function):
     """An identity that keeps a residual, whose life is watched."""
 
@@ -151,13 +162,17 @@ class Alive(weakref.WeakSet):
 
 
 @pytest.mark.parametrize(
-    ("kind", "bounds"), [("1f1b", [4, 3, 2, 1]), ("zero_bubble", [4, 4, 4, 4]), ("all forwards first", [8, 8, 8, 8])]
+    ("kind", "bounds"),
+    [("1f1b", [4, 3, 2, 1]), ("zero_bubble", [4, 4, 4, 4]), ("all forwards first", [8, 8, 8, 8])],
 )
 def test_live_residual_sets(kind, bounds):
     """Counted by objects in the graphs: they die when the stage's backward ends."""
     table = schedule("1f1b" if " " in kind else kind, 4, 8)
     if " " in kind:
-        rows = tuple(tuple(sorted(row, key=lambda a: (a.kind != "forward", a.micro_batch))) for row in table.rows)
+        rows = tuple(
+            tuple(sorted(row, key=lambda a: (a.kind != "forward", a.micro_batch)))
+            for row in table.rows
+        )
         table = dataclasses.replace(table, rows=rows)
     batches, x = [torch.zeros(2)] * 8, torch.empty(2, device="meta")
 
@@ -179,7 +194,7 @@ def test_live_residual_sets(kind, bounds):
         assert [most for most, *_ in results] == bounds
 
 
-# ------------------------------------------------------------------------------------------------------------- mutants
+# ------------------------------------------------------------------------------------------ mutants
 def test_a_dropped_gradient_of_a_block_is_found(monkeypatch):
     def drop(deposits, blocks, cotangents):
         for j, ct in zip(blocks, cotangents, strict=True):
@@ -212,7 +227,7 @@ def test_a_rescaled_running_sum_is_found(monkeypatch):
                 check(results, batches)
 
 
-# -------------------------------------------------------------------------------------------------------- split stages
+# ------------------------------------------------------------------------------------- split stages
 @pytest.mark.parametrize("product", [linear, torch.matmul])
 def test_stages_are_checked_before_a_split_schedule(product):
     """Products that linear does not see are not put off."""
@@ -226,18 +241,23 @@ def test_stages_are_checked_before_a_split_schedule(product):
             y = (product if last else linear)(carry.stream if last else batch, params)
             return StageOutput(Carry() if last else Carry(y), y.sum() if last else ())
 
-        return check_stages(table, [stage], [w], torch.randn(3, 4), axis=axes.pp, carries=[Carry(), Carry(x)])
+        return check_stages(
+            table, [stage], [w], torch.randn(3, 4), axis=axes.pp, carries=[Carry(), Carry(x)]
+        )
 
     if product is linear:
         first, last = each_rank(body, Mesh(pp=2), lambda _: ())
         assert first[0].whole == one  # the batch needs no cotangent
         assert last == ((2 * one, one, one),)
     else:
-        with pytest.raises(ValueError, match=rf"stage 1 cannot .* nothing is put off: inputs {2 * one} [+] weights 0"):
+        with pytest.raises(
+            ValueError,
+            match=rf"stage 1 cannot .* nothing is put off: inputs {2 * one} [+] weights 0",
+        ):
             each_rank(body, Mesh(pp=2), lambda _: ())
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------------------------------- refusals
 def one_stage(params, carry, batch):
     return StageOutput(Carry(params * batch, (batch,)), ())
 
@@ -267,7 +287,10 @@ def test_a_call_that_does_not_fit_its_schedule_is_refused(changes, match):
 @pytest.mark.parametrize(
     ("taken", "match"),
     [
-        (Carry(torch.empty(3, device="meta"), (torch.empty(2, device="meta"),)), r"\[2\] .* next stage takes .*\[3\]"),
+        (
+            Carry(torch.empty(3, device="meta"), (torch.empty(2, device="meta"),)),
+            r"\[2\] .* next stage takes .*\[3\]",
+        ),
         (Carry(torch.empty(2, device="meta")), "stage 0 gives .*blocks.0"),
         (Carry({"x": torch.empty(2, device="meta")}, (torch.empty(2, device="meta"),)), "stream.x"),
     ],
@@ -276,7 +299,12 @@ def test_a_stage_that_gives_something_else_than_is_said_is_refused(taken, match)
     def body(axes):
         batches = [torch.ones(2)]
         return run(
-            schedule("1f1b", 2, 1), [one_stage], [torch.ones(2)], batches, axis=axes.pp, carries=[Carry(), taken]
+            schedule("1f1b", 2, 1),
+            [one_stage],
+            [torch.ones(2)],
+            batches,
+            axis=axes.pp,
+            carries=[Carry(), taken],
         )
 
     with pytest.raises(ValueError, match=match):
@@ -286,7 +314,9 @@ def test_a_stage_that_gives_something_else_than_is_said_is_refused(taken, match)
 def test_the_simulated_mesh_is_refused():
     def body(axes, x):
         carries = [Carry(), Carry(torch.empty(1, device="meta"))]
-        return run(schedule("1f1b", 2, 1), [one_stage], [x], [x], axis=axes.pp, carries=carries).grads[0]
+        return run(
+            schedule("1f1b", 2, 1), [one_stage], [x], [x], axis=axes.pp, carries=carries
+        ).grads[0]
 
     with pytest.raises(ValueError, match=r"simulated mesh.*need real ranks; use backend 'threads'"):
         shard_map(body, Mesh(pp=2), (P("pp"),), P("pp"))(torch.ones(2))

@@ -50,7 +50,9 @@ SLOW_SETUPS = {
     "mhc, interleaved": Setup(name="mhc", kind="interleaved", chunks=2),
     "mhc, zero bubble": Setup(name="mhc", kind="zero_bubble"),
     "mhc, zero bubble, carries rebuilt": Setup(name="mhc", kind="zero_bubble", remat="cross_layer"),
-    "mhc, zero bubble fsdp2, carries rebuilt": Setup(name="mhc", fsdp=2, kind="zero_bubble", remat="cross_layer"),
+    "mhc, zero bubble fsdp2, carries rebuilt": Setup(
+        name="mhc", fsdp=2, kind="zero_bubble", remat="cross_layer"
+    ),
     "mhc, tp2 ep2": Setup(name="mhc", tp=2, ep=2, remat="cross_layer"),
     "mhc, cp2": Setup(name="mhc", cp=2, remat="intra_layer"),
     "carries rebuilt": Setup(remat="cross_layer"),
@@ -72,7 +74,9 @@ def check_on_threads(setup: Setup) -> list[cases.OnRank]:
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_loss_gradients_and_reports_equal_one_device(setup: Setup):
-    """1e-10 in float64; the dense run takes all rows at once, the pipelines 2 or 4 micro-batches."""
+    """1e-10 in float64; the dense run takes all rows at once, the pipelines 2 or 4
+    micro-batches.
+    """
     check_on_threads(setup)
 
 
@@ -82,16 +86,18 @@ def test_more_of_them(setup: Setup):
     check_on_threads(setup)
 
 
-# --------------------------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------- processes
 def check_processes(setup: Setup, ranks: Ranks) -> None:
-    """float32, to 1e-5 of the largest entry of each tensor; the KL, a sum of differences of numbers near 1, to 1e-6 of
-    its number of queries.
+    """float32, to 1e-5 of the largest entry of each tensor; the KL, a sum of differences of numbers
+    near 1, to 1e-6 of its number of queries.
     """
     got, want = cases.on_processes(setup, ranks), cases.dense(setup.name, setup.double)
     num_queries = int(cases.micro_batches(1)[0].num_queries)
     for (path, a), b in zip(tree.flatten_with_paths(tuple(got)), tree.leaves(want), strict=True):
         if a.is_floating_point():
-            assert (a - b).abs().max() <= (1e-6 * num_queries if path == "2.kl" else 1e-5 * b.abs().max()), path
+            assert (a - b).abs().max() <= (
+                1e-6 * num_queries if path == "2.kl" else 1e-5 * b.abs().max()
+            ), path
         else:
             assert torch.equal(a, b), path
 
@@ -103,14 +109,18 @@ def test_fp32_on_two_processes(two_ranks: Ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["interleaved", "zero_bubble"])
 def test_other_schedules_on_two_processes(kind: str, two_ranks: Ranks):
-    check_processes(Setup(kind=kind, chunks=2 if kind == "interleaved" else 1, double=False), two_ranks)
+    check_processes(
+        Setup(kind=kind, chunks=2 if kind == "interleaved" else 1, double=False), two_ranks
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zero_bubble"])
 def test_hyper_connections_on_two_processes(kind: str, two_ranks: Ranks):
     chunks = 2 if kind == "interleaved" else 1
-    check_processes(Setup(name="mhc", kind=kind, chunks=chunks, remat="cross_layer", double=False), two_ranks)
+    check_processes(
+        Setup(name="mhc", kind=kind, chunks=chunks, remat="cross_layer", double=False), two_ranks
+    )
 
 
 @pytest.mark.slow
@@ -119,15 +129,17 @@ def test_fp32_on_four_processes(axes: dict[str, int], four_ranks: Ranks):
     check_processes(Setup(double=False, **axes), four_ranks)
 
 
-# ------------------------------------------------------------------------------------------------------- what travels
+# ------------------------------------------------------------------------------------- what travels
 @pytest.mark.parametrize(
     ("setup", "streams"),
     [
-        # sent by each rank per micro-batch, in hidden states: the stream and the block that the receiver lacks; back
+        # sent by each rank per micro-batch, in hidden states: the stream and the block that the
+        # receiver lacks; back
         pytest.param(Setup(), [2, 2], marks=pytest.mark.slow),
         pytest.param(Setup(name="plain"), [1, 1], marks=pytest.mark.slow),
         (Setup(name="mhc"), [2, 2]),  # both streams
-        # into stage 1: stream and the embedding's block; 2: stream (rank 0 has made it), 3: stream and its second block
+        # into stage 1: stream and the embedding's block; 2: stream (rank 0 has made it), 3: stream
+        # and its second block
         (Setup(kind="interleaved", chunks=2), [2 + 1 + 2, 2 + 1 + 2]),
         pytest.param(Setup(tp=2), [2, 2], marks=pytest.mark.slow),
     ],
@@ -135,7 +147,9 @@ def test_fp32_on_four_processes(axes: dict[str, int], four_ranks: Ranks):
 )
 def test_bytes_on_the_wire(setup: Setup, streams: list[int]):
     _, record = cases.on_threads(setup)
-    state = cases.ROWS * cases.TOKENS * cases_model.D * 8 // setup.tp  # of all micro-batches, float64; tp ranks share
+    state = (
+        cases.ROWS * cases.TOKENS * cases_model.D * 8 // setup.tp
+    )  # of all micro-batches, float64; tp ranks share
     size = setup.mesh.world_size // setup.pp
     for rank, own in enumerate(record.ranks):
         assert own.nbytes["send"] == streams[rank // size] * state
@@ -143,14 +157,19 @@ def test_bytes_on_the_wire(setup: Setup, streams: list[int]):
 
 
 def check_rebuilt_early(setup: Setup) -> None:
-    """A stage makes its carries again after it asked for the cotangent, and before it waits for it."""
+    """A stage makes its carries again after it asked for the cotangent, and before it waits for
+    it.
+    """
     results, record = cases.on_threads(setup)
     check(cases.together(results, setup), setup)
     for own in record.ranks[: setup.fsdp]:  # the first stage
         events = [f"{e.what} {e.kind}" for e in own.events]
         for i in range(setup.micro_batches):
             backward = f"backward of micro-batch {i} on stage 0"
-            start, end = events.index(f"note rebuild for {backward}"), events.index(f"note {backward}")
+            start, end = (
+                events.index(f"note rebuild for {backward}"),
+                events.index(f"note {backward}"),
+            )
             assert events[:start].count("issue recv") > i
             assert events[:start].count("wait recv") == i
             between = [e for e in events[start:end] if "psum" not in e]
@@ -182,7 +201,9 @@ def test_a_rank_without_moe_layer():
     """Its state has no row; the last layer's biases update as those of the model."""
     setup = Setup(name="dense half")
     cfg, top_k = cases.CONFIGS[setup.name], cases.CFG.moe.top_k
-    whole = balance.update(cases_model.biases(cfg), cases.dense(setup.name)[2].histogram, top_k=top_k)
+    whole = balance.update(
+        cases_model.biases(cfg), cases.dense(setup.name)[2].histogram, top_k=top_k
+    )
     rows = []
     for result, own in zip(check_on_threads(setup), ((), (2, 3)), strict=True):
         state = cases.rows_of(cases_model.biases(cfg), own)
@@ -191,7 +212,7 @@ def test_a_rank_without_moe_layer():
     assert torch.equal(torch.cat(rows), whole.bias)
 
 
-# ------------------------------------------------------------------------------------------------------------- mutants
+# ------------------------------------------------------------------------------------------ mutants
 def drop_second(deposits, blocks, cotangents):
     for j, ct in zip(blocks, cotangents, strict=True):
         deposits.setdefault(j, ct)
@@ -217,7 +238,9 @@ def test_a_carry_of_one_stream_is_found(monkeypatch):
         check_on_threads(Setup(name="mhc"))
     announced = lambda x: x if x.is_meta else x[:, :, :1]  # noqa: E731
     monkeypatch.setattr(stages, "_leave", lambda state: leave(mhc.Carry(announced(state.streams))))
-    with pytest.raises(ValueError, match=r"stage 0 gives .*1, 16\].*the next stage takes .*2, 16\]"):
+    with pytest.raises(
+        ValueError, match=r"stage 0 gives .*1, 16\].*the next stage takes .*2, 16\]"
+    ):
         check_on_threads(Setup(name="mhc"))
 
 
@@ -240,7 +263,7 @@ def test_a_kl_that_a_stage_forgets_is_found(monkeypatch):
         check_on_threads(Setup())
 
 
-# --------------------------------------------------------------------------------------------------- parts of the model
+# ------------------------------------------------------------------------------- parts of the model
 def parts_of(num_stages: int, **options: object):
     return stages.stages(cases.CFG, stage_ranges(4, num_stages, **options))
 
@@ -285,5 +308,8 @@ def test_what_a_stage_takes():
 def test_what_is_no_pipeline_is_refused():
     with pytest.raises(ValueError, match=r"ranges \[range\(0, 3\)\] are not the layers 0..3"):
         stages.stages(cases.CFG, [range(3)])
-    with pytest.raises(ValueError, match=r"num_mtp_layers=1 with 2 pipeline stages.*set num_mtp_layers=0 or mesh.pp=1"):
+    with pytest.raises(
+        ValueError,
+        match=r"num_mtp_layers=1 with 2 pipeline stages.*set num_mtp_layers=0 or mesh.pp=1",
+    ):
         stages.stages(dataclasses.replace(cases.CFG, num_mtp_layers=1), stage_ranges(4, 2))

@@ -9,12 +9,14 @@ from k31fn.parallel.pipeline import Action, bubble, check, messages, schedule, t
 
 SIZES = [(1, 1), (2, 1), (2, 2), (2, 5), (3, 7), (4, 2), (4, 4), (4, 8), (8, 16)]
 TABLES = [schedule(kind, p, m) for kind in ("1f1b", "zero_bubble") for p, m in SIZES] + [
-    schedule("interleaved", p, m, num_chunks=v) for p, m, v in [(1, 3, 2), (2, 2, 2), (2, 6, 3), (4, 4, 2), (4, 12, 3)]
+    schedule("interleaved", p, m, num_chunks=v)
+    for p, m, v in [(1, 3, 2), (2, 2, 2), (2, 6, 3), (4, 4, 2), (4, 12, 3)]
 ]
 
 
 def name(table):
-    return f"{'split' if table.split else 'whole'}-{table.num_ranks}x{table.num_chunks}-{table.num_micro_batches}"
+    kind = "split" if table.split else "whole"
+    return f"{kind}-{table.num_ranks}x{table.num_chunks}-{table.num_micro_batches}"
 
 
 def residual_sets(row):
@@ -37,7 +39,9 @@ def test_a_table_has_each_action_once_and_no_deadlock(table):
 
 # unequal durations too: the theory's bubble of these schedules does not need F = B
 @pytest.mark.parametrize(("F", "I", "W"), [(1.0, 1.0, 1.0), (1.0, 1.5, 1.0), (2.0, 3.0, 1.5)])
-@pytest.mark.parametrize("table", [t for t in TABLES if not t.split or t.num_micro_batches >= t.num_ranks], ids=name)
+@pytest.mark.parametrize(
+    "table", [t for t in TABLES if not t.split or t.num_micro_batches >= t.num_ranks], ids=name
+)
 def test_the_bubble_is_the_theory_s(table, F, I, W):
     p, v, m = table.num_ranks, table.num_chunks, table.num_micro_batches
     durations = {"forward": F, "backward": I + W, "backward_input": I, "backward_weight": W}
@@ -68,15 +72,18 @@ def test_zero_bubble_fills_what_1f1b_waits_for():
     assert bubble(split) < bubble(whole) / 2
 
 
-# -------------------------------------------------------------------------------------------------- order of messages
+# -------------------------------------------------------------------------------- order of messages
 def arrive(table, order):
-    """Whether all messages arrive if each rank has one queue, in which a send or a receive blocks all behind it.
+    """Whether all messages arrive if each rank has one queue, in which a send or a receive blocks
+    all behind it.
 
-    A message passes when it is first in its sender's and its receiver's queue and the action that makes it is done; an
-    action is done once those before it on its rank are and the messages that it takes have passed.
+    A message passes when it is first in its sender's and its receiver's queue and the action that
+    makes it is done; an action is done once those before it on its rank are and the messages that
+    it takes have passed.
     """
     todo = {
-        r: [m for m in order if r in (table.rank_of(m.source), table.rank_of(m.to))] for r in range(len(table.rows))
+        r: [m for m in order if r in (table.rank_of(m.source), table.rank_of(m.to))]
+        for r in range(len(table.rows))
     }
     position, passed, done = dict.fromkeys(todo, 0), set(), set()
 
@@ -103,7 +110,9 @@ def arrive(table, order):
                 passed.add(message)
                 moved = True
         if not moved:
-            return not any(todo.values()) and all(position[r] == len(row) for r, row in enumerate(table.rows))
+            return not any(todo.values()) and all(
+                position[r] == len(row) for r, row in enumerate(table.rows)
+            )
 
 
 @pytest.mark.parametrize("table", TABLES, ids=name)
@@ -120,7 +129,7 @@ def test_another_order_of_messages_blocks():
     assert not arrive(table, order)
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------------------------------- refusals
 def swap(table, rank, a, b):
     rows = [list(row) for row in table.rows]
     rows[rank][a], rows[rank][b] = rows[rank][b], rows[rank][a]
@@ -136,7 +145,10 @@ def replace(table, rank, position, *actions):
 @pytest.mark.parametrize(
     ("table", "match"),
     [
-        (swap(schedule("1f1b", 2, 2), 1, 0, 1), "wait for each other for ever: rank 0 at backward of micro-batch 0"),
+        (
+            swap(schedule("1f1b", 2, 2), 1, 0, 1),
+            "wait for each other for ever: rank 0 at backward of micro-batch 0",
+        ),
         (swap(schedule("1f1b", 2, 2), 0, 0, 2), "wait for each other for ever"),
         (
             swap(schedule("zero_bubble", 2, 2), 0, 2, 3),
@@ -147,10 +159,16 @@ def replace(table, rank, position, *actions):
             replace(schedule("1f1b", 2, 1), 0, 0, Action("forward", 0, 1)),
             "rank 0 has forward of micro-batch 0 on stage 1",
         ),
-        (replace(schedule("1f1b", 2, 1), 0, 0, Action("forward", 1, 0)), "rank 0 has forward of micro-batch 1"),
+        (
+            replace(schedule("1f1b", 2, 1), 0, 0, Action("forward", 1, 0)),
+            "rank 0 has forward of micro-batch 1",
+        ),
         (replace(schedule("1f1b", 1, 1), 0, 0, *[Action("forward", 0, 0)] * 2), "is done twice"),
         (replace(schedule("zero_bubble", 1, 1), 0, 2), r"\['backward_input', 'forward'\]"),
-        (replace(schedule("zero_bubble", 1, 1), 0, 2, Action("backward", 0, 0)), "either a backward or both"),
+        (
+            replace(schedule("zero_bubble", 1, 1), 0, 2, Action("backward", 0, 0)),
+            "either a backward or both",
+        ),
     ],
 )
 def test_a_table_that_is_no_schedule_is_refused(table, match):

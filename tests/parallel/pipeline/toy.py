@@ -1,4 +1,6 @@
-"""Toy stages with a stream, blocks that all later layers read, a loss on every stage and a parameter per layer."""
+"""Toy stages with a stream, blocks that all later layers read, a loss on every stage and a
+parameter per layer.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ def weights() -> list[dict[str, Tensor]]:
 
 def micro_batches(count: int, samples: int = 8) -> list[Tensor]:
     """The same samples, in ``count`` micro-batches."""
-    x = torch.randn(samples, ROWS, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(
+        samples, ROWS, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return [part.flatten(0, 1) for part in x.chunk(count)]
 
 
-def layer(p: dict[str, Tensor], i: int, x: Tensor, blocks: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+def layer(
+    p: dict[str, Tensor], i: int, x: Tensor, blocks: tuple[Tensor, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     h = x
     for b in blocks:
         h = h + torch.tanh(b * p["mix"])
@@ -45,7 +51,9 @@ def layer(p: dict[str, Tensor], i: int, x: Tensor, blocks: tuple[Tensor, ...]) -
     return (y, (*blocks, x)) if i in OPENS else (x + y, blocks)
 
 
-def layers(params: Any, layer_numbers: range, x: Tensor, blocks: tuple[Tensor, ...]) -> tuple[Any, Any, Tensor]:
+def layers(
+    params: Any, layer_numbers: range, x: Tensor, blocks: tuple[Tensor, ...]
+) -> tuple[Any, Any, Tensor]:
     """Stream, blocks, and the loss of the layers."""
     loss = x.new_zeros(())
     for p, i in zip(params, layer_numbers, strict=True):
@@ -87,10 +95,15 @@ def stage(numbers: range) -> Any:
 
 def carries(ranges: tuple[range, ...], batch: Tensor) -> list[Carry]:
     x = torch.empty_like(batch, device="meta")
-    return [Carry({"x": x}, (x,) * sum(o < r.start for o in OPENS)) if r.start else Carry() for r in ranges]
+    return [
+        Carry({"x": x}, (x,) * sum(o < r.start for o in OPENS)) if r.start else Carry()
+        for r in ranges
+    ]
 
 
-def step(axes: MeshAxes, kind: str, batches: list[Tensor], chunks: int = 1, cuts: Any = None) -> tuple[Result, Any]:
+def step(
+    axes: MeshAxes, kind: str, batches: list[Tensor], chunks: int = 1, cuts: Any = None
+) -> tuple[Result, Any]:
     """What a rank does; its result, and the numbers of the layers of each of its stages."""
     ranks = axes.pp[0].size if axes.pp else 1
     table = schedule(kind, ranks, len(batches), num_chunks=chunks)
@@ -108,10 +121,14 @@ def step(axes: MeshAxes, kind: str, batches: list[Tensor], chunks: int = 1, cuts
     return result, mine
 
 
-def on_threads(ranks: int, kind: str, batches: list[Tensor], chunks: int = 1, cuts: Any = None) -> Any:
+def on_threads(
+    ranks: int, kind: str, batches: list[Tensor], chunks: int = 1, cuts: Any = None
+) -> Any:
     """Results in the order of ranks, and what travelled."""
     with record_collectives() as record:
-        results = each_rank(lambda axes: step(axes, kind, batches, chunks, cuts), Mesh(pp=ranks), lambda _: ())
+        results = each_rank(
+            lambda axes: step(axes, kind, batches, chunks, cuts), Mesh(pp=ranks), lambda _: ()
+        )
     return results, record
 
 
@@ -124,10 +141,15 @@ def together(results: Any) -> tuple[Tensor, list[Any]]:
     return sum(r.loss for r, _ in results), [grads[i] for i in range(LAYERS)]
 
 
-def on_process(ranks: int, kind: str, chunks: int, device: str = "cpu") -> tuple[list[Tensor], dict[str, Any]]:
+def on_process(
+    ranks: int, kind: str, chunks: int, device: str = "cpu"
+) -> tuple[list[Tensor], dict[str, Any]]:
     """For spawned processes: loss and gradients of the rank's stages, in order."""
     axes, _ = axes_of_process(Mesh(pp=ranks))
     with record_collectives() as record:
         result, mine = step(axes, kind, [b.to(device) for b in micro_batches(4)], chunks)
     counts = {"counts": dict(record.counts), "nbytes": dict(record.nbytes), "live": result.num_live}
-    return [result.loss, *tree.leaves(result.grads)], {**counts, "layers": [[r.start, r.stop] for r in mine]}
+    return [result.loss, *tree.leaves(result.grads)], {
+        **counts,
+        "layers": [[r.start, r.stop] for r in mine],
+    }

@@ -2,13 +2,15 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 """The second of the two phases: the running sum joins a summary of the blocks.
 
-Where a program can hold a token, one kernel each way reads everything once (:mod:`~.merge_whole`). A wider one is read
-in pieces, in the forward twice (the second time from the cache), and two kernels are the backward.
+Where a program can hold a token, one kernel each way reads everything once (:mod:`~.merge_whole`).
+A wider one is read in pieces, in the forward twice (the second time from the cache), and two
+kernels are the backward.
 
-With the weight ``w`` of the running sum ``p``, the blocks' mix ``b`` and the result ``o = b + w (p - b)``, the gradient
-of the score is ``w (1 - w) <ct, p - b> = w <ct, p - o>``: the backward keeps the result and three numbers per token,
-and not the summary. The result is the rounded one, so with ``|e_d| <= u`` (2^-9 for bfloat16) that is off by at most
-``w u sum_d |ct_d o_d|``: what rounding the running sum does to ``<ct, p>`` too. First order only.
+With the weight ``w`` of the running sum ``p``, the blocks' mix ``b`` and the result ``o = b + w (p
+- b)``, the gradient of the score is ``w (1 - w) <ct, p - b> = w <ct, p - o>``: the backward keeps
+the result and three numbers per token, and not the summary. The result is the rounded one, so with
+``|e_d| <= u`` (2^-9 for bfloat16) that is off by at most ``w u sum_d |ct_d o_d|``: what rounding
+the running sum does to ``<ct, p>`` too. First order only.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from torch import Tensor
 
 from k31fn.autodiff import custom_vjp
 from k31fn.kernels.attn_res.reference import Summary
-from k31fn.kernels.attn_res.triton.merge_whole import attn_res_merge_backward_whole, attn_res_merge_forward_whole
+from k31fn.kernels.attn_res.triton.merge_whole import (
+    attn_res_merge_backward_whole,
+    attn_res_merge_forward_whole,
+)
 from k31fn.kernels.attn_res.triton.shared import build, named, power, staged
 from k31fn.kernels.attn_res.triton.weights import attn_res_d_weights, build_of_weights, of_weights
 from k31fn.kernels.launch import Build, Tile, grouped, programs, step
@@ -32,8 +37,8 @@ __all__ = ["attn_res_merge", "attn_res_merge_accepts", "builds"]
 
 _WIDEST = 8192  # features that a program holds, where it does
 
-# per device kind: forward, gradient of the scores, of the sources, `columns` features at a time; and, where a program
-# can hold a token, forward and backward that do
+# per device kind: forward, gradient of the scores, of the sources, `columns` features at a time;
+# and, where a program can hold a token, forward and backward that do
 _TILES = {
     "cuda": (
         Tile(warps=4, per_core=8, columns=2048),
@@ -49,10 +54,26 @@ _TILES = {
 
 @triton.jit
 def attn_res_merge_forward(
-    max_ptr, sum_ptr, mix_ptr, prefix_ptr, key_ptr, out_ptr, weight_ptr, score_ptr, rrms_ptr,
-    tokens, width, per_group, max_group, sum_group, mix_group, prefix_group, key_group, eps,
+    max_ptr,
+    sum_ptr,
+    mix_ptr,
+    prefix_ptr,
+    key_ptr,
+    out_ptr,
+    weight_ptr,
+    score_ptr,
+    rrms_ptr,
+    tokens,
+    width,
+    per_group,
+    max_group,
+    sum_group,
+    mix_group,
+    prefix_group,
+    key_group,
+    eps,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     group = (tl.program_id(0) // per_group).to(tl.int64)
     for t in range(tl.program_id(0) % per_group, tokens, per_group):
         token = group * 0 + t  # 64 bits
@@ -64,13 +85,17 @@ def attn_res_merge_forward(
             inside = columns < width
             value = tl.load(prefix + columns, mask=inside, other=0.0).to(tl.float32)
             squares += value * value
-            products += value * tl.load(key_ptr + group * key_group + columns, mask=inside, other=0.0)
+            products += value * tl.load(
+                key_ptr + group * key_group + columns, mask=inside, other=0.0
+            )
         rrms = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / width + eps)
         score = tl.sum(products, axis=0) * rrms
         before = tl.load(max_ptr + (group * max_group + token))
         largest = tl.maximum(before, score)
         now = tl.exp(score - largest)
-        weight = now / (tl.exp(before - largest) * tl.load(sum_ptr + (group * sum_group + token)) + now)
+        weight = now / (
+            tl.exp(before - largest) * tl.load(sum_ptr + (group * sum_group + token)) + now
+        )
         written = group * tokens + token
         tl.store(score_ptr + written, score)
         tl.store(rrms_ptr + written, rrms)
@@ -79,17 +104,35 @@ def attn_res_merge_forward(
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
             value = tl.load(prefix + columns, mask=inside, other=0.0).to(tl.float32)
-            mix = tl.load(mix_ptr + (group * mix_group + token * width) + columns, mask=inside, other=0.0)
+            mix = tl.load(
+                mix_ptr + (group * mix_group + token * width) + columns, mask=inside, other=0.0
+            )
             out = (mix + weight * (value - mix)).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + written * width + columns, out, mask=inside)
 
 
 @triton.jit
 def attn_res_merge_d_scores(
-    sum_ptr, prefix_ptr, out_ptr, weight_ptr, score_ptr, rrms_ptr, ct_ptr, d_max_ptr, d_sum_ptr, along_ptr, shrink_ptr,
-    tokens, width, per_group, sum_group, prefix_group, out_group, ct_group,
+    sum_ptr,
+    prefix_ptr,
+    out_ptr,
+    weight_ptr,
+    score_ptr,
+    rrms_ptr,
+    ct_ptr,
+    d_max_ptr,
+    d_sum_ptr,
+    along_ptr,
+    shrink_ptr,
+    tokens,
+    width,
+    per_group,
+    sum_group,
+    prefix_group,
+    out_group,
+    ct_group,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     group = (tl.program_id(0) // per_group).to(tl.int64)
     for t in range(tl.program_id(0) % per_group, tokens, per_group):
         token = group * 0 + t  # 64 bits
@@ -97,9 +140,17 @@ def attn_res_merge_d_scores(
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
-            value = tl.load(prefix_ptr + (group * prefix_group + token * width) + columns, mask=inside, other=0.0)
-            out = tl.load(out_ptr + (group * out_group + token * width) + columns, mask=inside, other=0.0)
-            ct = tl.load(ct_ptr + (group * ct_group + token * width) + columns, mask=inside, other=0.0)
+            value = tl.load(
+                prefix_ptr + (group * prefix_group + token * width) + columns,
+                mask=inside,
+                other=0.0,
+            )
+            out = tl.load(
+                out_ptr + (group * out_group + token * width) + columns, mask=inside, other=0.0
+            )
+            ct = tl.load(
+                ct_ptr + (group * ct_group + token * width) + columns, mask=inside, other=0.0
+            )
             products += ct.to(tl.float32) * (value.to(tl.float32) - out.to(tl.float32))
         # of the forward: per group, as out
         stats = tl.where(out_group > 0, group * tokens, 0) + token
@@ -108,17 +159,34 @@ def attn_res_merge_d_scores(
         total = tl.load(sum_ptr + (group * sum_group + token))
         written = group * tokens + token
         tl.store(d_max_ptr + written, -d_score)
-        tl.store(d_sum_ptr + written, tl.where(total > 0.0, -d_score / tl.where(total > 0.0, total, 1.0), 0.0))
+        tl.store(
+            d_sum_ptr + written,
+            tl.where(total > 0.0, -d_score / tl.where(total > 0.0, total, 1.0), 0.0),
+        )
         tl.store(along_ptr + written, d_score * rrms)
         tl.store(shrink_ptr + written, d_score * tl.load(score_ptr + stats) * rrms * rrms / width)
 
 
 @triton.jit
 def attn_res_merge_d_sources(
-    prefix_ptr, key_ptr, weight_ptr, along_ptr, shrink_ptr, ct_ptr, d_mix_ptr, d_prefix_ptr, d_key_ptr,
-    tokens, width, splits, pieces, prefix_group, key_group, ct_group,
+    prefix_ptr,
+    key_ptr,
+    weight_ptr,
+    along_ptr,
+    shrink_ptr,
+    ct_ptr,
+    d_mix_ptr,
+    d_prefix_ptr,
+    d_key_ptr,
+    tokens,
+    width,
+    splits,
+    pieces,
+    prefix_group,
+    key_group,
+    ct_group,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     group = (tl.program_id(0) // (splits * pieces)).to(tl.int64)
     split = (tl.program_id(0) // pieces) % splits
     columns = (tl.program_id(0) % pieces) * BLOCK + tl.arange(0, BLOCK)
@@ -131,17 +199,27 @@ def attn_res_merge_d_sources(
         weight = tl.load(weight_ptr + written)
         along = tl.load(along_ptr + written)
         shrink = tl.load(shrink_ptr + written)
-        value = tl.load(prefix_ptr + (group * prefix_group + token * width) + columns, mask=inside, other=0.0)
+        value = tl.load(
+            prefix_ptr + (group * prefix_group + token * width) + columns, mask=inside, other=0.0
+        )
         value = value.to(tl.float32)
-        ct = tl.load(ct_ptr + (group * ct_group + token * width) + columns, mask=inside, other=0.0).to(tl.float32)
+        ct = tl.load(
+            ct_ptr + (group * ct_group + token * width) + columns, mask=inside, other=0.0
+        ).to(tl.float32)
         d_key += along * value
         of_prefix = weight * ct + along * key - shrink * value
-        tl.store(d_prefix_ptr + written * width + columns, of_prefix.to(d_prefix_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            d_prefix_ptr + written * width + columns,
+            of_prefix.to(d_prefix_ptr.dtype.element_ty),
+            mask=inside,
+        )
         tl.store(d_mix_ptr + written * width + columns, ct - weight * ct, mask=inside)
     tl.store(d_key_ptr + (group * splits + split) * width + columns, d_key, mask=inside)
 
 
-def attn_res_merge_accepts(summary: Summary, prefix: Tensor, query: Tensor, norm_weight: Tensor, eps: float) -> str:
+def attn_res_merge_accepts(
+    summary: Summary, prefix: Tensor, query: Tensor, norm_weight: Tensor, eps: float
+) -> str:
     """Why :func:`attn_res_merge` cannot run, or nothing."""
     del eps
     if prefix.dtype not in (torch.bfloat16, torch.float32):
@@ -153,20 +231,30 @@ def attn_res_merge_accepts(summary: Summary, prefix: Tensor, query: Tensor, norm
     return ""
 
 
-def attn_res_merge(summary: Summary, prefix: Tensor, query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+def attn_res_merge(
+    summary: Summary, prefix: Tensor, query: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
     """The op; score, softmax and sums in float32."""
     rows = prefix.shape[:2]
     largest, total = (part.expand(rows).flatten()[None] for part in (summary.max, summary.sum))
     mix = summary.out.expand(prefix.shape).flatten(0, 1)[None]
-    return _merge(largest, total, mix, prefix.flatten(0, 1)[None], query[None], norm_weight[None], eps).view(
-        prefix.shape
-    )
+    return _merge(
+        largest, total, mix, prefix.flatten(0, 1)[None], query[None], norm_weight[None], eps
+    ).view(prefix.shape)
 
 
 def _merge_fwd(
-    largest: Tensor, total: Tensor, mix: Tensor, prefix: Tensor, query: Tensor, norm: Tensor, eps: float
+    largest: Tensor,
+    total: Tensor,
+    mix: Tensor,
+    prefix: Tensor,
+    query: Tensor,
+    norm: Tensor,
+    eps: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    out, *stats = grouped(functools.partial(_launch_forward, eps), largest, total, mix, prefix, query, norm)
+    out, *stats = grouped(
+        functools.partial(_launch_forward, eps), largest, total, mix, prefix, query, norm
+    )
     return out, (total, prefix, query, norm, out, *stats)
 
 
@@ -179,9 +267,9 @@ def _merge_bwd(eps: float, residuals: tuple[Tensor, ...], ct: Tensor) -> tuple[T
     return d_max, d_sum, *grouped(_launch_d_sources, prefix, query, norm, weight, *along, ct)
 
 
-_merge = custom_vjp(_merge_fwd, nondiff_argnums=(6,), opaque=True, name="attn_res_merge (triton)").defvjp(
-    _merge_fwd, _merge_bwd
-)
+_merge = custom_vjp(
+    _merge_fwd, nondiff_argnums=(6,), opaque=True, name="attn_res_merge (triton)"
+).defvjp(_merge_fwd, _merge_bwd)
 
 
 def _holds(prefix: Tensor) -> bool:
@@ -198,14 +286,30 @@ def _launch_forward(eps: float, *operands: Tensor) -> tuple[Tensor, ...]:
         kernel, weights = attn_res_merge_forward_whole, (query, norm)
         per_core, cut = _held(_TILES[prefix.device.type][3], width, prefix.itemsize + mix.itemsize)
     else:
-        kernel, weights = attn_res_merge_forward, (query.to(torch.float32) * norm.to(torch.float32),)
+        kernel, weights = (
+            attn_res_merge_forward,
+            (query.to(torch.float32) * norm.to(torch.float32),),
+        )
         tile = _TILES[prefix.device.type][0]
         per_core, cut = tile.per_core, _cut(tile, width)
     per_group = programs(prefix.device, groups, tokens, per_core)
     kernel[(groups * per_group,)](
-        largest, total, mix, prefix, *weights, out, weight, score, rrms, tokens, width, per_group,
-        *map(step, (largest, total, mix, prefix, *weights)), eps,
-        **named(kernel, cut))  # fmt: skip
+        largest,
+        total,
+        mix,
+        prefix,
+        *weights,
+        out,
+        weight,
+        score,
+        rrms,
+        tokens,
+        width,
+        per_group,
+        *map(step, (largest, total, mix, prefix, *weights)),
+        eps,
+        **named(kernel, cut),
+    )
     return out, weight, score, rrms
 
 
@@ -213,15 +317,41 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     total, prefix, query, norm, out, weight, score, rrms, ct = (x.contiguous() for x in operands)
     groups, (_, tokens, width) = max(x.shape[0] for x in operands), prefix.shape
     d_max, d_sum = (total.new_empty((groups, tokens)) for _ in range(2))
-    d_mix, d_prefix = total.new_empty((groups, tokens, width)), prefix.new_empty((groups, tokens, width))
+    d_mix, d_prefix = (
+        total.new_empty((groups, tokens, width)),
+        prefix.new_empty((groups, tokens, width)),
+    )
     per_core, cut = _held(_TILES[prefix.device.type][4], width, 3 * prefix.itemsize)
     per_group = programs(prefix.device, groups, tokens, per_core)
     d_key = total.new_empty((groups, per_group, width))
     attn_res_merge_backward_whole[(groups * per_group,)](
-        total, prefix, query, norm, out, weight, score, rrms, ct, d_max, d_sum, d_mix, d_prefix, d_key,
-        tokens, width, per_group, *map(step, (total, prefix, query, norm, out, score, ct)),
-        **named(attn_res_merge_backward_whole, cut))  # fmt: skip
-    return d_max, d_sum, d_mix, d_prefix, *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm)
+        total,
+        prefix,
+        query,
+        norm,
+        out,
+        weight,
+        score,
+        rrms,
+        ct,
+        d_max,
+        d_sum,
+        d_mix,
+        d_prefix,
+        d_key,
+        tokens,
+        width,
+        per_group,
+        *map(step, (total, prefix, query, norm, out, score, ct)),
+        **named(attn_res_merge_backward_whole, cut),
+    )
+    return (
+        d_max,
+        d_sum,
+        d_mix,
+        d_prefix,
+        *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm),
+    )
 
 
 def _launch_d_scores(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -231,9 +361,23 @@ def _launch_d_scores(*operands: Tensor) -> tuple[Tensor, ...]:
     d_max, d_sum, along, shrink = (total.new_empty((groups, tokens)) for _ in range(4))
     per_group = programs(ct.device, groups, tokens, tile.per_core)
     attn_res_merge_d_scores[(groups * per_group,)](
-        total, prefix, out, weight, score, rrms, ct, d_max, d_sum, along, shrink,
-        tokens, width, per_group, *map(step, (total, prefix, out, ct)),
-        **named(attn_res_merge_d_scores, _cut(tile, width)))  # fmt: skip
+        total,
+        prefix,
+        out,
+        weight,
+        score,
+        rrms,
+        ct,
+        d_max,
+        d_sum,
+        along,
+        shrink,
+        tokens,
+        width,
+        per_group,
+        *map(step, (total, prefix, out, ct)),
+        **named(attn_res_merge_d_scores, _cut(tile, width)),
+    )
     return d_max, d_sum, along, shrink
 
 
@@ -246,12 +390,28 @@ def _launch_d_sources(*operands: Tensor) -> tuple[Tensor, ...]:
     cut = _cut(tile, width)
     pieces = triton.cdiv(width, cut["BLOCK"])
     splits = programs(ct.device, groups * pieces, tokens, tile.per_core)
-    d_mix, d_prefix = key.new_empty((groups, tokens, width)), prefix.new_empty((groups, tokens, width))
+    d_mix, d_prefix = (
+        key.new_empty((groups, tokens, width)),
+        prefix.new_empty((groups, tokens, width)),
+    )
     d_key = key.new_empty((groups, splits, width))
     attn_res_merge_d_sources[(groups * splits * pieces,)](
-        prefix, key, weight, along, shrink, ct, d_mix, d_prefix, d_key,
-        tokens, width, splits, pieces, *map(step, (prefix, key, ct)),
-        **named(attn_res_merge_d_sources, cut))  # fmt: skip
+        prefix,
+        key,
+        weight,
+        along,
+        shrink,
+        ct,
+        d_mix,
+        d_prefix,
+        d_key,
+        tokens,
+        width,
+        splits,
+        pieces,
+        *map(step, (prefix, key, ct)),
+        **named(attn_res_merge_d_sources, cut),
+    )
     return d_mix, d_prefix, *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm)
 
 

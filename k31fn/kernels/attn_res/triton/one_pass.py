@@ -1,24 +1,26 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
-"""The residual attention in one pass over the sources: norm, score, online softmax and mix of a token in one program.
+"""The residual attention in one pass over the sources: norm, score, online softmax and mix of a
+token in one program.
 
-The backward keeps the scores and the reciprocal norms, two numbers per token and source. Where a program holds all
-sources of a token (:mod:`~.whole`), that is all. Where they are too many, it keeps the result ``o`` too:
-``sum_j p_j <ct, v_j> = <ct, o>`` is known before the sources are read, and one pass gives all gradients. Where not
-even one fits (Ascend), two kernels read the sources twice and need no result. The gradient of the key is summed over a
-program's tokens in registers and over programs in a fixed order: no atomics, the same bits in every run. First order
-only.
+The backward keeps the scores and the reciprocal norms, two numbers per token and source. Where a
+program holds all sources of a token (:mod:`~.whole`), that is all. Where they are too many, it
+keeps the result ``o`` too: ``sum_j p_j <ct, v_j> = <ct, o>`` is known before the sources are read,
+and one pass gives all gradients. Where not even one fits (Ascend), two kernels read the sources
+twice and need no result. The gradient of the key is summed over a program's tokens in registers and
+over programs in a fixed order: no atomics, the same bits in every run. First order only.
 
-The result is the rounded one, ``o_d (1 + e_d)`` with ``|e_d| <= u`` (2^-9 for bfloat16, 2^-24 for float32), as in
-FlashAttention's backward. So ``<ct, o>`` is off by at most ``E = u sum_d |ct_d o_d|`` and the gradient of score ``j``
-by ``p_j E``, as rounding one source by ``u`` does to ``<ct, v_j>``; the gradient of source ``j`` by at most
-``p_j E rho_j |key - s_j rho_j v_j / D|``. Roundings have signs of their own, so what is seen is
-``u sqrt(sum_d (ct_d o_d)^2)`` in place of ``E``. The key's gradient, a sum over all tokens, is off by neither: when all
-sources are read, ``sum_j p_j <ct, v_j> - <ct, o>`` is known, and what it did is taken back.
+The result is the rounded one, ``o_d (1 + e_d)`` with ``|e_d| <= u`` (2^-9 for bfloat16, 2^-24 for
+float32), as in FlashAttention's backward. So ``<ct, o>`` is off by at most ``E = u sum_d |ct_d
+o_d|`` and the gradient of score ``j`` by ``p_j E``, as rounding one source by ``u`` does to ``<ct,
+v_j>``; the gradient of source ``j`` by at most ``p_j E rho_j |key - s_j rho_j v_j / D|``. Roundings
+have signs of their own, so what is seen is ``u sqrt(sum_d (ct_d o_d)^2)`` in place of ``E``. The
+key's gradient, a sum over all tokens, is off by neither: when all sources are read, ``sum_j p_j
+<ct, v_j> - <ct, o>`` is known, and what it did is taken back.
 
-The width is a constant of the kernels that hold a token: it is seldom a power of two, as their tiles are, and what lies
-past it takes no register.
+The width is a constant of the kernels that hold a token: it is seldom a power of two, as their
+tiles are, and what lies past it takes no register.
 """
 
 from __future__ import annotations
@@ -38,7 +40,17 @@ from k31fn.kernels.attn_res.triton.pieces import (
     attn_res_backward_sources,
     attn_res_forward_pieces,
 )
-from k31fn.kernels.attn_res.triton.shared import add_pairs, alike, build, named, odd_shapes, padded, pick, power, staged
+from k31fn.kernels.attn_res.triton.shared import (
+    add_pairs,
+    alike,
+    build,
+    named,
+    odd_shapes,
+    padded,
+    pick,
+    power,
+    staged,
+)
 from k31fn.kernels.attn_res.triton.weights import attn_res_d_weights, build_of_weights, of_weights
 from k31fn.kernels.attn_res.triton.whole import attn_res_backward_whole
 from k31fn.kernels.launch import Build, Tile, grouped, programs, step
@@ -49,8 +61,8 @@ _WIDEST = 16384
 _OF_TILE = 8192  # features for which _TILES has warps and programs per core
 _HELD = 4  # sources of _OF_TILE features that a program of the backward holds, where it does
 
-# per device kind: forward, backward, and, where a program can hold all sources of a token, the backward that does. With
-# columns, a token that is wider is read in pieces of so many features.
+# per device kind: forward, backward, and, where a program can hold all sources of a token, the
+# backward that does. With columns, a token that is wider is read in pieces of so many features.
 _TILES = {
     "cuda": (
         Tile(warps=4, per_core=2, stages=4),
@@ -64,19 +76,45 @@ _TILES = {
 
 @triton.jit
 def attn_res_forward(
-    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
-    query_ptr, norm_ptr, out_ptr, score_ptr, rrms_ptr,
-    tokens, width: tl.constexpr, per_group, source_group, query_group, norm_group, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    s5,
+    s6,
+    s7,
+    s8,
+    s9,
+    s10,
+    s11,
+    query_ptr,
+    norm_ptr,
+    out_ptr,
+    score_ptr,
+    rrms_ptr,
+    tokens,
+    width: tl.constexpr,
+    per_group,
+    source_group,
+    query_group,
+    norm_group,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     group = (tl.program_id(0) // per_group).to(tl.int64)
     first = tl.program_id(0) % per_group
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    key = tl.load((query_ptr + group * query_group) + columns, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load((query_ptr + group * query_group) + columns, mask=inside, other=0.0).to(
+        tl.float32
+    )
     key *= tl.load((norm_ptr + group * norm_group) + columns, mask=inside, other=0.0).to(tl.float32)
-    # what is loaded follows from at, what it is used for from token and i: the compiler's pipeline would carry each
-    # number that both need through all of its stages, a move for each stage and number
+    # what is loaded follows from at, what it is used for from token and i: the compiler's pipeline
+    # would carry each number that both need through all of its stages, a move for each stage and
+    # number
     largest = -1.0e30
     total = 0.0
     mixed = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -109,18 +147,59 @@ def attn_res_forward(
 
 @triton.jit
 def attn_res_backward(
-    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
-    d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11,
-    query_ptr, norm_ptr, score_ptr, rrms_ptr, out_ptr, ct_ptr, d_key_ptr,
-    tokens, width: tl.constexpr, per_group, source_group, query_group, norm_group, stat_group, out_group, ct_group,
-    N: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    s5,
+    s6,
+    s7,
+    s8,
+    s9,
+    s10,
+    s11,
+    d0,
+    d1,
+    d2,
+    d3,
+    d4,
+    d5,
+    d6,
+    d7,
+    d8,
+    d9,
+    d10,
+    d11,
+    query_ptr,
+    norm_ptr,
+    score_ptr,
+    rrms_ptr,
+    out_ptr,
+    ct_ptr,
+    d_key_ptr,
+    tokens,
+    width: tl.constexpr,
+    per_group,
+    source_group,
+    query_group,
+    norm_group,
+    stat_group,
+    out_group,
+    ct_group,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     group = (tl.program_id(0) // per_group).to(tl.int64)
     first = tl.program_id(0) % per_group
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     numbers = tl.arange(0, PADDED)
-    key = tl.load((query_ptr + group * query_group) + columns, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load((query_ptr + group * query_group) + columns, mask=inside, other=0.0).to(
+        tl.float32
+    )
     key *= tl.load((norm_ptr + group * norm_group) + columns, mask=inside, other=0.0).to(tl.float32)
     d_key = tl.zeros((BLOCK,), dtype=tl.float32)
     along = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -175,7 +254,9 @@ def attn_res_backward(
     tl.store(d_key_ptr + tl.program_id(0).to(tl.int64) * width + columns, d_key, mask=inside)
 
 
-def attn_res_accepts(sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float) -> str:
+def attn_res_accepts(
+    sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float
+) -> str:
     """Why :func:`attn_res` cannot run, or nothing."""
     del eps
     if sources and sources[0].shape[-1] > _WIDEST:
@@ -189,12 +270,16 @@ def attn_res(sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, ep
     return _mix(flat, query[None], norm_weight[None], eps).view(sources[0].shape)
 
 
-def _mix_fwd(sources: tuple[Tensor, ...], query: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, tuple[object, ...]]:
+def _mix_fwd(
+    sources: tuple[Tensor, ...], query: Tensor, norm: Tensor, eps: float
+) -> tuple[Tensor, tuple[object, ...]]:
     out, *stats = grouped(functools.partial(_launch_forward, eps), *sources, query, norm)
     return out, (sources, query, norm, *stats, *(() if _holds(sources) else (out,)))
 
 
-def _mix_bwd(eps: float, residuals: tuple[Any, ...], ct: Tensor) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+def _mix_bwd(
+    eps: float, residuals: tuple[Any, ...], ct: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     del eps  # it is in rrms
     sources, *rest = residuals
     launch = _launch_backward_whole if _holds(sources) else _launch_backward
@@ -202,7 +287,9 @@ def _mix_bwd(eps: float, residuals: tuple[Any, ...], ct: Tensor) -> tuple[tuple[
     return tuple(d_sources), d_query, d_norm
 
 
-_mix = custom_vjp(_mix_fwd, nondiff_argnums=(3,), opaque=True, name="attn_res (triton)").defvjp(_mix_fwd, _mix_bwd)
+_mix = custom_vjp(_mix_fwd, nondiff_argnums=(3,), opaque=True, name="attn_res (triton)").defvjp(
+    _mix_fwd, _mix_bwd
+)
 
 
 def _holds(sources: Sequence[Tensor]) -> bool:
@@ -226,8 +313,18 @@ def _launch_forward(eps: float, *operands: Tensor) -> tuple[Tensor, ...]:
     per_group = programs(query.device, groups, tokens, per_core)
     kernel = attn_res_forward_pieces if tile.columns else attn_res_forward
     kernel[(groups * per_group,)](
-        *padded(sources), *weights, out, scores, rrms, tokens, width, per_group,
-        *map(step, (sources[0], *weights)), eps, **named(kernel, cut))  # fmt: skip
+        *padded(sources),
+        *weights,
+        out,
+        scores,
+        rrms,
+        tokens,
+        width,
+        per_group,
+        *map(step, (sources[0], *weights)),
+        eps,
+        **named(kernel, cut),
+    )
     return out, scores, rrms
 
 
@@ -241,8 +338,20 @@ def _launch_backward_whole(*operands: Tensor) -> tuple[Tensor, ...]:
     per_group = programs(query.device, groups, tokens, per_core)
     d_key = scores.new_empty((groups, per_group, width))
     attn_res_backward_whole[(groups * per_group,)](
-        *padded(sources), *padded(d_sources), query, norm, scores, rrms, ct, d_key, tokens, width, per_group,
-        *map(step, (sources[0], query, norm, scores, ct)), **cut)  # fmt: skip
+        *padded(sources),
+        *padded(d_sources),
+        query,
+        norm,
+        scores,
+        rrms,
+        ct,
+        d_key,
+        tokens,
+        width,
+        per_group,
+        *map(step, (sources[0], query, norm, scores, ct)),
+        **cut,
+    )
     return *d_sources, *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm)
 
 
@@ -250,7 +359,9 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     *given, query, norm, scores, rrms, out, ct = operands
     groups, (_, tokens, width) = max(x.shape[0] for x in operands), given[0].shape
     sources, n, tile = alike(given), len(given), _TILES[query.device.type][1]
-    query, norm, out, scores, rrms, ct = (x.contiguous() for x in (query, norm, out, scores, rrms, ct))
+    query, norm, out, scores, rrms, ct = (
+        x.contiguous() for x in (query, norm, out, scores, rrms, ct)
+    )
     d_sources = [s.new_empty((groups, tokens, width)) for s in sources]
     weights = (_key(query, norm),) if tile.columns else (query, norm)
     pointers = (*padded(sources), *padded(d_sources), *weights, scores, rrms)
@@ -265,7 +376,17 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
         return *d_sources, *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm)
     d_scores = scores.new_empty((groups, n, tokens))
     attn_res_backward_scores[(groups * per_group,)](
-        *padded(sources), scores, ct, d_scores, tokens, width, per_group, steps[0], steps[-1], step(ct), **cut
+        *padded(sources),
+        scores,
+        ct,
+        d_scores,
+        tokens,
+        width,
+        per_group,
+        steps[0],
+        steps[-1],
+        step(ct),
+        **cut,
     )
     pieces = triton.cdiv(width, tile.columns)
     splits = programs(query.device, groups * pieces, tokens, tile.per_core)
@@ -279,7 +400,8 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
 def _held(tile: Tile, n: int, width: int, itemsize: int) -> tuple[int, dict[str, int]]:
     """Programs per core, and what the kernel that holds a token is compiled with.
 
-    The tile is that of the largest token. A thread has the features of the sources, and of four rows besides.
+    The tile is that of the largest token. A thread has the features of the sources, and of four
+    rows besides.
     """
     block, rows = power(width), power(n)
     share = (power(_HELD) + 4) * _OF_TILE // power((rows + 4) * block)
@@ -289,11 +411,13 @@ def _held(tile: Tile, n: int, width: int, itemsize: int) -> tuple[int, dict[str,
     return per_core, {"N": n, "PADDED": rows, "BLOCK": block, "STAGES": stages, "num_warps": warps}
 
 
-def _cut(tile: Tile, n: int, width: int, itemsize: int, *, beside: int) -> tuple[int, dict[str, int]]:
+def _cut(
+    tile: Tile, n: int, width: int, itemsize: int, *, beside: int
+) -> tuple[int, dict[str, int]]:
     """Programs per core, and what the kernels of ``n`` sources are compiled with.
 
-    Where a token is held whole, the tile is that of 8192 features; shared memory has the sources on their way, but for
-    so many ``beside``: the forward's last stage, none of the backward's.
+    Where a token is held whole, the tile is that of 8192 features; shared memory has the sources on
+    their way, but for so many ``beside``: the forward's last stage, none of the backward's.
     """
     if tile.columns:
         return tile.per_core, {"N": n, "PADDED": power(n), "BLOCK": tile.columns}
@@ -301,24 +425,40 @@ def _cut(tile: Tile, n: int, width: int, itemsize: int, *, beside: int) -> tuple
     per_core = tile.per_core * max(1, min(8, _OF_TILE // block))
     warps = max(1, min(16, tile.warps * block // _OF_TILE))
     stages = staged(tile.stages, per_core, block * itemsize, beside=beside)
-    return per_core, {"N": n, "PADDED": power(n), "BLOCK": block, "STAGES": stages, "num_warps": warps}
+    return per_core, {
+        "N": n,
+        "PADDED": power(n),
+        "BLOCK": block,
+        "STAGES": stages,
+        "num_warps": warps,
+    }
 
 
 def builds(kind: str) -> list[Build]:
-    """What is compiled on a kind of device: for K3.1 (hidden size 7168, up to 9 sources), and the widest tokens."""
+    """What is compiled on a kind of device: for K3.1 (hidden size 7168, up to 9 sources), and the
+    widest tokens.
+    """
     one, other, *held = _TILES[kind]
     forward = [attn_res_forward_pieces if one.columns else attn_res_forward]
-    backward = [attn_res_backward_scores, attn_res_backward_sources] if other.columns else [attn_res_backward]
+    backward = (
+        [attn_res_backward_scores, attn_res_backward_sources]
+        if other.columns
+        else [attn_res_backward]
+    )
     found = []
     shapes = [("bf16", 2, 9, 7168), ("fp32", 4, 2, 7168)]
     for dtype, itemsize, n, width in shapes if one.columns else [*shapes, ("fp32", 4, 2, _WIDEST)]:
         at = f"{dtype} N{n} D{width}"
         fixed = {} if one.columns else {"width": width}
-        cuts = ({**fixed, **_cut(t, n, width, itemsize, beside=b)[1]} for t, b in ((one, 1), (other, 0)))
+        cuts = (
+            {**fixed, **_cut(t, n, width, itemsize, beside=b)[1]} for t, b in ((one, 1), (other, 0))
+        )
         ways = zip((forward, backward), cuts, ("forward", "backward"), (one, other), strict=True)
         found += [build(k, at, cut, way, tile) for kernels, cut, way, tile in ways for k in kernels]
         for tile in held if width <= _OF_TILE else ():
             few = min(n, _HELD)
             cut = {**fixed, **_held(tile, few, width, itemsize)[1]}
-            found.append(build(attn_res_backward_whole, f"{dtype} N{few} D{width}", cut, "backward", tile))
+            found.append(
+                build(attn_res_backward_whole, f"{dtype} N{few} D{width}", cut, "backward", tile)
+            )
     return [*found, build_of_weights(kind, "fp32 D7168", 132)]

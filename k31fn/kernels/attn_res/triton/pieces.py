@@ -1,5 +1,7 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportGeneralTypeIssues=false
-"""Where a token is too wide to be held (Ascend): it is read in pieces of its features, and twice, each way."""
+"""Where a token is too wide to be held (Ascend): it is read in pieces of its features, and twice,
+each way.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,32 @@ __all__ = ["attn_res_backward_scores", "attn_res_backward_sources", "attn_res_fo
 
 @triton.jit
 def attn_res_forward_pieces(
-    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
-    key_ptr, out_ptr, score_ptr, rrms_ptr,
-    tokens, width, per_group, source_group, key_group, eps,
-    N: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    s5,
+    s6,
+    s7,
+    s8,
+    s9,
+    s10,
+    s11,
+    key_ptr,
+    out_ptr,
+    score_ptr,
+    rrms_ptr,
+    tokens,
+    width,
+    per_group,
+    source_group,
+    key_group,
+    eps,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Statistics and result of a token."""
     group = (tl.program_id(0) // per_group).to(tl.int64)
     numbers = tl.arange(0, PADDED)
@@ -58,11 +81,31 @@ def attn_res_forward_pieces(
 
 @triton.jit
 def attn_res_backward_scores(
-    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
-    score_ptr, ct_ptr, d_score_ptr,
-    tokens, width, per_group, source_group, stat_group, ct_group,
-    N: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    s5,
+    s6,
+    s7,
+    s8,
+    s9,
+    s10,
+    s11,
+    score_ptr,
+    ct_ptr,
+    d_score_ptr,
+    tokens,
+    width,
+    per_group,
+    source_group,
+    stat_group,
+    ct_group,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of a token's scores."""
     group = (tl.program_id(0) // per_group).to(tl.int64)
     numbers = tl.arange(0, PADDED)
@@ -73,12 +116,18 @@ def attn_res_backward_scores(
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
             row = group * source_group + token * width
-            ct = tl.load(ct_ptr + (group * ct_group + token * width) + columns, mask=inside, other=0.0).to(tl.float32)
+            ct = tl.load(
+                ct_ptr + (group * ct_group + token * width) + columns, mask=inside, other=0.0
+            ).to(tl.float32)
             for i in tl.static_range(N):
                 source = at(i, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11)
                 value = tl.load(source + row + columns, mask=inside, other=0.0).to(tl.float32)
                 d_probs = tl.where(numbers == i, d_probs + tl.sum(ct * value, axis=0), d_probs)
-        scores = tl.load(score_ptr + group * stat_group + numbers * tokens + token, mask=numbers < N, other=-1.0e30)
+        scores = tl.load(
+            score_ptr + group * stat_group + numbers * tokens + token,
+            mask=numbers < N,
+            other=-1.0e30,
+        )
         probs = tl.exp(scores - tl.max(scores, axis=0))
         probs = probs / tl.sum(probs, axis=0)
         d_scores = probs * (d_probs - tl.sum(probs * d_probs, axis=0))
@@ -87,13 +136,51 @@ def attn_res_backward_scores(
 
 @triton.jit
 def attn_res_backward_sources(
-    s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
-    d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11,
-    key_ptr, score_ptr, rrms_ptr, d_score_ptr, ct_ptr, d_key_ptr,
-    tokens, width, splits, pieces, source_group, key_group, stat_group, ct_group,
-    N: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the sources, and of the key over a program's tokens, for one piece of the features."""
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    s5,
+    s6,
+    s7,
+    s8,
+    s9,
+    s10,
+    s11,
+    d0,
+    d1,
+    d2,
+    d3,
+    d4,
+    d5,
+    d6,
+    d7,
+    d8,
+    d9,
+    d10,
+    d11,
+    key_ptr,
+    score_ptr,
+    rrms_ptr,
+    d_score_ptr,
+    ct_ptr,
+    d_key_ptr,
+    tokens,
+    width,
+    splits,
+    pieces,
+    source_group,
+    key_group,
+    stat_group,
+    ct_group,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradients of the sources, and of the key over a program's tokens, for one piece of the
+    features.
+    """
     group = (tl.program_id(0) // (splits * pieces)).to(tl.int64)
     split = (tl.program_id(0) // pieces) % splits
     columns = (tl.program_id(0) % pieces) * BLOCK + tl.arange(0, BLOCK)
@@ -105,11 +192,15 @@ def attn_res_backward_sources(
         token = group * 0 + t  # 64 bits
         row = group * source_group + token * width
         written = (group * tokens + token) * width
-        ct = tl.load(ct_ptr + (group * ct_group + token * width) + columns, mask=inside, other=0.0).to(tl.float32)
+        ct = tl.load(
+            ct_ptr + (group * ct_group + token * width) + columns, mask=inside, other=0.0
+        ).to(tl.float32)
         stats = (group * stat_group + token) + numbers * tokens
         scores = tl.load(score_ptr + stats, mask=numbers < N, other=-1.0e30)
         rrms = tl.load(rrms_ptr + stats, mask=numbers < N, other=0.0)
-        d_scores = tl.load(d_score_ptr + (group * N + numbers) * tokens + token, mask=numbers < N, other=0.0)
+        d_scores = tl.load(
+            d_score_ptr + (group * N + numbers) * tokens + token, mask=numbers < N, other=0.0
+        )
         probs = tl.exp(scores - tl.max(scores, axis=0))
         probs = probs / tl.sum(probs, axis=0)
         along_key = d_scores * rrms

@@ -1,6 +1,8 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false
-"""What kernels over several sources share: pointers, exact products, what they refuse, and how they are listed."""
+"""What kernels over several sources share: pointers, exact products, what they refuse, and how they
+are listed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ __all__ = [
 
 MOST_SOURCES = 12
 _SHARED = 200 * 2**10  # bytes of a core for what is on its way
-_ALIGNED = ("width", *(f"{x}_group" for x in ("source", "key", "out", "ct", "d_mix", "mix", "prefix")))
+_ALIGNED = (
+    "width",
+    *(f"{x}_group" for x in ("source", "key", "out", "ct", "d_mix", "mix", "prefix")),
+)
 _OF_MODEL = ("out_ptr", "ct_ptr", "prefix_ptr", "d_prefix_ptr")
 
 
@@ -102,10 +107,28 @@ def pick(i, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, N: tl.constexpr):
 
 @triton.jit
 def stacked(
-    numbers, row, columns, inside, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11,
-    N: tl.constexpr, CHOOSE: tl.constexpr,
-):  # fmt: skip
-    """A token's features in all sources; rows past the sources are zero. CHOOSE: one load, between pointers."""
+    numbers,
+    row,
+    columns,
+    inside,
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    s5,
+    s6,
+    s7,
+    s8,
+    s9,
+    s10,
+    s11,
+    N: tl.constexpr,
+    CHOOSE: tl.constexpr,
+):
+    """A token's features in all sources; rows past the sources are zero. CHOOSE: one load, between
+    pointers.
+    """
     if CHOOSE:
         sources = pick(numbers[:, None], s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, N)
         here = (numbers < N)[:, None] & inside[None, :]
@@ -121,9 +144,11 @@ def stacked(
 
 @triton.jit
 def product(a, b, acc, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """``acc + a b``, float32 ``a`` as the sum of so many numbers of b's dtype. WIDE: the interpreter's dot.
+    """``acc + a b``, float32 ``a`` as the sum of so many numbers of b's dtype. WIDE: the
+    interpreter's dot.
 
-    The product has a sum of its own: matrix units cut what they add to a sum, float32 addition rounds it.
+    The product has a sum of its own: matrix units cut what they add to a sum, float32 addition
+    rounds it.
     """
     own = tl.zeros(acc.shape, dtype=tl.float32)
     for _ in tl.static_range(PARTS):
@@ -149,7 +174,9 @@ def alike(sources: list[Tensor]) -> list[Tensor]:
 
 
 def named(kernel: Any, constants: Mapping[str, Any]) -> dict[str, Any]:
-    """The constants that the kernel has, and options of the launch, whose names are in small letters."""
+    """The constants that the kernel has, and options of the launch, whose names are in small
+    letters.
+    """
     names = getattr(kernel, "arg_names", constants)
     return {k: v for k, v in constants.items() if k in names or k.islower()}
 
@@ -171,7 +198,9 @@ def power(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
-def odd_shapes(sources: Sequence[Tensor], weights: Sequence[Tensor], leading: tuple[int, ...] = ()) -> str:
+def odd_shapes(
+    sources: Sequence[Tensor], weights: Sequence[Tensor], leading: tuple[int, ...] = ()
+) -> str:
     """Why sources ``[B, T, D]`` and weights ``[*leading, D]`` do not go together, or nothing."""
     if not 1 <= len(sources) <= MOST_SOURCES:
         return f"it mixes 1 to {MOST_SOURCES} sources, got {len(sources)}"
@@ -182,12 +211,18 @@ def odd_shapes(sources: Sequence[Tensor], weights: Sequence[Tensor], leading: tu
     if len(shape) != 3 or not shape[-1] or [x.shape for x in (*sources, *weights)] != wanted:
         found = ", ".join(str(list(x.shape)) for x in (*weights, *sources))
         of_weights = str([*leading, "D"]).replace("'", "")
-        return f"the sources have one shape [B, T, D], query and norm_weight {of_weights}, got {found}"
+        return (
+            f"the sources have one shape [B, T, D], query and norm_weight {of_weights}, got {found}"
+        )
     return ""
 
 
 def build(
-    kernel: Any, shapes: str, constants: Mapping[str, Any], direction: Literal["forward", "backward"], tile: Tile
+    kernel: Any,
+    shapes: str,
+    constants: Mapping[str, Any],
+    direction: Literal["forward", "backward"],
+    tile: Tile,
 ) -> Build:
     """The kernel for ``shapes``, such as ``bf16 N9 D7168``, whose first word is the sources' dtype.
 
@@ -200,7 +235,9 @@ def build(
 
 
 def _type(name: str, dtype: str) -> str:
-    """Sources, results and what goes with them are in the model's dtype; all else is float32, or an integer."""
+    """Sources, results and what goes with them are in the model's dtype; all else is float32, or an
+    integer.
+    """
     if name in _OF_MODEL or (name[0] in "sd" and name[1:].isdigit()):
         return f"*{dtype}"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"

@@ -1,5 +1,7 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false
-"""The gradients of query and norm weight from the parts of the key's: ``key = query * norm``, summed in one order."""
+"""The gradients of query and norm weight from the parts of the key's: ``key = query * norm``,
+summed in one order.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,27 @@ _TILES = {
 
 @triton.jit
 def attn_res_d_weights(
-    part_ptr, query_ptr, norm_ptr, d_query_ptr, d_norm_ptr,
-    parts, width, pieces, query_group, norm_group,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    part_ptr,
+    query_ptr,
+    norm_ptr,
+    d_query_ptr,
+    d_norm_ptr,
+    parts,
+    width,
+    pieces,
+    query_group,
+    norm_group,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Of a piece of the features: the parts summed, times the other of the two."""
     group = (tl.program_id(0) // pieces).to(tl.int64)
     columns = (tl.program_id(0) % pieces) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     rows = tl.arange(0, ROWS)
-    query = tl.load((query_ptr + group * query_group) + columns, mask=inside, other=0.0).to(tl.float32)
+    query = tl.load((query_ptr + group * query_group) + columns, mask=inside, other=0.0).to(
+        tl.float32
+    )
     norm = tl.load((norm_ptr + group * norm_group) + columns, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in range(0, parts, ROWS):
@@ -46,7 +59,9 @@ def attn_res_d_weights(
     tl.store(d_norm_ptr + written, (d_key * query).to(d_norm_ptr.dtype.element_ty), mask=inside)
 
 
-def of_weights(kind: str, kernel: Any, parts: Tensor, query: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+def of_weights(
+    kind: str, kernel: Any, parts: Tensor, query: Tensor, norm: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of query and norm weight, ``[G, W]`` each.
 
     Args:

@@ -3,9 +3,10 @@
 # pyright: reportPossiblyUnboundVariable=false
 """Gradients of the coefficients, of the streams and of ``phi``.
 
-As in the forward, some programs undo Sinkhorn, step by step from its row and column sums, beside those that sum the
-gradient of ``h_pre`` along a token. The gradients of the streams and of ``phi`` are one pass over the streams, whose
-programs hold a piece of ``phi``; a last kernel adds their parts in a fixed order.
+As in the forward, some programs undo Sinkhorn, step by step from its row and column sums, beside
+those that sum the gradient of ``h_pre`` along a token. The gradients of the streams and of ``phi``
+are one pass over the streams, whose programs hold a piece of ``phi``; a last kernel adds their
+parts in a fixed order.
 """
 
 from __future__ import annotations
@@ -20,22 +21,57 @@ __all__ = ["mhc_pre_backward_mix", "mhc_pre_backward_streams", "mhc_pre_backward
 
 @triton.jit
 def _store_halves(pointers, a, mask, PADDED: tl.constexpr, HALVES: tl.constexpr):
-    """a, or two bfloat16 numbers whose sum it is but for 2^-17; the second PADDED elements after the first."""
+    """a, or two bfloat16 numbers whose sum it is but for 2^-17; the second PADDED elements after
+    the first.
+    """
     first = a.to(pointers.dtype.element_ty)
     tl.store(pointers, first, mask=mask)
     if HALVES == 2:
-        tl.store(pointers + PADDED, (a - first.to(tl.float32)).to(pointers.dtype.element_ty), mask=mask)
+        tl.store(
+            pointers + PADDED, (a - first.to(tl.float32)).to(pointers.dtype.element_ty), mask=mask
+        )
 
 
 @triton.jit
 def mhc_pre_backward_mix(
-    x_ptr, ct_ptr, ct_post_ptr, ct_res_ptr, z_ptr, rrms_ptr, scale_ptr, base_ptr, d_product_ptr, shrink_ptr, sum_ptr,
-    tokens, width, iterations, per_group, apart,
-    x_group, ct_group, ct_post_group, ct_res_group, z_group, rrms_group, scale_group, base_group,
-    N: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, SUMS: tl.constexpr, UNROLLED: tl.constexpr, EPS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Gradients of ``x phi`` and, per program, of scale and base: of Sinkhorn's part, then of ``h_pre``'s."""
+    x_ptr,
+    ct_ptr,
+    ct_post_ptr,
+    ct_res_ptr,
+    z_ptr,
+    rrms_ptr,
+    scale_ptr,
+    base_ptr,
+    d_product_ptr,
+    shrink_ptr,
+    sum_ptr,
+    tokens,
+    width,
+    iterations,
+    per_group,
+    apart,
+    x_group,
+    ct_group,
+    ct_post_group,
+    ct_res_group,
+    z_group,
+    rrms_group,
+    scale_group,
+    base_group,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    PADDED: tl.constexpr,
+    HALVES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    EPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Gradients of ``x phi`` and, per program, of scale and base: of Sinkhorn's part, then of
+    ``h_pre``'s.
+    """
     group = (tl.program_id(0) // per_group).to(tl.int64)
     mine = tl.program_id(0) % per_group
     scale = scale_ptr + group * scale_group
@@ -64,7 +100,9 @@ def mhc_pre_backward_mix(
         z_post = tl.load(z + of_pre + N, mask=there, other=0.0)
         z_res = tl.load(z + of_res, mask=everywhere, other=0.0)
         rrms = tl.load(rrms_ptr + (group * rrms_group + first) + row, mask=here, other=0.0)
-        d_post = tl.load(ct_post_ptr + (group * ct_post_group + first * N) + of_post, mask=there, other=0.0)
+        d_post = tl.load(
+            ct_post_ptr + (group * ct_post_group + first * N) + of_post, mask=there, other=0.0
+        )
         ct_res = ct_res_ptr + (group * ct_res_group + first * N * N)
         d_m = tl.load(ct_res + row[:, None, None] * (N * N) + pair, mask=everywhere, other=0.0)
 
@@ -103,8 +141,12 @@ def mhc_pre_backward_mix(
         product = d_product_ptr + written * (HALVES * PADDED)
         of_product = row[:, None] * (HALVES * PADDED) + streams[None, :]
         of_pairs = row[:, None, None] * (HALVES * PADDED) + 2 * N + pair
-        _store_halves(product + of_product + N, scale_post * a_post * rrms[:, None], there, PADDED, HALVES)
-        _store_halves(product + of_pairs, scale_res * a_res * rrms[:, None, None], everywhere, PADDED, HALVES)
+        _store_halves(
+            product + of_product + N, scale_post * a_post * rrms[:, None], there, PADDED, HALVES
+        )
+        _store_halves(
+            product + of_pairs, scale_res * a_res * rrms[:, None, None], everywhere, PADDED, HALVES
+        )
         sum_post += a_post
         sum_res += a_res
         d_scale_post += along_post
@@ -120,8 +162,14 @@ def mhc_pre_backward_mix(
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
             tile = streams[:, None] * width + columns[None, :]
-            x = tl.load(x_ptr + (group * x_group + token * N * width) + tile, mask=inside[None, :], other=0.0)
-            ct = tl.load(ct_ptr + (group * ct_group + token * width) + columns, mask=inside, other=0.0)
+            x = tl.load(
+                x_ptr + (group * x_group + token * N * width) + tile,
+                mask=inside[None, :],
+                other=0.0,
+            )
+            ct = tl.load(
+                ct_ptr + (group * ct_group + token * width) + columns, mask=inside, other=0.0
+            )
             products += x.to(tl.float32) * ct.to(tl.float32)[None, :]
         z_pre = tl.load(z_ptr + (group * z_group + token * C) + streams)
         rrms = tl.load(rrms_ptr + (group * rrms_group + token))
@@ -137,7 +185,10 @@ def mhc_pre_backward_mix(
     sums = sum_ptr + group * (C + 3) * per_group + mine
     tl.store(sums + streams * per_group, sum_pre)
     tl.store(sums + (N + streams) * per_group, tl.sum(sum_post, axis=0))
-    tl.store(sums + (2 * N + streams[:, None] * N + streams[None, :]) * per_group, tl.sum(sum_res, axis=0))
+    tl.store(
+        sums + (2 * N + streams[:, None] * N + streams[None, :]) * per_group,
+        tl.sum(sum_res, axis=0),
+    )
     tl.store(sums + C * per_group, tl.sum(d_scale_pre, axis=0))
     tl.store(sums + (C + 1) * per_group, tl.sum(d_scale_post, axis=0))
     tl.store(sums + (C + 2) * per_group, tl.sum(d_scale_res, axis=0))
@@ -145,11 +196,34 @@ def mhc_pre_backward_mix(
 
 @triton.jit
 def mhc_pre_backward_streams(
-    x_ptr, phi_ptr, ct_ptr, ct_x_ptr, pre_ptr, d_product_ptr, shrink_ptr, d_x_ptr, part_ptr,
-    tokens, width, pieces, splits, x_group, phi_group, ct_group, ct_x_group, pre_group,
-    N: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    phi_ptr,
+    ct_ptr,
+    ct_x_ptr,
+    pre_ptr,
+    d_product_ptr,
+    shrink_ptr,
+    d_x_ptr,
+    part_ptr,
+    tokens,
+    width,
+    pieces,
+    splits,
+    x_group,
+    phi_group,
+    ct_group,
+    ct_x_group,
+    pre_group,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    PADDED: tl.constexpr,
+    HALVES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Gradient of the streams, and of ``phi`` from a split's tokens."""
     group = (tl.program_id(0) // (splits * N * pieces)).to(tl.int64)
     split = (tl.program_id(0) // (N * pieces)) % splits
@@ -158,8 +232,13 @@ def mhc_pre_backward_streams(
     inside = columns < width
     coefficients = tl.arange(0, PADDED)
     phi = tl.load(
-        phi_ptr + group * phi_group + (stream * width + columns)[None, :] * C + coefficients[:, None],
-        mask=inside[None, :] & (coefficients < C)[:, None], other=0.0)  # fmt: skip
+        phi_ptr
+        + group * phi_group
+        + (stream * width + columns)[None, :] * C
+        + coefficients[:, None],
+        mask=inside[None, :] & (coefficients < C)[:, None],
+        other=0.0,
+    )
     if SPLIT:  # d_product phi = (d_high + d_low) high + d_high low, but for 2^-15 of it
         high, phi = cut(phi)
         low = phi.to(tl.bfloat16)
@@ -177,21 +256,33 @@ def mhc_pre_backward_streams(
         written = group * tokens + first
         tile = row[:, None] * (N * width) + stream * width + columns[None, :]
         x = tl.load(x_ptr + (group * x_group + first * N * width) + tile, mask=both, other=0.0)
-        ct_x = tl.load(ct_x_ptr + (group * ct_x_group + first * N * width) + tile, mask=both, other=0.0)
+        ct_x = tl.load(
+            ct_x_ptr + (group * ct_x_group + first * N * width) + tile, mask=both, other=0.0
+        )
         of_y = (group * ct_group + first * width) + row[:, None] * width + columns[None, :]
         ct = tl.load(ct_ptr + of_y, mask=both, other=0.0)
-        product = d_product_ptr + (written + row)[:, None] * (HALVES * PADDED) + coefficients[None, :]
+        product = (
+            d_product_ptr + (written + row)[:, None] * (HALVES * PADDED) + coefficients[None, :]
+        )
         known = here[:, None] & (coefficients < C)[None, :]
         d_product = tl.load(product, mask=known, other=0.0)
-        h_pre = tl.load(pre_ptr + (group * pre_group + first * N) + row * N + stream, mask=here, other=0.0)
+        h_pre = tl.load(
+            pre_ptr + (group * pre_group + first * N) + row * N + stream, mask=here, other=0.0
+        )
         shrink = tl.load(shrink_ptr + (written + row) * 2, mask=here, other=0.0)
         shrink += tl.load(shrink_ptr + (written + row) * 2 + 1, mask=here, other=0.0)
-        d_x = ct_x.to(tl.float32) + h_pre[:, None] * ct.to(tl.float32) + shrink[:, None] * x.to(tl.float32)
+        d_x = (
+            ct_x.to(tl.float32)
+            + h_pre[:, None] * ct.to(tl.float32)
+            + shrink[:, None] * x.to(tl.float32)
+        )
         x = tl.trans(x)
         if WIDE:
             x = x.to(tl.float32)
             d_product = d_product.to(tl.float32)
-        part = tl.zeros((BLOCK, PADDED), dtype=tl.float32)  # of its own: it is done before its operands are overwritten
+        part = tl.zeros(
+            (BLOCK, PADDED), dtype=tl.float32
+        )  # of its own: it is done before its operands are overwritten
         if HALVES == 2:
             d_low = tl.load(product + PADDED, mask=known, other=0.0)
             if WIDE:
@@ -201,29 +292,51 @@ def mhc_pre_backward_streams(
             part = tl.dot(x, d_low, part, input_precision="ieee")
         d_x = tl.dot(d_product, high, d_x, input_precision="ieee")
         d_phi += tl.dot(x, d_product, part, input_precision="ieee")
-        tl.store(d_x_ptr + written * (N * width) + tile, d_x.to(d_x_ptr.dtype.element_ty), mask=both)
+        tl.store(
+            d_x_ptr + written * (N * width) + tile, d_x.to(d_x_ptr.dtype.element_ty), mask=both
+        )
     tl.store(
-        part_ptr + (((group * splits + split) * N + stream) * width) * C + columns[:, None] * C
-        + coefficients[None, :], d_phi, mask=inside[:, None] & (coefficients < C)[None, :])  # fmt: skip
+        part_ptr
+        + (((group * splits + split) * N + stream) * width) * C
+        + columns[:, None] * C
+        + coefficients[None, :],
+        d_phi,
+        mask=inside[:, None] & (coefficients < C)[None, :],
+    )
 
 
 @triton.jit
 def mhc_pre_backward_sums(
-    part_ptr, sum_ptr, d_phi_ptr, total_ptr, size, pieces, sums, summed, per_group,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Adds the parts of the gradients of ``phi``, and of scale and base; with these the last programs begin."""
+    part_ptr,
+    sum_ptr,
+    d_phi_ptr,
+    total_ptr,
+    size,
+    pieces,
+    sums,
+    summed,
+    per_group,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds the parts of the gradients of ``phi``, and of scale and base; with these the last
+    programs begin.
+    """
     group = (tl.program_id(0) // per_group).to(tl.int64)
     mine = tl.program_id(0) % per_group
     for k in range(per_group - 1 - mine, sums, per_group):
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, summed, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            total += tl.load(sum_ptr + (group * sums + k) * summed + place, mask=place < summed, other=0.0)
+            total += tl.load(
+                sum_ptr + (group * sums + k) * summed + place, mask=place < summed, other=0.0
+            )
         tl.store(total_ptr + group * sums + k, tl.sum(total, axis=0))
     for p in range(mine, pieces, per_group):
         place = p * BLOCK + tl.arange(0, BLOCK)
         d_phi = tl.zeros((BLOCK,), dtype=tl.float32)
         for split in tl.static_range(SPLITS):
-            d_phi += tl.load(part_ptr + (group * SPLITS + split) * size + place, mask=place < size, other=0.0)
+            d_phi += tl.load(
+                part_ptr + (group * SPLITS + split) * size + place, mask=place < size, other=0.0
+            )
         tl.store(d_phi_ptr + group * size + place, d_phi, mask=place < size)

@@ -1,12 +1,14 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""The read of hyper-connected streams: products with ``phi``, coefficients, mix. Backward: two kernels and sums.
+"""The read of hyper-connected streams: products with ``phi``, coefficients, mix. Backward: two
+kernels and sums.
 
-The products are split along the streams too, so that a short sequence fills the device; the parts are added in a fixed
-order. With bfloat16 streams ``phi`` is taken as a sum of three bfloat16 numbers, whose products are exact in float32:
-the result is that of a float32 product, on the matrix units. Coefficients are few numbers and many dependent steps:
-some programs do them, for several tokens at a time, beside those that mix, which need ``h_pre`` alone and have it of
-their own. First order only.
+The products are split along the streams too, so that a short sequence fills the device; the parts
+are added in a fixed order. With bfloat16 streams ``phi`` is taken as a sum of three bfloat16
+numbers, whose products are exact in float32: the result is that of a float32 product, on the matrix
+units. Coefficients are few numbers and many dependent steps: some programs do them, for several
+tokens at a time, beside those that mix, which need ``h_pre`` alone and have it of their own. First
+order only.
 """
 
 from __future__ import annotations
@@ -21,9 +23,22 @@ from torch import Tensor
 from k31fn.autodiff import custom_vjp
 from k31fn.kernels.launch import Build, grouped, programs, step
 from k31fn.kernels.mhc_pre.reference import Pre
-from k31fn.kernels.mhc_pre.triton.backward import mhc_pre_backward_mix, mhc_pre_backward_streams, mhc_pre_backward_sums
+from k31fn.kernels.mhc_pre.triton.backward import (
+    mhc_pre_backward_mix,
+    mhc_pre_backward_streams,
+    mhc_pre_backward_sums,
+)
 from k31fn.kernels.mhc_pre.triton.shared import cut, forth, sigmoid, softmax
-from k31fn.kernels.mhc_pre.triton.tiles import MOST_SPLITS, TILES, accepts, dealt, filling, given, listed, of_streams
+from k31fn.kernels.mhc_pre.triton.tiles import (
+    MOST_SPLITS,
+    TILES,
+    accepts,
+    dealt,
+    filling,
+    given,
+    listed,
+    of_streams,
+)
 
 __all__ = ["accepts", "builds", "mhc_pre"]
 
@@ -32,7 +47,9 @@ _TILES = TILES  # by kind of device
 
 @triton.jit
 def _product(a, b, acc, SPLIT: tl.constexpr, WIDE: tl.constexpr):
-    """``acc + a b`` in float32 arithmetic. SPLIT: a is bfloat16 and b the sum of three; WIDE: the interpreter's dot."""
+    """``acc + a b`` in float32 arithmetic. SPLIT: a is bfloat16 and b the sum of three; WIDE: the
+    interpreter's dot.
+    """
     if SPLIT:
         high, rest = cut(b)
         middle, rest = cut(rest)
@@ -52,12 +69,28 @@ def _product(a, b, acc, SPLIT: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def mhc_pre_project(
-    x_ptr, phi_ptr, part_ptr, square_ptr,
-    tokens, flat, chunk, splits, per_group, x_group, phi_group,
-    C: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr,
-    SPLIT: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Parts of the products ``x phi`` and of the squares' sum; a program has a tile of tokens, a range of features."""
+    x_ptr,
+    phi_ptr,
+    part_ptr,
+    square_ptr,
+    tokens,
+    flat,
+    chunk,
+    splits,
+    per_group,
+    x_group,
+    phi_group,
+    C: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FOLD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Parts of the products ``x phi`` and of the squares' sum; a program has a tile of tokens, a
+    range of features.
+    """
     group = (tl.program_id(0) // per_group).to(tl.int64)
     coefficients = tl.arange(0, PADDED)
     for p in range(tl.program_id(0) % per_group, tl.cdiv(tokens, ROWS) * splits, per_group):
@@ -71,10 +104,14 @@ def mhc_pre_project(
             columns = start + tl.arange(0, BLOCK)
             x = tl.load(
                 x_ptr + (group * x_group + first * flat) + rows[:, None] * flat + columns[None, :],
-                mask=here[:, None] & (columns < flat)[None, :], other=0.0)  # fmt: skip
+                mask=here[:, None] & (columns < flat)[None, :],
+                other=0.0,
+            )
             phi = tl.load(
                 phi_ptr + group * phi_group + columns[:, None] * C + coefficients[None, :],
-                mask=(columns < flat)[:, None] & (coefficients < C)[None, :], other=0.0)  # fmt: skip
+                mask=(columns < flat)[:, None] & (coefficients < C)[None, :],
+                other=0.0,
+            )
             products = _product(x, phi, products, SPLIT, WIDE)
             wide = x.to(tl.float32)
             if FOLD == BLOCK:
@@ -83,19 +120,48 @@ def mhc_pre_project(
                 squares += tl.sum(tl.reshape(wide * wide, [ROWS, BLOCK // FOLD, FOLD]), axis=2)
         part = (group * splits + split) * tokens + first
         tl.store(
-            part_ptr + part * C + rows[:, None] * C + coefficients[None, :], products,
-            mask=here[:, None] & (coefficients < C)[None, :])  # fmt: skip
+            part_ptr + part * C + rows[:, None] * C + coefficients[None, :],
+            products,
+            mask=here[:, None] & (coefficients < C)[None, :],
+        )
         tl.store(square_ptr + part + rows, tl.sum(squares, axis=1), mask=here)
 
 
 @triton.jit
 def mhc_pre_mix(
-    x_ptr, part_ptr, square_ptr, scale_ptr, base_ptr, y_ptr, pre_ptr, post_ptr, res_ptr, z_ptr, rrms_ptr,
-    tokens, width, iterations, per_group, apart, x_group, part_group, square_group, scale_group, base_group, norm_eps,
-    N: tl.constexpr, C: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    EPS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Adds the parts. Coefficients and Sinkhorn for ROWS tokens at a time; then ``y``, for a token at a time."""
+    x_ptr,
+    part_ptr,
+    square_ptr,
+    scale_ptr,
+    base_ptr,
+    y_ptr,
+    pre_ptr,
+    post_ptr,
+    res_ptr,
+    z_ptr,
+    rrms_ptr,
+    tokens,
+    width,
+    iterations,
+    per_group,
+    apart,
+    x_group,
+    part_group,
+    square_group,
+    scale_group,
+    base_group,
+    norm_eps,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Adds the parts. Coefficients and Sinkhorn for ROWS tokens at a time; then ``y``, for a token
+    at a time.
+    """
     group = (tl.program_id(0) // per_group).to(tl.int64)
     mine = tl.program_id(0) % per_group
     scale = scale_ptr + group * scale_group
@@ -142,7 +208,9 @@ def mhc_pre_mix(
         of_post = row[:, None] * N + streams[None, :]
         tl.store(pre_ptr + written * N + of_post, h_pre, mask=there)
         tl.store(post_ptr + written * N + of_post, h_post, mask=there)
-        tl.store(res_ptr + written * (N * N) + row[:, None, None] * (N * N) + pair, m, mask=everywhere)
+        tl.store(
+            res_ptr + written * (N * N) + row[:, None, None] * (N * N) + pair, m, mask=everywhere
+        )
 
     split = tl.arange(0, SPLITS)
     bias_pre = tl.load(base + streams)
@@ -151,18 +219,29 @@ def mhc_pre_mix(
         token = group * 0 + t  # 64 bits
         part = part_ptr + (group * part_group + token * C)
         products = tl.sum(tl.load(part + split[:, None] * (tokens * C) + streams[None, :]), axis=0)
-        squares = tl.sum(tl.load(square_ptr + (group * square_group + token) + split * tokens), axis=0)
-        h_pre = sigmoid(scale_pre * (products * (1.0 / tl.sqrt(squares / flat + norm_eps))) + bias_pre) + EPS
+        squares = tl.sum(
+            tl.load(square_ptr + (group * square_group + token) + split * tokens), axis=0
+        )
+        h_pre = (
+            sigmoid(scale_pre * (products * (1.0 / tl.sqrt(squares / flat + norm_eps))) + bias_pre)
+            + EPS
+        )
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
             tile = streams[:, None] * width + columns[None, :]
-            x = tl.load(x_ptr + (group * x_group + token * N * width) + tile, mask=inside[None, :], other=0.0)
+            x = tl.load(
+                x_ptr + (group * x_group + token * N * width) + tile,
+                mask=inside[None, :],
+                other=0.0,
+            )
             y = tl.sum(x.to(tl.float32) * h_pre[:, None], axis=0).to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + (group * tokens + token) * width + columns, y, mask=inside)
 
 
-def mhc_pre(x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int) -> Pre:
+def mhc_pre(
+    x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int
+) -> Pre:
     """The op."""
     weights = (w.to(torch.float32)[None] for w in (phi, scale, base))
     y, streams, h_post, h_res = _pre(x.flatten(0, 1)[None], *weights, eps, iterations)
@@ -179,7 +258,9 @@ def _pre_fwd(
     return Pre(y, x, h_post, h_res), (x, phi, scale, base, *kept)
 
 
-def _pre_bwd(eps: float, iterations: int, residuals: tuple[Tensor, ...], ct: Pre) -> tuple[Tensor, ...]:
+def _pre_bwd(
+    eps: float, iterations: int, residuals: tuple[Tensor, ...], ct: Pre
+) -> tuple[Tensor, ...]:
     del eps  # it is in rrms
     x, phi, scale, base, pre, z, rrms = residuals
     mix = functools.partial(_launch_backward_mix, iterations)
@@ -190,7 +271,9 @@ def _pre_bwd(eps: float, iterations: int, residuals: tuple[Tensor, ...], ct: Pre
     return d_x, d_phi, d_scale, d_base
 
 
-_pre = custom_vjp(_pre_fwd, nondiff_argnums=(4, 5), opaque=True, name="mhc_pre (triton)").defvjp(_pre_fwd, _pre_bwd)
+_pre = custom_vjp(_pre_fwd, nondiff_argnums=(4, 5), opaque=True, name="mhc_pre (triton)").defvjp(
+    _pre_fwd, _pre_bwd
+)
 
 
 def _launch_project(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -198,14 +281,31 @@ def _launch_project(*operands: Tensor) -> tuple[Tensor, ...]:
     groups, (_, tokens, n, width), c = max(a.shape[0] for a in operands), x.shape, phi.shape[-1]
     tile, flat = _TILES[x.device.type].project, n * width
     row_tiles = triton.cdiv(tokens, tile.rows)
-    free = programs(x.device, groups * max(1, row_tiles), triton.cdiv(flat, tile.columns), tile.per_core)
+    free = programs(
+        x.device, groups * max(1, row_tiles), triton.cdiv(flat, tile.columns), tile.per_core
+    )
     splits = min(MOST_SPLITS, 1 << (free.bit_length() - 1))
     chunk = triton.cdiv(triton.cdiv(flat, splits), tile.columns) * tile.columns
     per_group = programs(x.device, groups, row_tiles * splits, tile.per_core)
-    parts, squares = phi.new_empty((groups, splits, tokens, c)), phi.new_empty((groups, splits, tokens))
+    parts, squares = (
+        phi.new_empty((groups, splits, tokens, c)),
+        phi.new_empty((groups, splits, tokens)),
+    )
     mhc_pre_project[(groups * per_group,)](
-        x, phi, parts, squares, tokens, flat, chunk, splits, per_group, step(x), step(phi),
-        **given(mhc_pre_project, tile, x, n), num_stages=tile.stages)  # fmt: skip
+        x,
+        phi,
+        parts,
+        squares,
+        tokens,
+        flat,
+        chunk,
+        splits,
+        per_group,
+        step(x),
+        step(phi),
+        **given(mhc_pre_project, tile, x, n),
+        num_stages=tile.stages,
+    )
     return parts, squares
 
 
@@ -217,9 +317,26 @@ def _launch_mix(eps: float, iterations: int, *operands: Tensor) -> tuple[Tensor,
     h_post, h_res, pre, z, rrms = (base.new_empty((groups, tokens, *rest)) for rest in shapes)
     per_group, apart = dealt(tile, x, groups)
     mhc_pre_mix[(groups * per_group,)](
-        x, parts, squares, scale, base, y, pre, h_post, h_res, z, rrms, tokens, width, iterations, per_group, apart,
-        *map(step, (x, parts, squares, scale, base)), eps,
-        **given(mhc_pre_mix, tile, x, n, splits=parts.shape[1]))  # fmt: skip
+        x,
+        parts,
+        squares,
+        scale,
+        base,
+        y,
+        pre,
+        h_post,
+        h_res,
+        z,
+        rrms,
+        tokens,
+        width,
+        iterations,
+        per_group,
+        apart,
+        *map(step, (x, parts, squares, scale, base)),
+        eps,
+        **given(mhc_pre_mix, tile, x, n, splits=parts.shape[1]),
+    )
     return y, h_post, h_res, pre, z, rrms
 
 
@@ -232,9 +349,25 @@ def _launch_backward_mix(iterations: int, *operands: Tensor) -> tuple[Tensor, ..
     per_group, apart = dealt(tile, x, groups)
     shrink, sums = base.new_empty((groups, tokens, 2)), base.new_empty((groups, c + 3, per_group))
     mhc_pre_backward_mix[(groups * per_group,)](
-        x, ct, ct_post, ct_res, z, rrms, scale, base, d_product, shrink, sums,
-        tokens, width, iterations, per_group, apart,
-        *map(step, (x, ct, ct_post, ct_res, z, rrms, scale, base)), **constants)  # fmt: skip
+        x,
+        ct,
+        ct_post,
+        ct_res,
+        z,
+        rrms,
+        scale,
+        base,
+        d_product,
+        shrink,
+        sums,
+        tokens,
+        width,
+        iterations,
+        per_group,
+        apart,
+        *map(step, (x, ct, ct_post, ct_res, z, rrms, scale, base)),
+        **constants,
+    )
     return d_product, shrink, sums
 
 
@@ -245,11 +378,27 @@ def _launch_streams(*operands: Tensor) -> tuple[Tensor, ...]:
     tile = of_streams(x.device.type, x.itemsize)
     pieces = triton.cdiv(width, tile.columns)
     splits = filling(tile, x, groups * n * pieces)
-    d_x, parts = x.new_empty((groups, tokens, n, width)), phi.new_empty((groups, splits, n * width, c))
+    d_x, parts = (
+        x.new_empty((groups, tokens, n, width)),
+        phi.new_empty((groups, splits, n * width, c)),
+    )
     mhc_pre_backward_streams[(groups * splits * n * pieces,)](
-        x, phi, ct, ct_x, pre, d_product, shrink, d_x, parts,
-        tokens, width, pieces, splits, *map(step, (x, phi, ct, ct_x, pre)),
-        **given(mhc_pre_backward_streams, tile, x, n))  # fmt: skip
+        x,
+        phi,
+        ct,
+        ct_x,
+        pre,
+        d_product,
+        shrink,
+        d_x,
+        parts,
+        tokens,
+        width,
+        pieces,
+        splits,
+        *map(step, (x, phi, ct, ct_x, pre)),
+        **given(mhc_pre_backward_streams, tile, x, n),
+    )
     return d_x, parts
 
 
@@ -261,8 +410,16 @@ def _launch_sums(*operands: Tensor) -> tuple[Tensor, ...]:
     pieces = triton.cdiv(size, tile.columns)
     per_group = programs(parts.device, groups, pieces + sums.shape[1], tile.per_core)
     mhc_pre_backward_sums[(groups * per_group,)](
-        parts, sums, d_phi, total, size, pieces, *sums.shape[1:], per_group,
-        **given(mhc_pre_backward_sums, tile, parts, 0, splits=parts.shape[1]))  # fmt: skip
+        parts,
+        sums,
+        d_phi,
+        total,
+        size,
+        pieces,
+        *sums.shape[1:],
+        per_group,
+        **given(mhc_pre_backward_sums, tile, parts, 0, splits=parts.shape[1]),
+    )
     return d_phi, total
 
 

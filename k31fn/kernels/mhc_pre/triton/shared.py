@@ -1,6 +1,8 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""What the kernels of the read of hyper-connected streams share: numbers cut in parts, and Sinkhorn's iterations."""
+"""What the kernels of the read of hyper-connected streams share: numbers cut in parts, and
+Sinkhorn's iterations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How the kernels of the read of hyper-connected streams are cut, and the constants that they are compiled with."""
+"""How the kernels of the read of hyper-connected streams are cut, and the constants that they are
+compiled with.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _ALIGNED = ("width", "flat", "chunk", "x_group", "phi_group", "ct_group", "ct_x_
 
 
 class Tiles(NamedTuple):
-    """One per kernel, for bfloat16. ``rows`` of ``project`` and ``streams`` are at least 16: sides of a product."""
+    """One per kernel, for bfloat16. ``rows`` of ``project`` and ``streams`` are at least 16: sides
+    of a product.
+    """
 
     project: Tile
     mix: Tile
@@ -65,7 +69,9 @@ TILES = {
 }
 
 
-def accepts(x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int) -> str:
+def accepts(
+    x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int
+) -> str:
     """Why the kernels cannot run, or nothing."""
     del eps
     if x.ndim != 4 or not x.shape[-1]:
@@ -78,7 +84,9 @@ def accepts(x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, ite
     shapes = ((n * x.shape[-1], 2 * n + n * n), (3,), (2 * n + n * n,))
     if (phi.shape, scale.shape, base.shape) != shapes:
         found = (list(w.shape) for w in (phi, scale, base))
-        return "phi {}, scale {} and base {} are not those of streams {}".format(*found, list(x.shape))
+        return "phi {}, scale {} and base {} are not those of streams {}".format(
+            *found, list(x.shape)
+        )
     return ""
 
 
@@ -87,14 +95,17 @@ def of_streams(kind: str, itemsize: int) -> Tile:
     tile = TILES[kind].streams
     if itemsize == 2:
         return tile
-    return tile._replace(rows=min(32, tile.rows), columns=max(32, tile.columns // 2), warps=2 * tile.warps)
+    return tile._replace(
+        rows=min(32, tile.rows), columns=max(32, tile.columns // 2), warps=2 * tile.warps
+    )
 
 
 def dealt(tile: Tile, x: Tensor, groups: int) -> tuple[int, int]:
-    """Programs per group of a kernel with two kinds of work, and how many of them do the first kind alone.
+    """Programs per group of a kernel with two kinds of work, and how many of them do the first kind
+    alone.
 
-    The first kind, of ``rows`` tokens at a time, takes long; the second is for each token. All programs do both where
-    there are few.
+    The first kind, of ``rows`` tokens at a time, takes long; the second is for each token. All
+    programs do both where there are few.
     """
     tokens = x.shape[1]
     rounds = -(-tokens // tile.rows)
@@ -103,7 +114,9 @@ def dealt(tile: Tile, x: Tensor, groups: int) -> tuple[int, int]:
 
 
 def filling(tile: Tile, x: Tensor, units: int) -> int:
-    """Into how many parts of the tokens each unit of work is cut: the fewest that keep most of the device busy."""
+    """Into how many parts of the tokens each unit of work is cut: the fewest that keep most of the
+    device busy.
+    """
     places, most = programs(x.device, 1, _MANY, tile.per_core), max(1, -(-x.shape[1] // tile.rows))
 
     def busy(splits: int) -> float:
@@ -113,13 +126,18 @@ def filling(tile: Tile, x: Tensor, units: int) -> int:
     return next((s for s in choices if busy(s) >= _BUSY), max(choices, key=busy))
 
 
-def constants(kind: str, tile: Tile, itemsize: int, n: int, iterations: int = 1, splits: int = 1) -> dict[str, Any]:
-    """What kernels of N streams of that item size are compiled with; each takes those that it names.
+def constants(
+    kind: str, tile: Tile, itemsize: int, n: int, iterations: int = 1, splits: int = 1
+) -> dict[str, Any]:
+    """What kernels of N streams of that item size are compiled with; each takes those that it
+    names.
 
-    ``SPLIT``: products are taken as bfloat16 numbers; ``WIDE``: the interpreter cannot multiply these. ``HALVES``: as
-    how many numbers the gradient of the products is stored. ``SUMS``, ``UNROLLED``: the sums of Sinkhorn's iterations
-    stay in the registers of an unrolled loop, but on Ascend. ``FOLD``: on Ascend the squares of a row are summed at
-    once; elsewhere a thread keeps sums of the 16 bytes that it loads.
+    ``SPLIT``: products are taken as bfloat16 numbers; ``WIDE``: the interpreter cannot multiply
+    these. ``HALVES``: as
+    how many numbers the gradient of the products is stored. ``SUMS``, ``UNROLLED``: the sums of
+    Sinkhorn's iterations stay in the registers of an unrolled loop, but on Ascend. ``FOLD``: on
+    Ascend the squares of a row are summed at once; elsewhere a thread keeps sums of the 16 bytes
+    that it loads.
     """
     c, on_npu = 2 * n + n * n, kind == "npu"
     return {
@@ -140,7 +158,9 @@ def constants(kind: str, tile: Tile, itemsize: int, n: int, iterations: int = 1,
     }
 
 
-def given(kernel: Any, tile: Tile, x: Tensor, n: int, iterations: int = 1, splits: int = 1) -> dict[str, Any]:
+def given(
+    kernel: Any, tile: Tile, x: Tensor, n: int, iterations: int = 1, splits: int = 1
+) -> dict[str, Any]:
     """The constants that the kernel names, for streams like ``x``, and its warps."""
     found = constants(x.device.type, tile, x.itemsize, n, iterations, splits)
     names = getattr(kernel, "arg_names", found)
@@ -148,7 +168,9 @@ def given(kernel: Any, tile: Tile, x: Tensor, n: int, iterations: int = 1, split
 
 
 def listed(kind: str, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> list[Build]:
-    """Builds of the kernels, in the order of the tiles, for 4 streams of width 5120 and 20 iterations."""
+    """Builds of the kernels, in the order of the tiles, for 4 streams of width 5120 and 20
+    iterations.
+    """
     found = []
     for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
         tiles = TILES[kind]._replace(streams=of_streams(kind, itemsize))
@@ -156,13 +178,18 @@ def listed(kind: str, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> li
             known = constants(kind, tile, itemsize, 4, iterations=20, splits=MOST_SPLITS)
             known = {k: v for k, v in known.items() if k in kernel.arg_names}
             signature = {k: _type(k, dtype) for k in kernel.arg_names if k not in known}
-            name, direction = f"{kernel.__name__} {dtype} N4 D5120", "forward" if kernel in forward else "backward"
+            name, direction = (
+                f"{kernel.__name__} {dtype} N4 D5120",
+                "forward" if kernel in forward else "backward",
+            )
             found.append(Build(name, kernel, signature, known, direction, tile, _ALIGNED))
     return found
 
 
 def _type(name: str, dtype: str) -> str:
-    """Streams and what goes with them are in the model's dtype; all else is float32, or an integer."""
+    """Streams and what goes with them are in the model's dtype; all else is float32, or an
+    integer.
+    """
     if name in ("x_ptr", "y_ptr", "ct_ptr", "ct_x_ptr", "d_x_ptr", "d_product_ptr"):
         return f"*{dtype}"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name == "norm_eps" else "i32"
