@@ -55,13 +55,7 @@ def check(path: str, source: str) -> list[Finding]:
     ``source``.
     """
     tree = ast.parse(source, path)
-    found = [
-        *_text(source),
-        *_lengths(path, source, tree),
-        *_names(tree),
-        *_code(tree),
-        *density.plain_lines(tree),
-    ]
+    found = [*_text(source), *_lengths(path, source, tree), *_names(tree), *_code(tree)]
     if path.startswith("k31fn/layers/") or re.fullmatch(r"k31fn/kernels/(.+/)?reference\.py", path):
         found += _islands(tree)
     if path != "k31fn/trackers.py":

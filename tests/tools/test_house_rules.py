@@ -1,8 +1,9 @@
+import ast
 from pathlib import Path
 
 import pytest
 
-from tools import house_rules
+from tools import density, house_rules
 
 LAYER = "k31fn/layers/scratch.py"
 REFERENCE = "k31fn/kernels/scratch/reference.py"
@@ -86,23 +87,23 @@ def test_tensorboard_is_allowed_in_trackers():
 
 
 def function(lines: int, docstring: int = 0) -> str:
-    """A function of ``lines`` lines, ``docstring`` more of them its docstring."""
+    """A function whose body has ``lines`` lines, ``docstring`` more of them its docstring."""
     doc = ['    """' + "\n" * (docstring - 1) + '    """'] if docstring else []
-    return "\n".join(["def f():", *doc, *["    x = 1"] * (lines - 1)]) + "\n"
+    return "\n".join(["def f():", *doc, *["    x = 1"] * lines]) + "\n"
 
 
 @pytest.mark.parametrize(
-    ("path", "most"), [(OTHER, 60), (LAYER, 60), ("k31fn/kernels/kda/triton.py", 120)]
+    ("path", "most"), [(OTHER, 80), (LAYER, 80), ("k31fn/kernels/kda/triton.py", 120)]
 )
 def test_function_length_limit(path: str, most: int):
     assert rules(path, function(most)) == []
     assert rules(path, function(most, docstring=30)) == []
     assert rules(path, function(most + 1)) == [
-        (1, f"function f has {most + 1} lines without its docstring, at most {most}")
+        (1, f"function f has {most + 1} lines in its body, at most {most}")
     ]
 
 
-@pytest.mark.parametrize(("path", "most"), [(OTHER, 400), ("k31fn/kernels/kda/triton.py", 500)])
+@pytest.mark.parametrize(("path", "most"), [(OTHER, 470), ("k31fn/kernels/kda/triton.py", 500)])
 def test_file_length_limit(path: str, most: int):
     assert rules(path, "x = 1\n" * most) == []
     assert rules(path, "x = 1\n" * (most + 1)) == [
@@ -122,8 +123,58 @@ def test_command_prints_file_line_rule_fix_and_fails(
     file.write_text("y = x.float()\n")
     capsys.readouterr()
     assert house_rules.main(["k31fn"]) == 1
-    assert capsys.readouterr().out == (
+    assert capsys.readouterr().out.endswith(
         "k31fn/layers/scratch.py:1: .float() in a layer or reference, "
         "compute in torch.promote_types(x.dtype, torch.float32), so that a float64 run stays "
         "float64\n"
     )
+
+
+PLAIN = """
+def public(xs):  # a comment that counts
+    # noqa: a comment that does not
+    ys = [x for x in xs]
+    if (n := len(ys)) > 1:
+        return n
+    return [[y for y in ys] for x in xs]
+"""
+
+
+def test_counts():
+    """By hand: 5 statements, 5 lines of code, the outer comprehension is the nested one."""
+    counts = density.count(PLAIN)
+    assert counts == density.Counts(
+        files=1,
+        lines=7,
+        code=5,
+        comments=1,
+        statements=5,
+        comprehensions=3,
+        nested=1,
+        walruses=1,
+        public=1,
+    )
+    rates = counts.plus(counts).rates()
+    assert rates["comments"] == 20.0
+    assert rates["walruses"] == 200.0
+
+
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [
+        ("a = [y for x in xs if (y := f(x))]", "walrus inside a comprehension"),
+        (
+            "a = [function_of(first, second) for first in rows for second in columns_of(first)]",
+            "several `for` in a comprehension of over 60 characters",
+        ),
+        ("a, b = f(x), 1", "tuple-to-tuple assignment of calls"),
+    ],
+)
+def test_plain_lines(code: str, rule: str):
+    (finding,) = density.plain_lines(ast.parse(code))
+    assert finding[:2] == (1, rule)
+
+
+def test_lines_that_are_plain():
+    code = "a = [x for y in ys for x in y]\na, b = b, a\nif (x := f()) is None:\n    pass\n"
+    assert list(density.plain_lines(ast.parse(code))) == []
