@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from k31fn import balance, config, hf, model, params, random, tree
-from k31fn.hf.table import ROWS, VISION, entries
+from k31fn.hf_format.table import ROWS, VISION, entries
 from k31fn.layers import dsa, mhc, plain_residual, projector, vision, vision_block
-from tests.hf.test_vision_config import PUBLISHED
+from tests.hf_format.test_vision_config import PUBLISHED
 
 GOLDEN = Path(__file__).parent / "golden" / "k3_text_tiny"
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -290,7 +290,7 @@ class TestTable:
         found = {}
         for entry in entries(config.load(CONFIGS / "k31_pro.py")):
             if entry.names[0].startswith(VISION):
-                continue  # tests/hf/test_slices.py
+                continue  # tests/hf_format/test_slices.py
             shape = entry.stored_shape
             for name in entry.names:
                 found.setdefault(re.sub(r"\.\d+\.", ".N.", name), Counter())[shape] += 1

@@ -10,19 +10,27 @@
 
 ``python -m k31fn.hf import|export|verify`` is the command line.
 
-:mod:`k31fn.hf.table` has the names, one row per kind of weight.
+All of it is written in :mod:`k31fn.hf_format`, which training reads from too; its ``table`` has the
+names, one row per kind of weight.
 """
 
-from k31fn.hf.checkpoint import export, load, to_names
-from k31fn.hf.config import config_from_hf
-from k31fn.hf.ranks import Part, part_of
-from k31fn.hf.reading import Reader, open_checkpoint
-from k31fn.hf.report import Report, verify
+from k31fn.hf_format import (
+    Part,
+    Reader,
+    Verification,
+    config_from_hf,
+    export,
+    load,
+    open_checkpoint,
+    part_of,
+    to_names,
+    verify,
+)
 
 __all__ = [
     "Part",
     "Reader",
-    "Report",
+    "Verification",
     "config_from_hf",
     "export",
     "load",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31fn import balance, hf, lora, model, params, tree
+from k31fn import balance, hf_format, lora, model, params, tree
 from k31fn.checkpoint import Checkpointer
 from k31fn.config import Recipe
 from k31fn.trainer import folder
@@ -106,7 +106,7 @@ def check_source(recipe: Recipe) -> None:
     if _is_run(Path(recipe.lora.base)):
         _matching_run(Path(recipe.lora.base), recipe)
     else:
-        with hf.open_checkpoint(recipe.lora.base, recipe.model):
+        with hf_format.open_checkpoint(recipe.lora.base, recipe.model):
             pass
 
 
@@ -124,7 +124,7 @@ def _open_base(recipe: Recipe, key: Tensor) -> Iterator[tuple[lora.Read, balance
         weights, biases = _read_run(Path(base), recipe)
         yield lambda path, tile: weights[path][tile], biases
     else:
-        with hf.open_checkpoint(base, recipe.model) as reader:
+        with hf_format.open_checkpoint(base, recipe.model) as reader:
             yield reader.read, reader.balance()
 
 

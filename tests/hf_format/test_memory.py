@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from k31fn import model, params
-from k31fn.hf.ranks import ALONE
-from k31fn.hf.table import entries
-from k31fn.hf.weights import read_leaves
-from k31fn.hf.writing import create, lay_out
+from k31fn.hf_format.file_writer import create, lay_out
+from k31fn.hf_format.leaves import read_leaves
+from k31fn.hf_format.rank_part import ALONE
+from k31fn.hf_format.table import entries
 from k31fn.layers import attn_res, kda, latent_moe, mla, mlp
 from k31fn.parallel import AxisRules, Mesh, partition, tiles
 
@@ -76,7 +76,7 @@ def test_a_rank_holds_its_shard_and_one_tensor(tmp_path: Path):
     size = sum(p.stat().st_size for p in (tmp_path / "big").iterdir())
     assert size > 2e9
     script = (
-        "import sys; from tests.hf import test_memory as t; "
+        "import sys; from tests.hf_format import test_memory as t; "
         "print(t.json.dumps(t.read_half(sys.argv[1], sys.argv[2])))"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "big")]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from k31fn import balance, config, hf, model, params, random
 from k31fn.hf import verify
 from k31fn.hf.__main__ import main
-from k31fn.hf.files import read_header
+from k31fn.hf_format.files import read_header
 
 CFG: model.Config = config.load(Path(__file__).parents[2] / "configs" / "tiny.py")
 INDEX = "model.safetensors.index.json"
@@ -221,12 +221,12 @@ def test_an_index_of_k31_size(tmp_path: Path):
     import dataclasses
 
     from k31fn import tree
-    from k31fn.hf.files import DTYPES
-    from k31fn.hf.problems import PACKED, SCALE
-    from k31fn.hf.ranks import ALONE
-    from k31fn.hf.table import entries
-    from k31fn.hf.weights import read_leaves
-    from k31fn.hf.writing import create, lay_out, write_json
+    from k31fn.hf_format.file_writer import create, lay_out, write_json
+    from k31fn.hf_format.files import DTYPES
+    from k31fn.hf_format.leaves import read_leaves
+    from k31fn.hf_format.problems import PACKED, SCALE
+    from k31fn.hf_format.rank_part import ALONE
+    from k31fn.hf_format.table import entries
 
     cfg = config.load(Path(__file__).parents[2] / "configs" / "k31_pro.py")
     table, tensors = entries(cfg), {}

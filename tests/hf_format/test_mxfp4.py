@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k31fn.hf.mxfp4 import decode, encode
+from k31fn.hf_format.mxfp4 import decode, encode
 
 LADDER = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from k31fn import tree
-from k31fn.hf.transforms import Tile
+from k31fn.hf_format.transforms import Tile
 from k31fn.parallel import Mesh, MeshAxes, exchange_json, tiles
 from k31fn.parallel.mesh import Coordinate
 from k31fn.parallel.partition import Partition, broadcast, resolve

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from k31fn import balance, model, tree
-from k31fn.hf import config
-from k31fn.hf.ranks import ALONE, Part
-from k31fn.hf.table import Weights, entries, specs
-from k31fn.hf.weights import SHARD_BYTES, pieces, read_leaves, tile_of, write_folder
+from k31fn.hf_format import config
+from k31fn.hf_format.leaves import SHARD_BYTES, pieces, read_leaves, tile_of, write_folder
+from k31fn.hf_format.rank_part import ALONE, Part
+from k31fn.hf_format.table import Weights, entries, specs
 from k31fn.typing import Tensor
 
 __all__ = ["export", "load", "to_names"]
@@ -32,7 +32,7 @@ def load(
 
     Args:
         directory: of the checkpoint.
-        cfg: the model; :func:`k31fn.hf.config_from_hf` gives the one that ``config.json``
+        cfg: the model; :func:`k31fn.hf_format.config_from_hf` gives the one that ``config.json``
             describes.
         dtype: of the model. None: each weight as it is stored, MXFP4 as bfloat16. Either way
             float32 islands are at least float32.

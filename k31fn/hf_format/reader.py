@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from k31fn import balance, model
-from k31fn.hf.files import Source, open_source
-from k31fn.hf.problems import find_problems
-from k31fn.hf.table import Entry, entries
-from k31fn.hf.transforms import Tile
-from k31fn.hf.weights import read_leaf
+from k31fn.hf_format.files import TensorSource, open_source
+from k31fn.hf_format.leaves import read_leaf
+from k31fn.hf_format.problems import find_problems
+from k31fn.hf_format.table import Entry, entries
+from k31fn.hf_format.transforms import Tile
 from k31fn.typing import Tensor
 
 __all__ = ["Reader", "open_checkpoint"]
@@ -24,7 +24,7 @@ _PARAMS = "params."
 class Reader:
     """What :func:`open_checkpoint` hands out, for as long as it is open."""
 
-    def __init__(self, source: Source, table: list[Entry], cfg: model.Config) -> None:
+    def __init__(self, source: TensorSource, table: list[Entry], cfg: model.Config) -> None:
         self._source, self._cfg = source, cfg
         self._entries = {entry.path: entry for entry in table}
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from k31fn import model
-from k31fn.hf.config import config_from_hf
-from k31fn.hf.files import survey
-from k31fn.hf.problems import PACKED, find_problems
-from k31fn.hf.table import entries
+from k31fn.hf_format.config import config_from_hf
+from k31fn.hf_format.files import survey
+from k31fn.hf_format.problems import PACKED, find_problems
+from k31fn.hf_format.table import entries
 
-__all__ = ["Report", "verify"]
+__all__ = ["Verification", "verify"]
 
 
-class Report(NamedTuple):
+class Verification(NamedTuple):
     """What the headers of a checkpoint say.
 
     Attributes:
@@ -35,7 +35,7 @@ class Report(NamedTuple):
     problems: str
 
 
-def verify(directory: str | Path, cfg: model.Config | None = None) -> Report:
+def verify(directory: str | Path, cfg: model.Config | None = None) -> Verification:
     """Compares files, names, shapes and dtypes with a config.
 
     Only headers are read: a checkpoint of any size takes seconds and little memory. That a weight
@@ -62,7 +62,7 @@ def verify(directory: str | Path, cfg: model.Config | None = None) -> Report:
     packed = [t for name, t in tensors.items() if name.endswith(PACKED)]
     plain = [t for name, t in tensors.items() if not name.endswith(PACKED) and t.dtype != "U8"]
     weights = sum(math.prod(t.shape) for t in plain) + 2 * sum(math.prod(t.shape) for t in packed)
-    return Report(
+    return Verification(
         len({t.file for t in tensors.values()}),
         len(tensors),
         weights,

@@ -18,14 +18,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from k31fn.hf.files import CODES, INDEX, SINGLE
-from k31fn.hf.transforms import Tile
+from k31fn.hf_format.files import CODES, INDEX, SINGLE
+from k31fn.hf_format.transforms import Tile
 from k31fn.typing import Tensor
 
-__all__ = ["Layout", "Place", "Writer", "create", "lay_out", "open_writer", "write_json"]
+__all__ = [
+    "FileLayout",
+    "TensorPlace",
+    "TensorWriter",
+    "create",
+    "lay_out",
+    "open_writer",
+    "write_json",
+]
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies: its file and the first byte in it."""
 
     file: str
@@ -34,7 +42,7 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """Files that hold some tensors.
 
     Attributes:
@@ -44,13 +52,15 @@ class Layout(NamedTuple):
         listing: the index of the shards; None if all fits in one file.
     """
 
-    places: dict[str, Place]
+    places: dict[str, TensorPlace]
     headers: dict[str, bytes]
     lengths: dict[str, int]
     listing: dict[str, Any] | None
 
 
-def lay_out(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], shard_bytes: int) -> Layout:
+def lay_out(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], shard_bytes: int
+) -> FileLayout:
     """Places tensors, given by shape and dtype, in their order, into files of about
     ``shard_bytes``.
 
@@ -72,7 +82,7 @@ def lay_out(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], shard_by
         shards[-1].append(name)
         filled += size
     count = len(shards)
-    layout = Layout({}, {}, {}, None)
+    layout = FileLayout({}, {}, {}, None)
     for number, names in enumerate(shards, 1):
         file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
         _lay_out_file(file, {n: tensors[n] for n in names}, layout)
@@ -85,7 +95,7 @@ def lay_out(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], shard_by
 
 
 def _lay_out_file(
-    file: str, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], layout: Layout
+    file: str, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], layout: FileLayout
 ) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
@@ -100,10 +110,10 @@ def _lay_out_file(
     layout.lengths[file] = 8 + len(text) + end
     for name in order:
         begin = 8 + len(text) + header[name]["data_offsets"][0]
-        layout.places[name] = Place(file, begin, *tensors[name])
+        layout.places[name] = TensorPlace(file, begin, *tensors[name])
 
 
-def create(folder: Path, layout: Layout) -> None:
+def create(folder: Path, layout: FileLayout) -> None:
     """Makes the folder and in it all files at their full length, with headers and without tensors.
 
     Raises:
@@ -126,10 +136,10 @@ def create(folder: Path, layout: Layout) -> None:
         write_json(folder / INDEX, layout.listing)
 
 
-class Writer(NamedTuple):
+class TensorWriter(NamedTuple):
     """Open files of a layout."""
 
-    layout: Layout
+    layout: FileLayout
     files: dict[str, int]
 
     def write(self, name: str, sliced_shape: tuple[int, ...], tile: Tile, values: Tensor) -> None:
@@ -152,14 +162,14 @@ class Writer(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_writer(folder: Path, layout: Layout) -> Iterator[Writer]:
+def open_writer(folder: Path, layout: FileLayout) -> Iterator[TensorWriter]:
     """The files of a layout, once :func:`create` has made them; on leaving they are on disk."""
     with contextlib.ExitStack() as stack:
         files: dict[str, int] = {}
         for file in layout.headers:
             files[file] = os.open(folder / file, os.O_WRONLY)
             stack.callback(os.close, files[file])
-        yield Writer(layout, files)
+        yield TensorWriter(layout, files)
         for number in files.values():
             os.fsync(number)
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from k31fn import model
-from k31fn.hf import mxfp4
-from k31fn.hf.files import read_json
-from k31fn.hf.vision_config import describe_vision, vision_from_hf
+from k31fn.hf_format import mxfp4
+from k31fn.hf_format.files import read_json
+from k31fn.hf_format.vision_config import describe_vision, vision_from_hf
 from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mhc, mla, mlp, plain_residual
 
 __all__ = ["FILE", "config_from_hf", "describe"]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from k31fn.hf.vision_config import describe_vision, vision_from_hf
+from k31fn.hf_format.vision_config import describe_vision, vision_from_hf
 from k31fn.layers import projector, vision, vision_block
 
 # vision_config of the released K3, without what says nothing about the equations

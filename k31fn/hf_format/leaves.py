@@ -14,13 +14,20 @@ from typing import Any
 import torch
 
 from k31fn import precision
-from k31fn.hf import mxfp4
-from k31fn.hf.files import DTYPES, Source, open_source
-from k31fn.hf.problems import PACKED, SCALE, find_problems, is_quantised, listed
-from k31fn.hf.ranks import ALONE, Part
-from k31fn.hf.table import Entry
-from k31fn.hf.transforms import Tile
-from k31fn.hf.writing import Layout, Writer, create, lay_out, open_writer, write_json
+from k31fn.hf_format import mxfp4
+from k31fn.hf_format.file_writer import (
+    FileLayout,
+    TensorWriter,
+    create,
+    lay_out,
+    open_writer,
+    write_json,
+)
+from k31fn.hf_format.files import DTYPES, TensorSource, open_source
+from k31fn.hf_format.problems import PACKED, SCALE, find_problems, is_quantised, listed
+from k31fn.hf_format.rank_part import ALONE, Part
+from k31fn.hf_format.table import Entry
+from k31fn.hf_format.transforms import Tile
 from k31fn.typing import Tensor
 
 __all__ = [
@@ -155,7 +162,7 @@ def _read_all(
 
 
 def read_leaf(
-    entry: Entry, source: Source, dtype: torch.dtype | None, tile: Tile, broken: list[str]
+    entry: Entry, source: TensorSource, dtype: torch.dtype | None, tile: Tile, broken: list[str]
 ) -> Tensor:
     """A tile of an entry's leaf; names of tensors with values that are not finite are added to
     ``broken``.
@@ -181,7 +188,7 @@ def read_leaf(
     return value
 
 
-def _read_quantised(source: Source, name: str, place: Tile, dtype: torch.dtype) -> Tensor:
+def _read_quantised(source: TensorSource, name: str, place: Tile, dtype: torch.dtype) -> Tensor:
     """A tile of an MXFP4 weight: its columns are read from the start of their first group to the
     end of their last.
     """
@@ -240,7 +247,7 @@ def _check_groups(table: list[Entry], part: Part) -> None:
 def _write(
     table: list[Entry],
     leaves: list[Tensor],
-    layout: Layout,
+    layout: FileLayout,
     folder: Path,
     part: Part,
     quantise: bool,
@@ -258,7 +265,7 @@ def _write(
 
 
 def _write_quantised(
-    writer: Writer, name: str, shape: tuple[int, ...], place: Tile, stored: Tensor
+    writer: TensorWriter, name: str, shape: tuple[int, ...], place: Tile, stored: Tensor
 ) -> None:
     (height, width), (rows, columns) = shape, place
     encoded = mxfp4.encode(stored.to(torch.bfloat16))

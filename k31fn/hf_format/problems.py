@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from k31fn.hf import mxfp4
-from k31fn.hf.files import Info
-from k31fn.hf.table import VISION, Entry
+from k31fn.hf_format import mxfp4
+from k31fn.hf_format.files import TensorInfo
+from k31fn.hf_format.table import VISION, Entry
 
 __all__ = ["PACKED", "SCALE", "find_problems", "is_quantised", "listed"]
 
@@ -19,12 +19,12 @@ _FLOATING = ("BF16", "F16", "F32", "F64")
 _WIDE = ("F32", "F64")
 
 
-def is_quantised(name: str, tensors: dict[str, Info]) -> bool:
+def is_quantised(name: str, tensors: dict[str, TensorInfo]) -> bool:
     """Whether the weight is stored as MXFP4."""
     return name not in tensors and name + PACKED in tensors
 
 
-def find_problems(table: list[Entry], tensors: dict[str, Info]) -> str:
+def find_problems(table: list[Entry], tensors: dict[str, TensorInfo]) -> str:
     """What does not fit, grouped by kind of weight; empty if all fits. Quantised experts fit."""
     wanted = {name: wish for entry in table for name, wish in _wishes(entry, tensors)}
     vision = any(name.startswith(VISION) for name in wanted)
@@ -52,7 +52,7 @@ def find_problems(table: list[Entry], tensors: dict[str, Info]) -> str:
 
 
 def _wishes(
-    entry: Entry, tensors: dict[str, Info]
+    entry: Entry, tensors: dict[str, TensorInfo]
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[str, ...]]]]:
     """The tensors that an entry needs, each with its shape and the dtypes it may have."""
     shape = entry.stored_shape

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from k31fn import balance, config, hf, model, params, random, tree
-from k31fn.hf.ranks import ALONE, Part, part_of
-from k31fn.hf.table import VISION, Weights, entries_of
-from k31fn.hf.weights import read_leaves, write_folder
+from k31fn.hf_format.leaves import read_leaves, write_folder
+from k31fn.hf_format.rank_part import ALONE, Part, part_of
+from k31fn.hf_format.table import VISION, Weights, entries_of
 from k31fn.layers import projector, vision, vision_block
 from k31fn.parallel import AxisRules, Mesh, each_rank, partition, tiles
 
@@ -105,7 +105,7 @@ def test_a_rank_that_fails_leaves_nothing_and_tells_the_others(tmp_path: Path):
 
 def test_only_the_bytes_of_the_slices_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Two ranks together read each byte of a weight that is split once."""
-    import k31fn.hf.weights as module
+    import k31fn.hf_format.leaves as module
 
     counted: Counter[int] = Counter()
     real = module.open_source

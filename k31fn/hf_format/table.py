@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from k31fn import model, tree
-from k31fn.hf.transforms import (
+from k31fn.hf_format.transforms import (
     DEPTHWISE,
     HEADS_PADDED,
     KERNEL,
@@ -28,12 +28,12 @@ from k31fn.hf.transforms import (
 )
 from k31fn.params import Constant, ParamSpec
 
-__all__ = ["ROWS", "VISION", "Entry", "Row", "Weights", "entries", "entries_of", "specs"]
+__all__ = ["ROWS", "VISION", "Entry", "TableRow", "Weights", "entries", "entries_of", "specs"]
 
 LANGUAGE, VISION = "language_model.", ("vision_tower.", "mm_projector.")  # how names begin
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A kind of weight: its name in the checkpoint, its path in the tree, and how they differ in
     layout.
 
@@ -52,14 +52,14 @@ class Row(NamedTuple):
     wide: bool = False
 
 
-def _layer(name: str, path: str, transform: Transform, *, wide: bool = False) -> Row:
-    return Row(
+def _layer(name: str, path: str, transform: Transform, *, wide: bool = False) -> TableRow:
+    return TableRow(
         LANGUAGE + "model.layers.{i}." + name, "params.layers.{i}." + path, transform, wide=wide
     )
 
 
-def _block(name: str, path: str, transform: Transform, third: int | None = None) -> Row:
-    return Row(
+def _block(name: str, path: str, transform: Transform, third: int | None = None) -> TableRow:
+    return TableRow(
         "vision_tower.encoder.blocks.{i}." + name,
         "params.vision.blocks.{i}." + path,
         transform,
@@ -67,7 +67,7 @@ def _block(name: str, path: str, transform: Transform, third: int | None = None)
     )
 
 
-def _attention(path: str) -> tuple[Row, ...]:
+def _attention(path: str) -> tuple[TableRow, ...]:
     """Gated MLA, at ``path`` of the layer: Gated DSA holds it beside the indexer.
 
     The gate and the output projection of KDA have the same names as Gated MLA's.
@@ -85,11 +85,11 @@ def _attention(path: str) -> tuple[Row, ...]:
 
 
 ROWS = (
-    Row(LANGUAGE + "model.embed_tokens.weight", "params.embedding.weight", SAME),
-    Row(LANGUAGE + "model.output_attn_res_proj.weight", "params.final_mix.query", ROW),
-    Row(LANGUAGE + "model.output_attn_res_norm.weight", "params.final_mix.norm", SAME),
-    Row(LANGUAGE + "model.norm.weight", "params.final_norm.weight", SAME),
-    Row(LANGUAGE + "lm_head.weight", "params.head", TRANSPOSED),
+    TableRow(LANGUAGE + "model.embed_tokens.weight", "params.embedding.weight", SAME),
+    TableRow(LANGUAGE + "model.output_attn_res_proj.weight", "params.final_mix.query", ROW),
+    TableRow(LANGUAGE + "model.output_attn_res_norm.weight", "params.final_mix.norm", SAME),
+    TableRow(LANGUAGE + "model.norm.weight", "params.final_norm.weight", SAME),
+    TableRow(LANGUAGE + "lm_head.weight", "params.head", TRANSPOSED),
     _layer("self_attention_res_proj.weight", "attn_mix.query", ROW),
     _layer("self_attention_res_norm.weight", "attn_mix.norm", SAME),
     _layer("input_layernorm.weight", "attn_norm.weight", SAME),
@@ -119,7 +119,7 @@ ROWS = (
     _layer("mlp.up_proj.weight", "ffn.w_up", TRANSPOSED),
     _layer("mlp.down_proj.weight", "ffn.w_down", TRANSPOSED),
     _layer("block_sparse_moe.gate.weight", "ffn.router.weight", TRANSPOSED),
-    Row(
+    TableRow(
         LANGUAGE + "model.layers.{m}.block_sparse_moe.gate.e_score_correction_bias",
         "balance",
         SAME,
@@ -134,8 +134,8 @@ ROWS = (
     _layer("block_sparse_moe.shared_experts.gate_proj.weight", "ffn.shared.w_gate", TRANSPOSED),
     _layer("block_sparse_moe.shared_experts.up_proj.weight", "ffn.shared.w_up", TRANSPOSED),
     _layer("block_sparse_moe.shared_experts.down_proj.weight", "ffn.shared.w_down", TRANSPOSED),
-    Row("vision_tower.patch_embed.proj.weight", "params.vision.patch", KERNEL),
-    Row("vision_tower.patch_embed.pos_emb.weight", "params.vision.table", SAME),
+    TableRow("vision_tower.patch_embed.proj.weight", "params.vision.patch", KERNEL),
+    TableRow("vision_tower.patch_embed.pos_emb.weight", "params.vision.table", SAME),
     _block("norm0.weight", "attn_norm", SAME),
     _block("wqkv.weight", "w_q", TRANSPOSED, 0),
     _block("wqkv.weight", "w_k", TRANSPOSED, 1),
@@ -144,10 +144,10 @@ ROWS = (
     _block("norm1.weight", "mlp_norm", SAME),
     _block("mlp.fc0.weight", "w_in", TRANSPOSED),
     _block("mlp.fc1.weight", "w_out", TRANSPOSED),
-    Row("vision_tower.encoder.final_layernorm.weight", "params.vision.norm", SAME),
-    Row("mm_projector.proj.0.weight", "params.projector.w_in", TRANSPOSED),
-    Row("mm_projector.proj.2.weight", "params.projector.w_out", TRANSPOSED),
-    Row("mm_projector.post_norm.weight", "params.projector.norm", SAME),
+    TableRow("vision_tower.encoder.final_layernorm.weight", "params.vision.norm", SAME),
+    TableRow("mm_projector.proj.0.weight", "params.projector.w_in", TRANSPOSED),
+    TableRow("mm_projector.proj.2.weight", "params.projector.w_out", TRANSPOSED),
+    TableRow("mm_projector.post_norm.weight", "params.projector.norm", SAME),
 )
 
 
@@ -174,7 +174,7 @@ class Entry(NamedTuple):
 
     path: str
     spec: ParamSpec
-    row: Row
+    row: TableRow
     names: tuple[str, ...]
     stacked: bool
 
@@ -227,13 +227,13 @@ def specs(cfg: model.Config) -> Weights:
     return Weights(model.specs(cfg), balance)
 
 
-def entries(cfg: model.Config, rows: tuple[Row, ...] = ROWS) -> list[Entry]:
+def entries(cfg: model.Config, rows: tuple[TableRow, ...] = ROWS) -> list[Entry]:
     """Every leaf of ``cfg`` with the names of its tensors (:func:`entries_of`)."""
     return entries_of(specs(cfg), model.moe_layers(cfg), rows)
 
 
 def entries_of(
-    declared: Weights, moe_layers: tuple[int, ...], rows: tuple[Row, ...] = ROWS
+    declared: Weights, moe_layers: tuple[int, ...], rows: tuple[TableRow, ...] = ROWS
 ) -> list[Entry]:
     """Every leaf of a tree of ParamSpecs with the names of its tensors, in the order of the tree.
 
@@ -262,14 +262,14 @@ def entries_of(
     ]
     if wrong:
         raise ValueError(
-            f"k31fn.hf.table needs one row per leaf and one leaf per name; {len(wrong)}: "
+            f"k31fn.hf_format.table needs one row per leaf and one leaf per name; {len(wrong)}: "
             f"{wrong[:20]}"
         )
     return found
 
 
 def _entry(
-    moe_layers: tuple[int, ...], path: str, spec: ParamSpec, row: Row, layer: dict[str, str]
+    moe_layers: tuple[int, ...], path: str, spec: ParamSpec, row: TableRow, layer: dict[str, str]
 ) -> Entry:
     pattern = row.name.replace("{i}", layer.get("i", ""))
     if "{j}" in pattern:

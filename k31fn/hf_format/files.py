@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from k31fn.hf.transforms import Tile
+from k31fn.hf_format.transforms import Tile
 from k31fn.typing import Tensor
 
 __all__ = [
@@ -25,8 +25,8 @@ __all__ = [
     "DTYPES",
     "INDEX",
     "SINGLE",
-    "Info",
-    "Source",
+    "TensorInfo",
+    "TensorSource",
     "open_source",
     "read_header",
     "read_json",
@@ -59,7 +59,7 @@ _SIZES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 _MOST = 100_000_000  # bytes of a header, as in the safetensors library
 
 
-class Info(NamedTuple):
+class TensorInfo(NamedTuple):
     """What a header says of a tensor. ``dtype`` is the format's code, such as ``BF16``."""
 
     shape: tuple[int, ...]
@@ -67,17 +67,17 @@ class Info(NamedTuple):
     file: str
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """The tensors of a checkpoint by name, and how to read a tile of one: only its bytes are
     read.
     """
 
-    tensors: dict[str, Info]
+    tensors: dict[str, TensorInfo]
     read: Callable[[str, Tile], Tensor]
 
 
 @contextlib.contextmanager
-def open_source(directory: Path) -> Iterator[Source]:
+def open_source(directory: Path) -> Iterator[TensorSource]:
     """The checkpoint in ``directory``: one ``model.safetensors``, or shards with an index.
 
     Raises:
@@ -100,10 +100,10 @@ def open_source(directory: Path) -> Iterator[Source]:
                 )
             return handles[file].get_slice(name)[tile]
 
-        yield Source(tensors, read)
+        yield TensorSource(tensors, read)
 
 
-def survey(directory: Path) -> tuple[dict[str, Info], list[str]]:
+def survey(directory: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     """The tensors of a checkpoint, from the headers alone, and what is wrong with its files."""
     single, index = (directory / SINGLE).is_file(), (directory / INDEX).is_file()
     if single and index:
@@ -119,7 +119,7 @@ def survey(directory: Path) -> tuple[dict[str, Info], list[str]]:
         listed, total = ({SINGLE: None}, None) if single else _index(directory / INDEX)
     except ValueError as e:
         return {}, [str(e)]
-    tensors: dict[str, Info] = {}
+    tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for file, names in listed.items():
         try:
@@ -136,7 +136,7 @@ def survey(directory: Path) -> tuple[dict[str, Info], list[str]]:
     return tensors, problems
 
 
-def read_header(file: Path) -> dict[str, Info]:
+def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file. Reads its header only, and checks that the file is as long
     as it says.
 
@@ -183,7 +183,7 @@ def read_header(file: Path) -> dict[str, Info]:
             "bytes of tensors, it has "
             f"{size - 8 - length}"
         )
-    return {name: Info(shape, dtype, file.name) for name, dtype, shape, *_ in fields}
+    return {name: TensorInfo(shape, dtype, file.name) for name, dtype, shape, *_ in fields}
 
 
 def _index(file: Path) -> tuple[dict[str, set[str]], int | None]:
@@ -204,7 +204,9 @@ def _index(file: Path) -> tuple[dict[str, set[str]], int | None]:
     return dict(sorted(files.items())), total
 
 
-def _lie(file: str, listed: set[str], held: dict[str, Info], before: dict[str, Info]) -> str:
+def _lie(
+    file: str, listed: set[str], held: dict[str, TensorInfo], before: dict[str, TensorInfo]
+) -> str:
     lacks, more = sorted(listed - held.keys()), sorted(held.keys() - listed)
     elsewhere = [f"{n} (in {before[n].file})" if n in before else n for n in lacks]
     return (

@@ -1,0 +1,32 @@
+"""The format of K3's and K3.1's released checkpoints: names, layouts, safetensors files and
+``config.json``.
+
+:mod:`k31fn.hf` is its door for users, and lies above training, since its command makes and reads
+runs. This package lies below: the trainer reads the weights that adapters are of from here.
+
+* Names and layouts: :mod:`~k31fn.hf_format.table`, one row per kind of weight, and
+  :mod:`~k31fn.hf_format.transforms`.
+* Files: :mod:`~k31fn.hf_format.files` and :mod:`~k31fn.hf_format.file_writer`.
+* ``config.json``: :mod:`~k31fn.hf_format.config` and :mod:`~k31fn.hf_format.vision_config`.
+"""
+
+from k31fn.hf_format.checkpoint import export, load, to_names
+from k31fn.hf_format.config import config_from_hf
+from k31fn.hf_format.leaves import check_new
+from k31fn.hf_format.rank_part import Part, part_of
+from k31fn.hf_format.reader import Reader, open_checkpoint
+from k31fn.hf_format.verification import Verification, verify
+
+__all__ = [
+    "Part",
+    "Reader",
+    "Verification",
+    "check_new",
+    "config_from_hf",
+    "export",
+    "load",
+    "open_checkpoint",
+    "part_of",
+    "to_names",
+    "verify",
+]
