@@ -119,8 +119,9 @@ def plain_lines(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 def is_docstring(node: ast.AST) -> TypeGuard[ast.Expr]:
     """Whether a statement is a string that stands alone."""
-    constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return constant and isinstance(node.value.value, str)
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+        return False
+    return isinstance(node.value.value, str)
 
 
 def _is_nested(node: ast.AST) -> bool:
@@ -131,8 +132,9 @@ def _is_nested(node: ast.AST) -> bool:
 
 
 def _is_public(node: ast.stmt) -> bool:
-    named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return isinstance(node, named) and not node.name.startswith("_")
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return False
+    return not node.name.startswith("_")
 
 
 def _assigns_calls_side_by_side(node: ast.Assign) -> bool:
