@@ -3,8 +3,7 @@
 Checks values, gradients and repeatability, then times the fused op beside its peers: plain torch,
 the same from a CUDA graph, torch.compile, fla-core's Triton kernels where that package is
 installed; and a compiled sum of the sources, which moves the forward's bytes and does little else.
-The same for the two phases, beside the one pass for each query. The forward is that of training,
-which keeps what the backward needs.
+The forward is that of training, which keeps what the backward needs.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from torch import Tensor
 from benchmarks.measure import Row, cuda_device, print_rows, write_json
 from benchmarks.op import Subject, check, measure, tune
 from k31fn import device as devices
-from k31fn.kernels.attn_res import Summary, attn_res, merge, summarize
-from k31fn.kernels.registry import OPS, use_impl
+from k31fn.kernels.attn_res import attn_res
+from k31fn.kernels.registry import use_impl
 
-__all__ = ["TUNED", "main", "subject", "two_phase_subject"]
+__all__ = ["TUNED", "main", "subject"]
 
 EPS = 1e-5
 TUNED = {
@@ -33,18 +32,6 @@ TUNED = {
         {"warps": (4, 8), "per_core": (1, 2), "stages": (4, 5)},
         {"warps": (4, 8), "per_core": (1, 2), "stages": (3, 4)},
         {"warps": (8, 16), "stages": (2, 3)},
-    ),
-    "attn_res_summarize": (
-        {"rows": (16, 64), "columns": (64, 128), "stages": (3, 4)},
-        {"columns": (4096, 8192), "per_core": (4, 8)},
-        {"warps": (2, 4), "columns": (32, 64), "per_core": (4, 6)},
-        {"columns": (4096, 8192), "per_core": (2, 4)},
-        {"rows": (16, 32), "columns": (64, 128)},
-    ),
-    "attn_res_merge": (
-        *({"columns": (1024, 2048)},) * 3,
-        {"warps": (4, 8), "per_core": (1, 2)},
-        {"warps": (8, 16), "stages": (3, 4)},
     ),
 }
 """What the tuner may choose, per op and kernel of its table."""
@@ -98,56 +85,6 @@ def subject(
     return Subject(name, draw, fused, plain, plain, (n + 1) * size, (3 * n + 2) * size, bare=added)
 
 
-def fused_two_phase(queries: Tensor, norms: Tensor, n: int, *sources: Tensor) -> tuple[Tensor, ...]:
-    """A result per query: ``n`` blocks for all of them, and a running sum for each."""
-    with use_impl(attn_res_summarize="triton", attn_res_merge="triton"):
-        summary = summarize(sources[:n], queries, norms, EPS)
-        each = zip(*(part.unbind() for part in summary), strict=True)
-        mine = zip(each, sources[n:], queries, norms, strict=True)
-        return tuple(
-            merge(Summary(*parts), prefix, query, norm, EPS) for parts, prefix, query, norm in mine
-        )
-
-
-def two_phase_subject(
-    n: int,
-    queries: int,
-    tokens: int,
-    width: int,
-    where: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Subject:
-    """N blocks and, per query, a running sum ``[1, tokens, width]``; the one-pass op per query is a
-    peer.
-
-    Bytes that must move, in sources: summarize N + 2 Q (its mixes are float32), merge 4 per query;
-    backward 2 N + 2 Q, and 6 per query.
-    """
-
-    def draw() -> list[Tensor]:
-        sources = [
-            torch.randn(1, tokens, width, device=where).to(dtype) for _ in range(n + queries)
-        ]
-        asked = torch.randn(queries, width, device=where) * width**-0.5
-        return [asked, torch.rand(queries, width, device=where) + 0.5, *sources]
-
-    def per_query(f: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-        def run(asked: Tensor, norms: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
-            mine = zip(asked, norms, sources[n:], strict=True)
-            return tuple(f(query, norm, *sources[:n], prefix) for query, norm, prefix in mine)
-
-        return run
-
-    def both_phases(asked: Tensor, norms: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
-        return fused_two_phase(asked, norms, n, *sources)
-
-    size, exact = tokens * width * dtype.itemsize, per_query(plain)
-    forward, both = (n + 6 * queries) * size, (3 * n + 14 * queries) * size
-    name = f"two phases N{n}+1 Q{queries} T{tokens} D{width}"
-    peers = {"one pass": per_query(fused)}
-    return Subject(name, draw, both_phases, exact, exact, forward, both, peers, compiled=False)
-
-
 def main() -> int:
     """Prints a table; with ``--tune`` also the best tiles, and returns 1 if those of the kernels
     are not among them.
@@ -158,12 +95,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default=str(devices.default()))
-    one = ["9x4096x7168", "9x8192x7168", "4x1024x5120", "4x2048x2560"]
-    parser.add_argument("--shapes", nargs="*", default=one, help="sources x tokens x width")
-    two = ["8x24x1024x7168"]
-    parser.add_argument(
-        "--two-phase", nargs="*", default=two, help="blocks x queries x tokens x width"
-    )
+    shapes = ["9x4096x7168", "9x8192x7168", "4x1024x5120", "4x2048x2560"]
+    parser.add_argument("--shapes", nargs="*", default=shapes, help="sources x tokens x width")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json", default="")
@@ -174,33 +107,22 @@ def main() -> int:
         subject(2, 17, 37, where),
         subject(9, 129, 7168, where),
         subject(12, 65, 1000, where),
-        two_phase_subject(3, 5, 17, 37, where),
-        two_phase_subject(8, 24, 33, 1000, where),
     ):
         errors[small.shape] = check(small)
         print(f"{small.shape}: largest error {errors[small.shape]:.1e}", flush=True)
         assert errors[small.shape] < 2**-8, "a bfloat16 result is rounded once: 2^-9 at most"
-    big = {
-        ("attn_res",): [
-            replace(subject(*map(int, s.split("x")), where=where), peers=peers())
-            for s in args.shapes
-        ],
-        ("attn_res_summarize", "attn_res_merge"): [
-            two_phase_subject(*map(int, s.split("x")), where=where) for s in args.two_phase
-        ],
-    }
-    for ops, some in big.items():
-        for each in some:
+    module = importlib.import_module(attn_res.implementations["triton"].kernels)
+    for shape in args.shapes:
+        each = replace(subject(*map(int, shape.split("x")), where=where), peers=peers())
 
-            def told(row: Row, of: Subject = each) -> None:
-                print_rows([row], of.forward_bytes, of.both_bytes)
-                rows.append(row)
-                write_json(args.json, "AttnRes", where, rows, {"errors": errors})
+        def told(row: Row, of: Subject = each) -> None:
+            print_rows([row], of.forward_bytes, of.both_bytes)
+            rows.append(row)
+            write_json(args.json, "AttnRes", where, rows, {"errors": errors})
 
-            measure(each, where, repeats=args.repeats, each=told)
-            for op in ops if args.tune else ():
-                module = importlib.import_module(OPS[op].implementations["triton"].kernels)
-                tuned &= tune(each, module, where, TUNED[op], repeats=args.repeats)
+        measure(each, where, repeats=args.repeats, each=told)
+        if args.tune:
+            tuned &= tune(each, module, where, TUNED["attn_res"], repeats=args.repeats)
     return 0 if tuned else 1
 
 

@@ -39,7 +39,6 @@ class Subject:
         forward_bytes: that must move in the forward.
         both_bytes: that must move in forward and backward.
         peers: more functions of the same inputs, by name.
-        compiled: whether the plain form under torch.compile is a peer too.
         bare: moves what the forward must move and computes next to nothing; its time under
             torch.compile says how near to the floor the device comes.
     """
@@ -52,7 +51,6 @@ class Subject:
     forward_bytes: int
     both_bytes: int
     peers: dict[str, Function] = field(default_factory=dict)
-    compiled: bool = True
     bare: Function | None = None
 
 
@@ -124,7 +122,7 @@ def measure(
     drawn = [subject.draw() for _ in range(max(2, -(-(2**31) // subject.forward_bytes)))]
     cts = [cotangents(subject.plain, inputs) for inputs in drawn]
     candidates: dict[str, Function] = {"fused": subject.fused, "eager": subject.plain}
-    if subject.compiled and where.type == "cuda":
+    if where.type == "cuda":
         candidates["torch.compile"] = torch.compile(subject.plain, dynamic=False)
     candidates |= subject.peers
     rate = (devices.peak_rates(where) or devices.PeakRates(float("nan"), float("nan"))).bytes

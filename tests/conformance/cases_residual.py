@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from k31fn import random, tree
-from k31fn.kernels.attn_res import Summary, merge, summarize
 from k31fn.kernels.attn_res import attn_res as attn_res_op
 from k31fn.kernels.norm import rms_norm
 from k31fn.layers import attn_res, embedding, losses, mhc, plain_residual
@@ -33,14 +32,6 @@ def _mix(key: Tensor, dtype: torch.dtype) -> Made:
         query,
         norm,
     )
-
-
-def _two_phase(key: Tensor, dtype: torch.dtype) -> Made:
-    def f(sources: tuple[Tensor, ...], query: Tensor, norm: Tensor) -> Tensor:
-        summary = summarize(sources[:-1], query[None], norm[None], EPS)
-        return merge(Summary(*(part[0] for part in summary)), sources[-1], query, norm, EPS)
-
-    return f, _mix(key, dtype)[1]
 
 
 def _scheme(module: ModuleType, cfg: Any) -> Callable[[Tensor, torch.dtype], Made]:
@@ -108,7 +99,6 @@ def _loss(columns: int) -> Callable[[Tensor, torch.dtype], Made]:
 
 CASES = [
     Case("attn_res_op", _mix, packed=False),
-    Case("attn_res_two_phase", _two_phase, packed=False),
     Case("attn_res", _scheme(attn_res, attn_res.Config()), packed=False),
     Case("mhc", _scheme(mhc, mhc.Config(num_streams=2, iterations=2)), packed=False),
     Case("plain_residual", _scheme(plain_residual, plain_residual.Config()), packed=False),

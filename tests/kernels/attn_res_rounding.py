@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from k31fn.kernels.attn_res import Summary
 from tests.kernels.fused import DEVICE
 
 ROUNDING = 2**-7
@@ -38,24 +37,6 @@ def of_one_pass(
     probs = torch.softmax(scores, 0)
     out = (probs[..., None] * v).sum(0)
     return [*_of_value(probs * _of_product(ct, out), rrms, scores, key, v), 0 * key, 0 * key]
-
-
-def of_merge(
-    summary: Summary, prefix: Tensor, query: Tensor, norm: Tensor, eps: float, ct: Tensor
-) -> list[Tensor]:
-    """Per gradient of the summary's parts, the running sum, the query and the norm weight."""
-    p, ct, key = prefix.double(), ct.double(), query.double() * norm.double()
-    rrms = torch.rsqrt(p.square().mean(-1) + eps)
-    score = (p @ key) * rrms
-    weight = torch.sigmoid(score - summary.max.double() - summary.sum.double().log())
-    out = torch.lerp(summary.out.double(), p, weight[..., None])
-    d_score = weight * _of_product(ct, out)
-    d_prefix = _of_value(d_score, rrms, score, key, p)
-    whole = (
-        ((d_score * rrms)[..., None] * p).square().flatten(0, 1).sum(0).sqrt()
-    )  # tokens have signs of their own
-    weights = whole * norm.double().abs(), whole * query.double().abs()
-    return [d_score, d_score / summary.sum.double(), 0 * p, d_prefix, *weights]
 
 
 def _of_product(ct: Tensor, out: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""AttnRes against golden values, an independent form in float64, and its own two-phase form."""
+"""AttnRes against golden values, and an independent form in float64."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from k31fn.autodiff import vjp
-from k31fn.kernels.attn_res import Summary, attn_res, merge, summarize
+from k31fn.kernels.attn_res import attn_res
 from k31fn.kernels.attn_res.reference import _mix
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "attnres.safetensors"
@@ -34,14 +34,6 @@ def naive(
     return torch.einsum(
         "nbt,nbtd->btd", torch.exp(scores - torch.logsumexp(scores, 0)), v if raw else normed
     )
-
-
-def two_phase(
-    sources: tuple[Tensor, ...], query: Tensor, norm_weight: Tensor, eps: float
-) -> Tensor:
-    *blocks, prefix = sources
-    summary = summarize(tuple(blocks), query[None], norm_weight[None], eps)
-    return merge(Summary(*(part[0] for part in summary)), prefix, query, norm_weight, eps)
 
 
 def inputs(
@@ -83,57 +75,41 @@ def test_golden(num_sources: int) -> None:
     }.items():
         expected = g[f"grad.{name}"]
         assert (actual - expected).norm() <= 5e-6 * max(1.0, float(expected.norm())), name
-    mixes = _mix(args[0], (g["query"] * g["norm_weight"])[None], EPS)
-    torch.testing.assert_close(
-        torch.softmax(mixes.scores, 0)[:, 0, 0], g["probs"], atol=5e-6, rtol=0
-    )
+    mix = _mix(args[0], g["query"] * g["norm_weight"], EPS)
+    torch.testing.assert_close(torch.softmax(mix.scores, 0)[:, 0], g["probs"], atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("num_sources", [1, 2, 3, 9])
-@pytest.mark.parametrize("form", [attn_res, two_phase])
-def test_equals_the_equations(form: Callable[..., Tensor], num_sources: int) -> None:
+def test_equals_the_equations(num_sources: int) -> None:
     args, ct = inputs(num_sources), torch.randn(2, 5, 7, dtype=torch.float64)
     expected = value_and_grads(naive, args, ct)
-    assert worst(value_and_grads(form, args, ct), expected) < 1e-12
+    assert worst(value_and_grads(attn_res, args, ct), expected) < 1e-12
     if num_sources > 1:  # values are raw, and the scores have no scale
         for broken in ({"raw": False}, {"scale": 7**-0.5}):
             assert worst((naive(*args, EPS, **broken),), expected[:1]) > 1e-2
 
 
-def test_every_query_of_a_block_at_once() -> None:
-    """summarize reads the blocks for all queries; each then merges with its own running sum."""
-    *blocks, _ = inputs(4)[0]
-    queries, norms = torch.randn(3, 7, dtype=torch.float64), torch.rand(3, 7, dtype=torch.float64)
-    summary = summarize(tuple(blocks), queries, norms, EPS)
-    for q in range(3):
-        prefix = torch.randn(2, 5, 7, dtype=torch.float64)
-        merged = merge(Summary(*(part[q] for part in summary)), prefix, queries[q], norms[q], EPS)
-        assert worst((merged,), (naive((*blocks, prefix), queries[q], norms[q], EPS),)) < 1e-12
-
-
-@pytest.mark.parametrize("form", [attn_res, two_phase])
-def test_second_derivatives(form: Callable[..., Tensor]) -> None:
+def test_second_derivatives() -> None:
     sources, query, norm = inputs(3, d=3)
     small = (x[:1, :2].clone() for x in sources)
     leaves = tuple(x.requires_grad_() for x in (*small, query, norm))
 
     def f(a: Tensor, b: Tensor, c: Tensor, r: Tensor, n: Tensor) -> Tensor:
-        return form((a, b, c), r, n, EPS)
+        return attn_res((a, b, c), r, n, EPS)
 
     assert torch.autograd.gradcheck(f, leaves)
     assert torch.autograd.gradgradcheck(f, leaves)
 
 
-@pytest.mark.parametrize("form", [attn_res, two_phase])
 @pytest.mark.parametrize("batched", [(0,), (2,), (3,), (4,), (0, 1, 2, 3, 4)])
-def test_vmap_over_any_argument(form: Callable[..., Tensor], batched: tuple[int, ...]) -> None:
+def test_vmap_over_any_argument(batched: tuple[int, ...]) -> None:
     """Whichever argument alone is batched, values and gradients are those of a loop."""
     flat = [*inputs(3)[0], *inputs(1)[1:]]
     args = [torch.stack([x, 1.5 * x, -x]) if i in batched else x for i, x in enumerate(flat)]
 
     def grads(*leaves: Tensor) -> tuple[Tensor, ...]:
         def f(*leaves: Tensor) -> Tensor:
-            return form(leaves[:3], *leaves[3:], EPS).square().sum()
+            return attn_res(leaves[:3], *leaves[3:], EPS).square().sum()
 
         return torch.func.grad(f, argnums=tuple(range(5)))(*leaves)
 
@@ -157,8 +133,7 @@ def test_zero_rows_and_large_scores_stay_finite() -> None:
     """A row of zeros, and scores of 1e5, whose exponentials overflow float32."""
     (a, b, c), query, norm = inputs(3, torch.float32)
     args = ((torch.zeros_like(a), b, c), 1e5 * query, norm)
-    for form in (attn_res, two_phase):
-        assert all(x.isfinite().all() for x in value_and_grads(form, args, torch.ones_like(a)))
+    assert all(x.isfinite().all() for x in value_and_grads(attn_res, args, torch.ones_like(a)))
 
 
 def test_scores_and_mix_in_float32_rounded_once() -> None:
@@ -169,18 +144,14 @@ def test_scores_and_mix_in_float32_rounded_once() -> None:
     wide = naive(tuple(s.double() for s in sources), query.double(), norm.double(), EPS)
     # One float32 rounding before the last one can move a value to the neighbouring bfloat16: allow
     # one in a thousand.
-    for form in (attn_res, two_phase):
-        out = form(sources, query, norm, EPS)
-        assert out.dtype == torch.bfloat16
-        assert (out != wide.bfloat16()).float().mean() < 1e-3
+    out = attn_res(sources, query, norm, EPS)
+    assert out.dtype == torch.bfloat16
+    assert (out != wide.bfloat16()).float().mean() < 1e-3
     assert (naive(sources, query, norm, EPS) != wide.bfloat16()).float().mean() > 0.1
 
 
-@pytest.mark.parametrize("form", [attn_res, two_phase])
-def test_no_copy_of_a_source_is_kept(form: Callable[..., Tensor]) -> None:
-    """Besides the sources themselves: a few numbers per token, and of the two-phase form the
-    summary's own mix.
-    """
+def test_no_copy_of_a_source_is_kept() -> None:
+    """Besides the sources themselves: a few numbers per token."""
     sources, query, norm = inputs(5, torch.bfloat16, d=512, t=16)
     leaves = [x.requires_grad_() for x in sources]
     kept: dict[int, int] = {}
@@ -191,13 +162,12 @@ def test_no_copy_of_a_source_is_kept(form: Callable[..., Tensor]) -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = form(tuple(leaves), query, norm, EPS)
+        out = attn_res(tuple(leaves), query, norm, EPS)
     own = {leaf.untyped_storage().data_ptr() for leaf in leaves}
     extra = sum(n for pointer, n in kept.items() if pointer not in own)
     source = leaves[0].numel() * leaves[0].element_size()
-    summary = 2 * source if form is two_phase else 0  # float32
     assert out.requires_grad
-    assert extra <= summary + source / 2
+    assert extra <= source / 2
 
 
 def test_no_source() -> None:

@@ -30,9 +30,6 @@ def subject(op: str, kernel: int) -> Subject:
     """
     if op == "attn_res":
         return attn_res.subject(3 if kernel == 2 else 5, 600, 1000, WHERE)
-    if op.startswith("attn_res"):
-        in_pieces = op == "attn_res_merge" and kernel < 3
-        return attn_res.two_phase_subject(3, 2, 600, 8200 if in_pieces else 1000, WHERE)
     return mhc.subject(600, 4, 1000, WHERE)
 
 

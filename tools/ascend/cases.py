@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from k31fn.kernels.attn_res import Summary
-
 __all__ = ["CASES", "Case"]
 
 
@@ -28,23 +26,6 @@ def _attn_res() -> tuple[Any, ...]:
     """Wider than a piece of 4096 features, so that there are two."""
     sources = tuple(torch.randn(1, 3, 4500) for _ in range(3))
     return sources, 0.02 * torch.randn(4500), 1 + 0.3 * torch.randn(4500), 1e-5
-
-
-def _blocks() -> tuple[Any, ...]:
-    """More tokens than a tile of products has, and a last tile of 2."""
-    blocks = tuple(torch.randn(1, 34, 300) for _ in range(2))
-    return blocks, 0.06 * torch.randn(3, 300), 1 + 0.3 * torch.randn(3, 300), 1e-5
-
-
-def _running_sum() -> tuple[Any, ...]:
-    summary = Summary(torch.randn(1, 3), 1 + torch.rand(1, 3), torch.randn(1, 3, 4500))
-    return (
-        summary,
-        torch.randn(1, 3, 4500),
-        0.02 * torch.randn(4500),
-        1 + 0.3 * torch.randn(4500),
-        1e-5,
-    )
 
 
 def _fp8_encode(scaling: str, dtype: torch.dtype, transposed: bool) -> tuple[Any, ...]:
@@ -73,8 +54,6 @@ def _mhc_post() -> tuple[Any, ...]:
 # bfloat16 results: 2^-9
 CASES = {
     "attn_res": (Case(_attn_res, 2e-5),),
-    "attn_res_merge": (Case(_running_sum, 2e-5),),
-    "attn_res_summarize": (Case(_blocks, 2e-5),),
     "fp8_encode": tuple(
         Case(functools.partial(_fp8_encode, scaling, dtype, transposed), 0)
         for scaling in ("rows", "blocks", "tiles")

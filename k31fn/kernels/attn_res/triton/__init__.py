@@ -1,1 +1,1 @@
-"""Triton kernels of the residual attention: one pass, and the two phases."""
+"""Triton kernels of the residual attention."""

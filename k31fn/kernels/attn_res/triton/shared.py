@@ -1,8 +1,6 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false
-"""What kernels over several sources share: pointers, exact products, what they refuse, and how they
-are listed.
-"""
+"""What kernels over several sources share: pointers, what they refuse, and how they are listed."""
 
 from __future__ import annotations
 
@@ -26,18 +24,13 @@ __all__ = [
     "padded",
     "pick",
     "power",
-    "product",
-    "stacked",
     "staged",
 ]
 
 MOST_SOURCES = 12
 _SHARED = 200 * 2**10  # bytes of a core for what is on its way
-_ALIGNED = (
-    "width",
-    *(f"{x}_group" for x in ("source", "key", "out", "ct", "d_mix", "mix", "prefix")),
-)
-_OF_MODEL = ("out_ptr", "ct_ptr", "prefix_ptr", "d_prefix_ptr")
+_ALIGNED = ("width", "source_group", "key_group", "out_group", "ct_group")
+_OF_MODEL = ("out_ptr", "ct_ptr")
 
 
 @triton.jit
@@ -105,62 +98,6 @@ def pick(i, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, N: tl.constexpr):
     return p
 
 
-@triton.jit
-def stacked(
-    numbers,
-    row,
-    columns,
-    inside,
-    s0,
-    s1,
-    s2,
-    s3,
-    s4,
-    s5,
-    s6,
-    s7,
-    s8,
-    s9,
-    s10,
-    s11,
-    N: tl.constexpr,
-    CHOOSE: tl.constexpr,
-):
-    """A token's features in all sources; rows past the sources are zero. CHOOSE: one load, between
-    pointers.
-    """
-    if CHOOSE:
-        sources = pick(numbers[:, None], s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, N)
-        here = (numbers < N)[:, None] & inside[None, :]
-        rows = tl.load(sources + row + columns[None, :], mask=here, other=0.0)
-    else:
-        rows = tl.zeros((numbers.shape[0], columns.shape[0]), dtype=s0.dtype.element_ty)
-        for i in tl.static_range(N):
-            source = at(i, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11)
-            value = tl.load(source + row + columns, mask=inside, other=0.0)
-            rows = tl.where((numbers == i)[:, None], value[None, :], rows)
-    return rows
-
-
-@triton.jit
-def product(a, b, acc, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """``acc + a b``, float32 ``a`` as the sum of so many numbers of b's dtype. WIDE: the
-    interpreter's dot.
-
-    The product has a sum of its own: matrix units cut what they add to a sum, float32 addition
-    rounds it.
-    """
-    own = tl.zeros(acc.shape, dtype=tl.float32)
-    for _ in tl.static_range(PARTS):
-        part = a.to(b.dtype)
-        a = a - part.to(tl.float32)
-        if WIDE:
-            own = tl.dot(part.to(tl.float32), b.to(tl.float32), own, input_precision="ieee")
-        else:
-            own = tl.dot(part, b, own, input_precision="ieee")
-    return acc + own
-
-
 def padded(tensors: list[Tensor]) -> list[Tensor]:
     """As many pointers as the kernels have; those past the sources are not read."""
     return tensors + [tensors[0]] * (MOST_SOURCES - len(tensors))
@@ -198,22 +135,17 @@ def power(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
-def odd_shapes(
-    sources: Sequence[Tensor], weights: Sequence[Tensor], leading: tuple[int, ...] = ()
-) -> str:
-    """Why sources ``[B, T, D]`` and weights ``[*leading, D]`` do not go together, or nothing."""
+def odd_shapes(sources: Sequence[Tensor], weights: Sequence[Tensor]) -> str:
+    """Why sources ``[B, T, D]`` and weights ``[D]`` do not go together, or nothing."""
     if not 1 <= len(sources) <= MOST_SOURCES:
         return f"it mixes 1 to {MOST_SOURCES} sources, got {len(sources)}"
     if len({s.dtype for s in sources}) > 1:
         return f"the sources have one dtype, got {sorted({str(s.dtype) for s in sources})}"
     shape = sources[0].shape
-    wanted = [shape] * len(sources) + [(*leading, *shape[-1:])] * len(weights)
+    wanted = [shape] * len(sources) + [shape[-1:]] * len(weights)
     if len(shape) != 3 or not shape[-1] or [x.shape for x in (*sources, *weights)] != wanted:
-        found = ", ".join(str(list(x.shape)) for x in (*weights, *sources))
-        of_weights = str([*leading, "D"]).replace("'", "")
-        return (
-            f"the sources have one shape [B, T, D], query and norm_weight {of_weights}, got {found}"
-        )
+        given = ", ".join(str(list(x.shape)) for x in (*weights, *sources))
+        return f"the sources have one shape [B, T, D], query and norm_weight [D], got {given}"
     return ""
 
 

@@ -87,6 +87,6 @@ def _cut(tile: Tile, count: int) -> dict[str, int]:
 
 
 def build_of_weights(kind: str, shapes: str, parts: int) -> Build:
-    """The kernel for so many parts; ``shapes`` tells it from that of another op."""
+    """The kernel for so many parts."""
     tile = _TILES[kind]
     return build(attn_res_d_weights, shapes, _cut(tile, parts), "backward", tile)
