@@ -31,7 +31,7 @@ from k31fn.kernels.registry import use_impl
 from k31fn.parallel import MeshAxes
 from k31fn.trainer import init_state, make_batches, make_step
 from k31fn.trainer.console import View
-from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.warmup import rehearse, warm_up
 
 __all__ = ["main"]

@@ -12,9 +12,9 @@ Everything comes from the specs; no weight is allocated. Counting rules:
   have neither.
 
 With a mesh (``--mesh.fsdp 8 --mesh.tp 2``) also what one of its ranks holds, in the dtypes of the
-trainer, and what it sends in a step: :mod:`k31fn.trainer.traffic` runs that rank's step on meta
-tensors, and :mod:`k31fn.trainer.memory` tells from such runs what it needs (``--memory``). Rows
-have images if the config's recipe says how many patches (``data.patches``).
+trainer, and what it sends in a step: :mod:`k31fn.trainer.forecast` runs that rank's step on meta
+tensors, and tells from such runs what it needs (``--memory``). Rows have images if the config's
+recipe says how many patches (``data.patches``).
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from dataclasses import dataclass, field
 import torch
 
 from k31fn import config, model, tree
-from k31fn.config.fits import check_split, split_share
+from k31fn.config.mesh_checks import check_split, split_share
 from k31fn.layers import attn_res, dsa, kda, latent_moe
 from k31fn.model.parts import PARTS, find_part
 from k31fn.parallel import Mesh
 from k31fn.params import ParamSpec
-from k31fn.trainer import memory, traffic
+from k31fn.trainer.forecast import memory
+from k31fn.trainer.forecast.collective_volume import Volume, volumes
+from k31fn.trainer.forecast.rank_weights import RankWeight, rank_weights
 
 __all__ = ["PARTS", "Summary", "main", "pattern", "render", "render_rank", "summarise"]
 
@@ -192,7 +194,7 @@ def render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
     of text.
     """
     mesh = recipe.mesh
-    ranks = [traffic.held(recipe, i) for i in range(mesh.pp)]
+    ranks = [rank_weights(recipe, i) for i in range(mesh.pp)]
     most = max(
         range(mesh.pp), key=lambda i: sum(x.weight + x.gradient + x.optimizer for x in ranks[i])
     )
@@ -224,10 +226,13 @@ def render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
         f"{recipe.remat}"
     )
     if needed:
-        lines += ["", f"bytes that a rank needs in a step of {step} (k31fn.trainer.memory)"]
+        lines += [
+            "",
+            f"bytes that a rank needs in a step of {step} (k31fn.trainer.forecast.memory)",
+        ]
         lines += _needed(memory.predict(recipe))
     lines += ["", f"sent by a rank in a step of {step}, balanced routes"]
-    found = traffic.volumes(recipe)
+    found = volumes(recipe)
     busiest = max(range(mesh.pp), key=lambda i: found[i].nbytes.total())
     if mesh.pp > 1:
         lines.append(f"  (stage rank {busiest}, which sends most)")
@@ -250,7 +255,7 @@ def _needed(found: memory.Memory) -> list[str]:
     return [f"  {text:<40}{_bytes(size):>12}" for text, size in rows]
 
 
-def _bytes_by_part(cfg: model.Config, rank: Sequence[traffic.Held]) -> list[str]:
+def _bytes_by_part(cfg: model.Config, rank: Sequence[RankWeight]) -> list[str]:
     part_of = find_part(cfg)
     sums: dict[str, Counter[str]] = {}
     for x in rank:
@@ -271,7 +276,7 @@ def _bytes_by_part(cfg: model.Config, rank: Sequence[traffic.Held]) -> list[str]
 _COLUMNS = ("weight", "gradient", "optimizer")
 
 
-def _shapes(cfg: model.Config, rank: Sequence[traffic.Held]) -> list[str]:
+def _shapes(cfg: model.Config, rank: Sequence[RankWeight]) -> list[str]:
     """A line per weight, of the first layer of each kind that the rank has."""
     attention, ffn = _layer_kinds(cfg)
     seen: dict[tuple[str, str], int] = {}
@@ -289,7 +294,7 @@ def _shapes(cfg: model.Config, rank: Sequence[traffic.Held]) -> list[str]:
     return lines
 
 
-def _sent(volume: traffic.Volume) -> list[str]:
+def _sent(volume: Volume) -> list[str]:
     keys = sorted((k for k in volume.calls if volume.calls[k]), key=lambda k: -volume.nbytes[k])
     lines = [
         f"  {kind:<22}{' x '.join(axes):<28}{volume.calls[kind, axes]:>9,} "

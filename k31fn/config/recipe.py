@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from k31fn import data, lora, model, trackers
-from k31fn.config.fits import check_mesh
+from k31fn.config.mesh_checks import check_mesh
 from k31fn.config.phase import Phase, spans
 from k31fn.layers import dsa
 from k31fn.parallel import Mesh

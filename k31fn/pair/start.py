@@ -13,9 +13,9 @@ from k31fn.checkpoint import Checkpointer
 from k31fn.pair.sides import Side, changed
 from k31fn.parallel import MeshAxes
 from k31fn.trainer import TrainState, abstract_state, folder, init_state, lay_out
-from k31fn.trainer.adapted import check_base
-from k31fn.trainer.initial import start_from
-from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.adapter_base import check_base
+from k31fn.trainer.init_source import start_from
+from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import completed, first_state, saved
 
 __all__ = ["start"]

@@ -1,10 +1,11 @@
 """Training: state, step, loop and command line."""
 
-from k31fn.trainer.adapted import check_base
+from k31fn.trainer.adapter_base import check_base
 from k31fn.trainer.cli import main
 from k31fn.trainer.evaluation import heldout_loss
 from k31fn.trainer.layout import Layout, lay_out, make_optimizer, trained_specs
 from k31fn.trainer.log import NonFiniteError
+from k31fn.trainer.ranks.stop import Stop
 from k31fn.trainer.run import Corpus, Outcome, load_corpus, train
 from k31fn.trainer.state import (
     TrainState,
@@ -17,7 +18,6 @@ from k31fn.trainer.state import (
     saved,
 )
 from k31fn.trainer.step import Metrics, make_batches, make_step, rows_at
-from k31fn.trainer.stop import Stop
 
 __all__ = [
     "Corpus",

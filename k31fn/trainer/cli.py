@@ -16,19 +16,19 @@ from k31fn import data, trackers
 from k31fn import device as devices
 from k31fn.checkpoint import CheckpointError
 from k31fn.config import Recipe, load_recipe, override
-from k31fn.config.fits import check_split
+from k31fn.config.mesh_checks import check_split
 from k31fn.kernels import choice
 from k31fn.kernels.registry import use_impl
 from k31fn.kernels.warmup import WarmUpError
 from k31fn.trainer import folder
 from k31fn.trainer.console import View
-from k31fn.trainer.initial import check_start, settled_base, with_base
-from k31fn.trainer.launch import Process, join
+from k31fn.trainer.init_source import check_start, settled_base, with_base
 from k31fn.trainer.log import NonFiniteError
 from k31fn.trainer.profile import parse_steps
-from k31fn.trainer.ranks import OtherRankError, Ranks
+from k31fn.trainer.ranks.agreement import OtherRankError, Ranks
+from k31fn.trainer.ranks.launch import Process, join
+from k31fn.trainer.ranks.stop import Stop
 from k31fn.trainer.run import Outcome, load_corpus, train
-from k31fn.trainer.stop import Stop
 from k31fn.trainer.warmup import warm_up
 
 __all__ = ["main"]

@@ -17,7 +17,7 @@ from k31fn.parallel import AxisRules, MeshAxes, Sharding, axis_size, fsdp, parti
 from k31fn.parallel.pipeline import Schedule, schedule, stage_ranges
 from k31fn.parallel.point_to_point import own_index
 from k31fn.params import ParamSpec
-from k31fn.trainer.ranks import coordinate_of
+from k31fn.trainer.ranks.agreement import coordinate_of
 
 __all__ = ["Layout", "cut", "lay_out", "make_optimizer", "make_schedule", "trained_specs"]
 

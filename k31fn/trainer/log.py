@@ -12,8 +12,8 @@ from torch import Tensor
 
 from k31fn import metrics, trackers
 from k31fn.trainer.console import View
-from k31fn.trainer.detail import Labels
-from k31fn.trainer.failure import StepTimes
+from k31fn.trainer.part_metrics import Labels
+from k31fn.trainer.ranks.failure_report import StepTimes
 from k31fn.trainer.step import Metrics
 
 __all__ = ["MAX_NON_FINITE", "Log", "NonFiniteError"]

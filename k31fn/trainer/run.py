@@ -19,17 +19,17 @@ from k31fn.checkpoint import CheckpointError, NotSavedError
 from k31fn.config import Recipe, to_dict
 from k31fn.parallel.point_to_point import own_index
 from k31fn.trainer.console import View
-from k31fn.trainer.detail import Labels, label
 from k31fn.trainer.evaluation import heldout_loss
-from k31fn.trainer.initial import start_from
+from k31fn.trainer.init_source import start_from
 from k31fn.trainer.log import Log, NonFiniteError
+from k31fn.trainer.part_metrics import Labels, label
 from k31fn.trainer.phases import learning_rate, make_phase_step, over_phases
 from k31fn.trainer.profile import Profile
-from k31fn.trainer.ranks import OtherRankError, Ranks
+from k31fn.trainer.ranks.agreement import OtherRankError, Ranks
+from k31fn.trainer.ranks.stop import Stop
 from k31fn.trainer.saving import Saves
 from k31fn.trainer.state import TrainState, init_state
 from k31fn.trainer.step import make_batches, rows_at
-from k31fn.trainer.stop import Stop
 from k31fn.trainer.warmup import rehearse
 
 __all__ = ["Corpus", "Outcome", "load_corpus", "train"]

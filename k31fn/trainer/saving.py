@@ -13,9 +13,9 @@ import torch
 from k31fn import data, tree
 from k31fn.checkpoint import Checkpointer, CheckpointError
 from k31fn.config import Recipe
-from k31fn.trainer.adapted import check_base, fingerprint
+from k31fn.trainer.adapter_base import check_base, fingerprint
 from k31fn.trainer.console import View
-from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import TrainState, abstract_state, completed, layout_of, saved
 
 __all__ = ["Saves"]

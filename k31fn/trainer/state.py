@@ -14,9 +14,9 @@ from k31fn.config import Recipe
 from k31fn.model.stages import select
 from k31fn.parallel import MeshAxes, local_shape, tiles
 from k31fn.params import ParamSpec
-from k31fn.trainer.adapted import init_adapted
+from k31fn.trainer.adapter_base import init_adapted
 from k31fn.trainer.layout import cut, lay_out, make_schedule
-from k31fn.trainer.ranks import coordinate_of
+from k31fn.trainer.ranks.agreement import coordinate_of
 
 __all__ = [
     "TrainState",

@@ -18,9 +18,9 @@ from k31fn.config import Recipe
 from k31fn.layers import losses
 from k31fn.parallel import MeshAxes, axis_size, pmax, psum
 from k31fn.parallel.point_to_point import own_index
-from k31fn.trainer.detail import make_measure
 from k31fn.trainer.gradient import Sums, make_gradient
 from k31fn.trainer.layout import Layout, lay_out
+from k31fn.trainer.part_metrics import make_measure
 from k31fn.trainer.qk_clip import clip_logits
 from k31fn.trainer.state import TrainState
 
@@ -43,7 +43,7 @@ class Metrics(NamedTuple):
         spike: 1 if the loss or the norm stood out (:func:`k31fn.optim.is_spike`), else 0; 0 unless
             that is asked for.
         max_logit: the largest attention logit; 0 unless QK-Clip asks for it.
-        detail: what :func:`k31fn.trainer.detail.label` names; empty if nobody measured it.
+        detail: what :func:`k31fn.trainer.part_metrics.label` names; empty if nobody measured it.
     """
 
     loss: Tensor

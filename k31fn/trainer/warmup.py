@@ -30,10 +30,10 @@ from k31fn.kernels.warmup import Calls, Compilers, Launch, WarmUpError, launches
 from k31fn.layers import losses
 from k31fn.parallel import MeshAxes, exchange_json
 from k31fn.parallel.point_to_point import own_index
-from k31fn.trainer import traffic
 from k31fn.trainer.console import View
+from k31fn.trainer.forecast.abstract_rank import run_gradient
 from k31fn.trainer.phases import Step
-from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import TrainState
 from k31fn.trainer.step import make_batches
 
@@ -83,7 +83,7 @@ def calls_of(recipe: Recipe, stage_rank: int = 0) -> Calls:
             count = now.mesh.pp if now.pipeline.num_chunks > 1 and now.mesh.pp > 1 else 1
             size = now.batch_size // now.micro_batches * count
             one = dataclasses.replace(now, micro_batches=count, batch_size=size, remat="none")
-            traffic.gradient_abstractly(one, stage_rank)
+            run_gradient(one, stage_rank)
     return calls
 
 

@@ -14,8 +14,8 @@ from k31fn.layers import latent_moe
 from k31fn.parallel import Mesh
 from k31fn.testing import assert_close_trees
 from k31fn.trainer import folder
-from k31fn.trainer.adapted import fingerprint
-from k31fn.trainer.initial import settled_base, with_base
+from k31fn.trainer.adapter_base import fingerprint
+from k31fn.trainer.init_source import settled_base, with_base
 from tests.trainer import meshes, runs
 
 pytestmark = pytest.mark.usefixtures("unchecked")

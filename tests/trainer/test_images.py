@@ -14,10 +14,10 @@ from k31fn.data.media import PLACEHOLDER
 from k31fn.data.prepare import Config, prepare
 from k31fn.layers import projector, vision, vision_block
 from k31fn.parallel import Mesh, each_rank
-from k31fn.trainer import traffic
+from k31fn.trainer.forecast.collective_volume import volumes
 from tests.trainer import meshes, runs
+from tests.trainer.forecast.test_collective_volume import calls_and_bytes, of_threads
 from tests.trainer.test_meshes import check, named
-from tests.trainer.test_traffic import calls_and_bytes, of_threads
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -92,12 +92,12 @@ def test_inspect_counts_the_tower(recipe):
     real rank.
     """
     made = dataclasses.replace(recipe, mesh=Mesh(cp=2), compute="float32", remat="layer")
-    (said,), (real,) = traffic.volumes(made), of_threads(made)
+    (said,), (real,) = volumes(made), of_threads(made)
     calls, nbytes = calls_and_bytes(real)
     assert calls == {k: n for k, n in said.calls.items() if n}
     assert nbytes == {k: n for k, n in said.nbytes.items() if n}
     text = dataclasses.replace(made, data=data.Config(tokenizer="bytes+media"))
-    assert sum(traffic.volumes(text)[0].calls.values()) < sum(calls.values())
+    assert sum(volumes(text)[0].calls.values()) < sum(calls.values())
 
 
 def test_the_tower_learns(recipe):

@@ -16,8 +16,8 @@ from k31fn.parallel import Mesh, each_rank
 from k31fn.testing import assert_close_trees
 from k31fn.trainer import run
 from k31fn.trainer.console import View
-from k31fn.trainer.ranks import Ranks
-from k31fn.trainer.stop import Stop
+from k31fn.trainer.ranks.agreement import Ranks
+from k31fn.trainer.ranks.stop import Stop
 from tests.trainer import launched, meshes, runs
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -191,7 +191,7 @@ def test_max_minutes(recipe, tmp_path, monkeypatch, capsys):
         return read(self, number, **share)
 
     monkeypatch.setattr(data.Dataset, "batch_at", batch_at)
-    monkeypatch.setattr("k31fn.trainer.stop.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("k31fn.trainer.ranks.stop.time.monotonic", lambda: clock[0])
     assert (
         trainer.main(
             [config, "--runs", str(tmp_path / "runs"), "--max-minutes", "5", "--device", "cpu"]

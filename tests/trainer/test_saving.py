@@ -10,7 +10,7 @@ from k31fn.checkpoint import Checkpointer, NotSavedError, lock
 from k31fn.parallel import Mesh, each_rank
 from k31fn.trainer import folder, run, saving
 from k31fn.trainer.console import View
-from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import init_state
 from tests.trainer import meshes, runs
 

@@ -15,7 +15,7 @@ from k31fn.kernels.registry import watch_calls
 from k31fn.kernels.warmup import Calls, Launch
 from k31fn.parallel import MeshAxes
 from k31fn.trainer import Metrics, TrainState, init_state, main, make_batches, make_step
-from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.warmup import calls_of, of_all, rehearse
 from tests.trainer import runs
 

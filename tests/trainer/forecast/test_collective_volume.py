@@ -9,7 +9,10 @@ import torch
 from k31fn import config, kernels, trainer, tree
 from k31fn.kernels.registry import record_impls
 from k31fn.parallel import Mesh, each_rank, record_collectives
-from k31fn.trainer import traffic
+from k31fn.trainer.forecast import collective_volume
+from k31fn.trainer.forecast.abstract_rank import run_step
+from k31fn.trainer.forecast.collective_volume import volumes
+from k31fn.trainer.forecast.rank_weights import rank_weights
 from tests.trainer import meshes
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -23,7 +26,7 @@ def recipe(text):
 
 
 def calls_and_bytes(record):
-    volume = traffic._volume(record)
+    volume = collective_volume._volume(record)
     return dict(volume.calls), {k: n for k, n in volume.nbytes.items() if n}
 
 
@@ -61,7 +64,7 @@ def test_a_real_rank_sends_what_is_said(recipe, mesh, pipeline):
     not its calls.
     """
     made = dataclasses.replace(recipe, mesh=mesh, pipeline=pipeline)
-    for real, said in zip(of_threads(made), traffic.volumes(made), strict=True):
+    for real, said in zip(of_threads(made), volumes(made), strict=True):
         calls, nbytes = calls_and_bytes(real)
         assert calls == {k: n for k, n in said.calls.items() if n}
         ragged = "ragged_all_to_all"
@@ -84,14 +87,14 @@ def test_layers_and_micro_batches_add_up(recipe, mesh, changes):
     """What is put together from small models equals one run of the whole."""
     cfg = dataclasses.replace(recipe.model, num_layers=4, full_attention_layers=(1, 3))
     made = dataclasses.replace(recipe, model=cfg, mesh=mesh, **changes)
-    for rank, said in enumerate(traffic.volumes(made)):
-        calls, nbytes = calls_and_bytes(traffic.run_abstractly(made, rank))
+    for rank, said in enumerate(volumes(made)):
+        calls, nbytes = calls_and_bytes(run_step(made, rank))
         assert calls == {k: n for k, n in said.calls.items() if n}
         assert nbytes == {k: n for k, n in said.nbytes.items() if n}
 
 
 def test_on_one_rank_nothing_is_sent(recipe):
-    (volume,) = traffic.volumes(recipe)
+    (volume,) = volumes(recipe)
     assert not +volume.calls
 
 
@@ -102,7 +105,7 @@ def test_what_a_rank_holds(recipe, mesh, kind):
     made = dataclasses.replace(recipe, mesh=mesh, optimizer=optimizer)
     states = each_rank(lambda axes: trainer.init_state(made, CPU, axes), mesh, lambda _: ())
     for state, coordinate in zip(states, mesh.coordinates(), strict=True):
-        held = traffic.held(made, coordinate.get("pp", 0))
+        held = rank_weights(made, coordinate.get("pp", 0))
         weights = dict(tree.flatten_with_paths(state.params))
         assert [(x.path, x.part, x.weight) for x in held] == [
             (p, tuple(w.shape), w.nbytes) for p, w in weights.items()
@@ -122,7 +125,7 @@ def test_frozen_weights_have_no_gradient(recipe):
         trainable="indexer",
         mesh=Mesh(fsdp=2),
     )
-    for x in traffic.held(made):
+    for x in rank_weights(made):
         assert (x.gradient > 0) == (x.optimizer > 0) == (".indexer." in x.path)
 
 
@@ -130,9 +133,9 @@ class TestShapesOnly:
     def test_ops_do_not_run_twice(self, recipe):
         made = dataclasses.replace(recipe, mesh=Mesh(tp=2), micro_batches=1)
         with record_impls() as plain:
-            expected = traffic.run_abstractly(made).events
+            expected = run_step(made).events
         with record_impls() as ran, kernels.shapes.shapes_only():
-            assert traffic.run_abstractly(made).events == expected
+            assert run_step(made).events == expected
         assert plain
         assert not ran
 

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from k31fn.parallel import CollectiveError, Mesh, Progress
-from k31fn.trainer import watch
-from k31fn.trainer.watch import Watch, lost
+from k31fn.trainer.ranks import watchdog
+from k31fn.trainer.ranks.watchdog import Watchdog, lost
 
 MESH = Mesh(pp=2, fsdp=2)
 
@@ -54,11 +54,11 @@ class Ranks:
     def __init__(self, mesh, timeout, monkeypatch):
         self.mesh, self.timeout, self.store = mesh, timeout, dist.HashStore()
         self.ended, self.progress = {}, [Progress() for _ in range(mesh.world_size)]
-        monkeypatch.setattr(watch, "_GRACE_S", 0.5)
+        monkeypatch.setattr(watchdog, "_GRACE_S", 0.5)
 
     def run(self, *bodies):
         def go(rank, body):
-            watching = Watch(
+            watching = Watchdog(
                 self.store,
                 rank,
                 self.mesh,
@@ -98,7 +98,7 @@ def test_a_hanging_rank_is_reported_within_the_timeout(two, capsys):
     assert time.monotonic() - begin < 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train.py: rank 1 at {'tp': 1} hangs: no collective for ")
-    assert "test_watch.py:" in line
+    assert "test_watchdog.py:" in line
     assert "in oversleeps" in line
     assert line.endswith("the others wait in psum over ('tp',)")
     assert two.ended == {0: 1, 1: 1}
@@ -121,8 +121,8 @@ def test_a_rank_that_died_is_reported_when_a_collective_breaks(two, capsys):
 
 def test_a_rank_that_died_is_reported_where_no_collective_breaks(two, capsys, monkeypatch):
     """As on a device, where the others wait for it without an error; long before the timeout."""
-    monkeypatch.setattr(watch, "_POLLS", 1000)
-    monkeypatch.setattr(watch, "_SILENCE_S", 0.5)
+    monkeypatch.setattr(watchdog, "_POLLS", 1000)
+    monkeypatch.setattr(watchdog, "_SILENCE_S", 0.5)
     two.timeout = 100.0
     two.run(waits, None)
     (line,) = capsys.readouterr().err.splitlines()
@@ -131,8 +131,8 @@ def test_a_rank_that_died_is_reported_where_no_collective_breaks(two, capsys, mo
 
 
 def test_a_rank_that_has_left_is_not_dead(two, capsys, monkeypatch):
-    monkeypatch.setattr(watch, "_POLLS", 1000)
-    monkeypatch.setattr(watch, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(watchdog, "_POLLS", 1000)
+    monkeypatch.setattr(watchdog, "_SILENCE_S", 0.2)
     two.timeout = 100.0
     two.run(lambda watching, progress: time.sleep(1.5), lambda watching, progress: None)
     assert two.ended == {}

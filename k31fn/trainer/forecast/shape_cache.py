@@ -2,7 +2,7 @@
 
 A program that runs on meta tensors to see its shapes takes the same few hundred operations
 thousands of times, and each costs a tenth of a millisecond or more, for which torch works out
-shapes, strides and types. Inside a :class:`Remembered` that is done once for each operation and
+shapes, strides and types. Inside a :class:`ShapeCache` that is done once for each operation and
 kind of arguments::
 
     (operation, shapes, strides and dtypes of tensors, other arguments)
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.11, 2.13
 
-__all__ = ["Remembered"]
+__all__ = ["ShapeCache"]
 
 _META = torch.device("meta")
 
@@ -42,7 +42,7 @@ class _UnknownError(Exception):
     """An argument that no key can be made of."""
 
 
-class Remembered(TorchDispatchMode):
+class ShapeCache(TorchDispatchMode):
     """Inside, on this thread and in backwards that start on it, results on meta tensors come from
     memory.
 

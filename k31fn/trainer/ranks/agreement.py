@@ -12,8 +12,8 @@ import torch
 from k31fn.parallel import CollectiveError, MeshAxes, exchange_json, pmax
 from k31fn.parallel.mesh import Coordinate
 from k31fn.parallel.point_to_point import own_index
-from k31fn.trainer.failure import StepTimes
-from k31fn.trainer.watch import Watch
+from k31fn.trainer.ranks.failure_report import StepTimes
+from k31fn.trainer.ranks.watchdog import Watchdog
 
 __all__ = ["OtherRankError", "Ranks", "coordinate_of"]
 
@@ -48,7 +48,7 @@ class Ranks:
             when they agreed on a failure.
     """
 
-    def __init__(self, axes: MeshAxes | None = None, watch: Watch | None = None) -> None:
+    def __init__(self, axes: MeshAxes | None = None, watch: Watchdog | None = None) -> None:
         self.axes = axes or MeshAxes()
         self.first = own_index(self.axes.atoms) == 0
         self.together = not self.axes.atoms
@@ -136,13 +136,13 @@ class Ranks:
 
     def record_in(self, folder: Path) -> None:
         """Where each rank writes what it was doing, if the run is lost."""
-        if isinstance(self.watch, Watch):
+        if isinstance(self.watch, Watchdog):
             self.watch.folder = folder
 
     @property
     def times(self) -> StepTimes:
         """Of this rank's steps, for that record."""
-        return self.watch.times if isinstance(self.watch, Watch) else self._times
+        return self.watch.times if isinstance(self.watch, Watchdog) else self._times
 
     def _fail(self, error: Exception | None) -> NoReturn:
         self.together = True
@@ -150,5 +150,5 @@ class Ranks:
         raise error if error is not None else OtherRankError("another rank failed")
 
     def _close_watch(self) -> None:
-        if isinstance(self.watch, Watch):
+        if isinstance(self.watch, Watchdog):
             self.watch.close()

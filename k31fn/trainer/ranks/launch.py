@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from k31fn.parallel import Mesh, axes_of_process, progress_of, start_processes, stop_processes
-from k31fn.trainer.ranks import Ranks
-from k31fn.trainer.watch import Watch
+from k31fn.trainer.ranks.agreement import Ranks
+from k31fn.trainer.ranks.watchdog import Watchdog
 
 __all__ = ["Process", "join"]
 
@@ -99,7 +99,9 @@ def join(mesh: Mesh, device: torch.device, timeout: float) -> Iterator[Ranks]:
     """
     store = start_processes(device.type, timeout=timeout + _MARGIN_S)
     axes, _ = axes_of_process(mesh)
-    watch = Watch(store, dist.get_rank(), mesh, progress_of(axes), timeout=timeout, device=device)
+    watch = Watchdog(
+        store, dist.get_rank(), mesh, progress_of(axes), timeout=timeout, device=device
+    )
     try:
         yield Ranks(axes, watch)
     except BaseException:

@@ -22,8 +22,10 @@ from k31fn.kernels.shapes import shapes_only
 from k31fn.layers import attn_res
 from k31fn.parallel.collectives import axis_size
 from k31fn.testing import live_bytes
-from k31fn.trainer import traffic
-from k31fn.trainer.remembered import Remembered
+from k31fn.trainer.forecast.abstract_rank import abstract_rank, run_gradient, run_loss
+from k31fn.trainer.forecast.few_layers import layer_kinds, with_layers
+from k31fn.trainer.forecast.rank_weights import rank_weights
+from k31fn.trainer.forecast.shape_cache import ShapeCache
 
 __all__ = ["Memory", "predict"]
 
@@ -66,7 +68,7 @@ def predict(recipe: Recipe) -> Memory:
             f"memory: mesh.pp={recipe.mesh.pp}: stages of a pipeline are not predicted; set "
             "mesh.pp=1"
         )
-    held = traffic.held(recipe)
+    held = rank_weights(recipe)
     gradients = _gradients(recipe)
     gathered = _gathered(recipe)
     step = _peak(recipe)
@@ -86,41 +88,40 @@ def _peak(recipe: Recipe) -> int:
     While the last layers run backward all is there that others keep; while the first do, the
     others' gradients are.
     """
-    kinds, known = traffic.layer_kinds(recipe.model), Remembered()
+    kinds, known = layer_kinds(recipe.model), ShapeCache()
     each = list(dict.fromkeys(kinds))
     orders = [sorted(each, key=lambda kind, last=last: kind == last) for last in each]
     largest = max(
-        _peak_of(r, known)
-        for r in dict.fromkeys(traffic.with_layers(recipe, order) for order in orders)
+        _peak_of(r, known) for r in dict.fromkeys(with_layers(recipe, order) for order in orders)
     )
-    kept = _kept(traffic.with_layers(recipe, each), known)
+    kept = _kept(with_layers(recipe, each), known)
     more = {kind: kinds.count(kind) - 1 for kind in each}
     by_kind = {
-        kind: _kept(traffic.with_layers(recipe, [*each, kind]), known) - kept
+        kind: _kept(with_layers(recipe, [*each, kind]), known) - kept
         for kind, n in more.items()
         if n
     }
-    gradients = _gradients(recipe) - _gradients(traffic.with_layers(recipe, each))
+    gradients = _gradients(recipe) - _gradients(with_layers(recipe, each))
     largest += max(gradients, sum(more[kind] * size for kind, size in by_kind.items()))
     return largest + _snapshots(recipe, len(kinds)) - _snapshots(recipe, len(each))
 
 
 def _gradients(recipe: Recipe) -> int:
-    return sum(x.gradient for x in traffic.held(recipe))
+    return sum(x.gradient for x in rank_weights(recipe))
 
 
-def _peak_of(recipe: Recipe, known: Remembered) -> int:
-    traffic.of_rank(recipe, 0)  # what the rank holds is not counted
+def _peak_of(recipe: Recipe, known: ShapeCache) -> int:
+    abstract_rank(recipe, 0)  # what the rank holds is not counted
     with shapes_only("grouped_matmul"), live_bytes() as live, known:
-        traffic.gradient_abstractly(recipe)
+        run_gradient(recipe)
     return live.peak
 
 
-def _kept(recipe: Recipe, known: Remembered) -> int:
+def _kept(recipe: Recipe, known: ShapeCache) -> int:
     """Between forward and backward."""
-    traffic.of_rank(recipe, 0)
+    abstract_rank(recipe, 0)
     with shapes_only("grouped_matmul"), live_bytes() as live, known:
-        alive = traffic.loss_abstractly(recipe)
+        alive = run_loss(recipe)
         kept = live.current
     del alive
     return kept
@@ -145,7 +146,7 @@ def _snapshots(recipe: Recipe, num_layers: int) -> int:
 
 
 def _gathered(recipe: Recipe) -> int:
-    _, layout, state = traffic.of_rank(recipe, 0)
+    _, layout, state = abstract_rank(recipe, 0)
     sizes = sorted(
         sum(
             x.numel() * axis_size(place.gather) * (place.dtype or x.dtype).itemsize

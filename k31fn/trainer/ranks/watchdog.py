@@ -6,7 +6,7 @@ the connection. And has a rank raised the alarm, because of one of these, becaus
 its failed, or because it failed itself? Then every rank that lives says where it is, within seconds
 and whatever its main thread does; one of them reports which rank died or hangs, and all end with
 status 1. What is on disk is whole at any moment, so nothing need be tidied up. What each rank was
-doing is written beside the run (:mod:`k31fn.trainer.failure`).
+doing is written beside the run (:mod:`k31fn.trainer.ranks.failure_report`).
 
 Signals come to this thread too, by a pipe that the interpreter's handler writes to: a main thread
 that waits in a collective acts on none. ``torchrun`` sends SIGTERM to the ranks that are left when
@@ -36,9 +36,9 @@ import torch
 import torch.distributed as dist
 
 from k31fn.parallel import CollectiveError, Mesh, Progress
-from k31fn.trainer import failure
+from k31fn.trainer.ranks import failure_report
 
-__all__ = ["Watch", "lost"]
+__all__ = ["Watchdog", "lost"]
 
 _POLLS = 20  # in the time after which a rank counts as hanging
 _SILENCE_S = 10.0  # after which a rank counts as dead
@@ -51,7 +51,7 @@ _GRACE_S = 3.0  # for a rank to say where it is, once the alarm is raised
 _CPU = torch.device("cpu")
 
 
-class Watch:
+class Watchdog:
     """Watches this rank and listens for the others while its block runs. An error that leaves the
     block ends them all.
 
@@ -89,7 +89,7 @@ class Watch:
             timeout,
             end,
         )
-        self._device, self.times = device, failure.StepTimes()
+        self._device, self.times = device, failure_report.StepTimes()
         self.folder: Path | None = None
         self._signals: tuple[int, int] | None = None  # ends of the pipe
         self._signalled, self._since_signal = "", 0.0
@@ -100,7 +100,7 @@ class Watch:
         self._heard, self._silent = -1, 0.0
         self._thread = threading.Thread(target=self._listen, name="watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         if threading.current_thread() is threading.main_thread():
             self._signals = os.pipe()
             os.set_blocking(self._signals[1], False)
@@ -215,7 +215,9 @@ class Watch:
     def _write_record(self, why: str) -> bool:
         """Writes what this rank does beside the run; whether it could."""
         state = (self._rank, self._mesh, self._progress, self.times, self._device)
-        return self.folder is not None and failure.write(self.folder, failure.describe(why, *state))
+        return self.folder is not None and failure_report.write(
+            self.folder, failure_report.describe(why, *state)
+        )
 
     def _answer(self, still: float) -> None:
         """Says where this rank is, and, for the first rank that gets so far, what the others

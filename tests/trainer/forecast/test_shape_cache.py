@@ -10,8 +10,8 @@ from k31fn import lora
 from k31fn.kernels.shapes import shapes_only
 from k31fn.parallel import Mesh
 from k31fn.testing import live_bytes
-from k31fn.trainer import traffic
-from k31fn.trainer.remembered import Remembered
+from k31fn.trainer.forecast.abstract_rank import abstract_rank, run_gradient
+from k31fn.trainer.forecast.shape_cache import ShapeCache
 from tests.trainer import test_adapters
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -52,14 +52,14 @@ def programs():
 
 def test_results_are_alike():
     expected = [kind(f()) for f in programs()]
-    with Remembered():
+    with ShapeCache():
         for _ in range(2):
             assert [kind(f()) for f in programs()] == expected
     assert len(set(expected)) > 12
 
 
 def test_views_and_writes_are_left_alone():
-    with Remembered():
+    with ShapeCache():
         for _ in range(2):
             x = meta(4, 6)
             assert x.view(24).untyped_storage()._cdata == x.untyped_storage()._cdata
@@ -79,15 +79,15 @@ def test_a_step_has_the_same_bytes_and_nothing_is_left(text, mesh):
         text, lora=lora.Config(rank=2, held="fp8"), remat="layer", mesh=mesh, length=16
     )
     made = dataclasses.replace(made, optimizer=test_adapters.ADAMW)
-    traffic.of_rank(made, 0)
+    abstract_rank(made, 0)
 
     def peak(*modes):
         with shapes_only("grouped_matmul"), live_bytes() as live, contextlib.ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
-            traffic.gradient_abstractly(made)
+            run_gradient(made)
         assert live.current == 0
         return live.peak
 
-    known = Remembered()
+    known = ShapeCache()
     assert peak(known) == peak(known) == peak()

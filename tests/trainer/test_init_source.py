@@ -10,8 +10,8 @@ from k31fn import lora, trainer, tree
 from k31fn.checkpoint import Checkpointer
 from k31fn.parallel import Mesh, each_rank
 from k31fn.trainer import folder
-from k31fn.trainer.initial import check_start, find_source, start_from
-from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.init_source import check_start, find_source, start_from
+from k31fn.trainer.ranks.agreement import Ranks
 from tests.trainer import meshes, runs
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ import threading
 import torch
 
 from k31fn.parallel import Mesh, Progress
-from k31fn.trainer import failure
+from k31fn.trainer.ranks import failure_report
 
 
 def test_step_times_are_counted_by_powers_of_two():
-    times = failure.StepTimes()
+    times = failure_report.StepTimes()
     for seconds in (0.3, 0.4, 0.499, 0.5, 0.9, 7.0):
         times.add(seconds)
     assert times.as_json() == {
@@ -31,12 +31,12 @@ def test_the_record_of_a_rank(tmp_path):
     thread.start()
     inside.wait()
     mesh = Mesh(pp=2, tp=2)
-    record = failure.describe(
-        "rank 1 died", 3, mesh, progress, failure.StepTimes(), torch.device("cpu")
+    record = failure_report.describe(
+        "rank 1 died", 3, mesh, progress, failure_report.StepTimes(), torch.device("cpu")
     )
     leave.set()
     thread.join()
-    assert failure.write(tmp_path / "failure", record)
+    assert failure_report.write(tmp_path / "failure", record)
     read = json.loads((tmp_path / "failure" / "rank-3.json").read_text())
     assert read["at"] == {"pp": 1, "tp": 1}
     assert read["why"] == "rank 1 died"
@@ -56,4 +56,4 @@ def test_the_record_of_a_rank(tmp_path):
 
 def test_what_cannot_be_written_is_no_second_failure(tmp_path):
     (tmp_path / "file").write_text("")
-    assert not failure.write(tmp_path / "file", {"rank": 0})
+    assert not failure_report.write(tmp_path / "file", {"rank": 0})

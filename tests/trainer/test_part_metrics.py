@@ -9,7 +9,7 @@ from k31fn import device, trainer, tree
 from k31fn.config import load
 from k31fn.model.flops import flops_per_token
 from k31fn.parallel import Mesh
-from k31fn.trainer import detail, gradient
+from k31fn.trainer import gradient, part_metrics
 from k31fn.trainer.layout import lay_out
 from tests.trainer import meshes, runs
 
@@ -25,7 +25,7 @@ def one_step(recipe):
     sums, grads = gradient.make_gradient(recipe, layout)(state, batches)
     grads = tree.map(torch.clone, grads)
     _, numbers = trainer.make_step(recipe)(state, batches, 0.01)
-    names = detail.label(recipe, 0, CPU).names
+    names = part_metrics.label(recipe, 0, CPU).names
     return dict(zip(names, numbers.detail.tolist(), strict=True)), grads, sums.load, numbers
 
 
@@ -66,7 +66,7 @@ def test_equal_on_a_mesh(text, mesh):
     expected, _ = meshes.on_one_device(made, 1)
     numbers, _, _ = meshes.on_threads(made, 1)
     assert len(expected[0]) == len(trainer.Metrics._fields) - 1 + len(
-        detail.label(made, 0, CPU).names
+        part_metrics.label(made, 0, CPU).names
     )
     for rank in numbers:
         torch.testing.assert_close(rank, expected, rtol=1e-9, atol=1e-12)
@@ -108,9 +108,9 @@ def test_what_is_not_trained_costs_less(text):
 
 def test_mfu_is_known_where_a_peak_was_measured(text, monkeypatch):
     recipe = runs.recipe(text)
-    assert detail.label(recipe, 0, CPU).utilisation == 0
+    assert part_metrics.label(recipe, 0, CPU).utilisation == 0
     monkeypatch.setattr(device, "peak_rates", lambda where: device.PeakRates(1e12, 1e12))
     two = dataclasses.replace(recipe, mesh=Mesh(fsdp=2))
-    assert detail.label(two, 0, CPU).utilisation == pytest.approx(
+    assert part_metrics.label(two, 0, CPU).utilisation == pytest.approx(
         flops_per_token(recipe.model, 24, "all") / 2e12
     )

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from k31fn import config, model, tree
-from k31fn.config.fits import check_mesh, check_split, split_share
+from k31fn.config.mesh_checks import check_mesh, check_split, split_share
 from k31fn.parallel import Mesh
 from tests import small
 

@@ -22,8 +22,8 @@ from k31fn import lora, tree
 from k31fn.checkpoint import Checkpointer, Layout
 from k31fn.config import Recipe
 from k31fn.trainer import folder
-from k31fn.trainer.adapted import check_source
-from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.adapter_base import check_source
+from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import TrainState, abstract_state, first_state, held_by
 
 __all__ = [

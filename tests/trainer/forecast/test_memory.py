@@ -9,9 +9,9 @@ from k31fn import config, lora, trainer, tree
 from k31fn.layers import latent_moe
 from k31fn.parallel import Mesh
 from k31fn.testing import live_bytes
-from k31fn.trainer import memory
+from k31fn.trainer.forecast import memory
+from k31fn.trainer.forecast.shape_cache import ShapeCache
 from k31fn.trainer.gradient import make_gradient
-from k31fn.trainer.remembered import Remembered
 from tests import small
 from tests.trainer import runs
 
@@ -75,7 +75,7 @@ def test_a_deep_model(text):
     for changes in ({"lora": lora.Config(rank=2, held="fp8")}, {}):
         made = recipe(text, **changes)
         made = dataclasses.replace(made, model=dataclasses.replace(made.model, **kinds))
-        found, whole = memory.predict(made), memory._peak_of(made, Remembered())
+        found, whole = memory.predict(made), memory._peak_of(made, ShapeCache())
         assert found.gradients + found.activations == pytest.approx(whole, rel=0.12)
 
 

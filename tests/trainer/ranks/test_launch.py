@@ -14,7 +14,7 @@ from k31fn import trainer
 from k31fn.checkpoint import Checkpointer
 from k31fn.parallel import Mesh
 from k31fn.testing import assert_close_trees
-from k31fn.trainer.launch import Process
+from k31fn.trainer.ranks.launch import Process
 from tests.trainer import launched, meshes, runs
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from k31fn.trainer.ranks import Ranks
+from k31fn.trainer.ranks.agreement import Ranks
 
 __all__ = ["Stop"]
 

@@ -1,0 +1,112 @@
+"""A rank of a recipe's mesh without the others: its step on meta tensors.
+
+Everything a step does to shapes happens, and nothing is computed. Collectives return at once, so
+one process can run the step of any rank of any mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from k31fn import data, model, segments
+from k31fn.autodiff import vjp
+from k31fn.config import Recipe
+from k31fn.layers.patches import Images, Patches
+from k31fn.parallel import MeshAxes, Record, fsdp, record_collectives
+from k31fn.parallel.abstract import abstract_axes
+from k31fn.parallel.pipeline import Carry
+from k31fn.trainer.gradient import make_gradient, make_stages
+from k31fn.trainer.layout import Layout, lay_out
+from k31fn.trainer.state import TrainState, abstract_state, split
+from k31fn.trainer.step import make_batches, make_step
+
+__all__ = [
+    "META",
+    "AbstractRank",
+    "abstract_rank",
+    "local_rows",
+    "run_gradient",
+    "run_loss",
+    "run_step",
+]
+
+META = torch.device("meta")
+
+
+class AbstractRank(NamedTuple):
+    """A rank's axes, layout, and state of meta tensors."""
+
+    axes: MeshAxes
+    layout: Layout
+    state: TrainState
+
+
+# Two are remembered: that of a whole model, and that of the model with few layers beside it. More
+# would keep large trees alive, of one forecast after another.
+@functools.lru_cache(maxsize=2)
+def abstract_rank(recipe: Recipe, stage_rank: int = 0) -> AbstractRank:
+    """The first of the ranks at place ``stage_rank`` of the pipeline, which all hold as much."""
+    axes = abstract_axes(recipe.mesh, {**recipe.mesh.coordinate(0), "pp": stage_rank})
+    return AbstractRank(axes, lay_out(recipe, axes), abstract_state(recipe, axes))
+
+
+def run_step(recipe: Recipe, stage_rank: int = 0) -> Record:
+    """The collectives that a rank issues in a step, in order."""
+    axes, _, state = abstract_rank(recipe, stage_rank)
+    with record_collectives() as record:
+        make_step(recipe, axes)(state, _micro_batches(recipe, axes), 1e-3)
+    return record
+
+
+def run_gradient(recipe: Recipe, stage_rank: int = 0) -> None:
+    """Runs the loss of a rank's step and its gradient, without the update.
+
+    For those who watch what it calls or makes.
+    """
+    axes, layout, state = abstract_rank(recipe, stage_rank)
+    make_gradient(recipe, layout)(state, _micro_batches(recipe, axes))
+
+
+def run_loss(recipe: Recipe) -> Any:
+    """Runs the loss of one micro-batch, without its gradient.
+
+    What the gradient needs lives as long as what is returned, which has the pullback in it.
+    """
+    axes, layout, state = abstract_rank(recipe, 0)
+    trained, frozen = split(fsdp.enter_step(state.params, layout.placements), layout.specs)
+    (stage,) = make_stages(recipe, layout, state.balance, frozen, fsdp.gathers(layout.placements))
+    batch = _micro_batches(recipe, axes)[0]
+
+    def loss(trained: Any) -> Any:
+        out = stage(trained, Carry(), batch)
+        return out.loss, (out.sums, out.largest)
+
+    return vjp(loss, trained, has_aux=True)
+
+
+def local_rows(recipe: Recipe) -> int:
+    """Rows of a rank in a step."""
+    return recipe.batch_size // (recipe.mesh.dp * recipe.mesh.fsdp)
+
+
+def _micro_batches(recipe: Recipe, axes: MeshAxes) -> list[model.Batch]:
+    tokens = torch.empty(local_rows(recipe), recipe.length, dtype=torch.int64, device=META)
+    packing = segments.Segments(tokens, tokens)
+    rows = data.Example(tokens, tokens, packing, _images(recipe, tokens))
+    return make_batches(recipe, rows, META, axes)
+
+
+def _images(recipe: Recipe, tokens: Tensor) -> Images | tuple[()]:
+    """Images of so many patches as the recipe's rows have; ``()`` for text."""
+    tower = recipe.model.vision
+    if not recipe.patches or isinstance(tower, tuple):
+        return ()
+    index = torch.empty(len(tokens), recipe.patches, dtype=torch.int64, device=META)
+    pixels = torch.empty(*index.shape, tower.pixels_per_patch, device=META)
+    # each field has a number for every patch; cells are of clips, and these are images
+    patches = Patches(index, index, index, index, index, index, index, cells=())
+    return Images(pixels, patches, tokens)
