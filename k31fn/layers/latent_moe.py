@@ -12,18 +12,18 @@ On a mesh a rank routes its own tokens, and sends a copy of a token to each chos
 gets it back (``sh.experts``). Where ranks hold columns of the same experts (``sh.expert_mlp``),
 each works on the tokens of all of them, and the parts of ``sum_j p_j e_j`` are summed before the
 norm. The shared experts run while copies travel: their first products on the way there, the last on
-the way back; in the backward likewise.
+the way back; in the backward likewise. One rank runs the same lines, and its rows stay where they
+are.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple
 
 from k31fn import tree
 from k31fn.autodiff import decision
-from k31fn.kernels.experts import Plan, combine, dispatch, permute, plan
+from k31fn.kernels.experts import ExpertOrder, combine, dispatch, permute, sort_by_expert
 from k31fn.kernels.situ import situ_glu
 from k31fn.layers import mlp, norm, router
 from k31fn.layers.linear import grouped_linear, linear
@@ -31,12 +31,12 @@ from k31fn.layers.qat import quantised_grouped_linear
 from k31fn.parallel.collectives import all_gather, psum_scatter, pvary
 from k31fn.parallel.expert import (
     Exchange,
-    finish_combine,
     plan_exchange,
-    start_combine,
-    start_dispatch,
+    receive_back,
+    send_back,
+    send_rows,
 )
-from k31fn.parallel.overlap import Pending, wait
+from k31fn.parallel.overlap import wait
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
 from k31fn.segments import Segments
@@ -188,77 +188,74 @@ def apply(
     none).
     """
     routing = router.apply(params.router, x, cfg.router, bias=bias, segments=segments, sh=sh)
-    vary = functools.partial(tree.map, lambda w: pvary(w, sh.sequence))
-    copies = _to_experts(linear(x, vary(params.latent_down)), routing, cfg, sh)
-    h: Any = ()
+
+    # Order. A decision: a replay neither sorts nor exchanges counts again.
+    copies, exchange = decision("experts", _order, routing.topk_idx, cfg.num_experts, sh)
+
+    # Send. Ranks that hold other columns of the same experts work on the tokens of all of them.
+    latent = all_gather(linear(x, _varying(params.latent_down, sh)), sh.expert_mlp, 1)
+    weights = all_gather(routing.weights, sh.expert_mlp, 1)
+    rows = dispatch(latent.flatten(0, 1), copies.order, copies.inverse)
+    sending = send_rows(rows, exchange, sh.experts)
+    del latent, rows  # what was sent is freed as soon as it has arrived
+
+    # Shared experts, first products, while the rows travel.
+    hidden: Any = ()
     if isinstance(cfg.shared, mlp.Config):
         assert isinstance(params.shared, mlp.Params), "parameters of another config"
-        h = mlp.inner(
-            params.shared, x, cfg.shared, sh=sh
-        )  # while the copies are on their way to the experts
-    copies = _through_experts(params.experts, copies, cfg, sh)
-    shared = (
-        mlp.outer(params.shared, h, sh=sh) if isinstance(params.shared, mlp.Params) else 0
-    )  # and on the way back
-    mixed = norm.apply(params.norm, _mix(copies, sh), cfg.norm, sh=sh)
-    return Output(shared + linear(mixed, vary(params.latent_up)), routing)
+        hidden = mlp.inner(params.shared, x, cfg.shared, sh=sh)
+
+    # Experts, and send back. The rows get no name here either.
+    returning = send_back(
+        _experts(params.experts, wait(sending), exchange, cfg), exchange, sh.experts
+    )
+
+    # Shared experts, last product, while the rows travel back.
+    shared: Any = 0
+    if isinstance(params.shared, mlp.Params):
+        shared = mlp.outer(params.shared, hidden, sh=sh)
+
+    # Combine. The norm is not linear: the parts of the experts' width are summed before it.
+    rows = receive_back(returning, exchange, sh.experts)
+    mixed = combine(rows, weights.flatten(0, 1), copies.order, copies.inverse)
+    mixed = psum_scatter(mixed.unflatten(0, weights.shape[:2]), sh.expert_mlp, 1)
+    mixed = norm.apply(params.norm, mixed, cfg.norm, sh=sh)
+    return Output(shared + linear(mixed, _varying(params.latent_up, sh)), routing)
 
 
-class _Copies(NamedTuple):
-    """Rows on their way to the experts or back, one for each choice of each token.
-
-    Attributes:
-        rows: what is waited for.
-        weights: of each token's choices, of all tokens that this rank's share of the experts' width
-            works on.
-        plan: where each copy lies when sorted by expert.
-        exchange: where experts are split over ranks, which rank each row goes to; otherwise ().
-    """
-
-    rows: Pending
-    weights: Float[Tensor, "B S G"]
-    plan: Plan
-    exchange: Exchange | tuple[()]
-
-
-def _to_experts(
-    u: Float[Tensor, "B T L"], routing: router.Routing, cfg: Config, sh: Sharding
-) -> _Copies:
-    """Ranks that hold other columns of the same experts work on the tokens of all of them."""
-    made, exchange = decision("experts", _plan, routing.topk_idx, cfg.num_experts, sh)
-    u, weights = (all_gather(t, sh.expert_mlp, 1) for t in (u, routing.weights))
-    rows = dispatch(u.flatten(0, 1), made.order, made.inverse)
-    return _Copies(start_dispatch(rows, exchange, sh.experts), weights, made, exchange)
-
-
-def _plan(
+def _order(
     topk_idx: Int[Tensor, "B T G"], num_experts: int, sh: Sharding
-) -> tuple[Plan, Exchange | tuple[()]]:
-    made = plan(all_gather(topk_idx, sh.expert_mlp, 1).flatten(0, 1), num_experts)
-    return made, plan_exchange(made.sizes, sh.experts, made.order.shape[0])
+) -> tuple[ExpertOrder, Exchange]:
+    """The order by expert of the copies that this rank sends, and which rank each one goes to."""
+    topk_idx = all_gather(topk_idx, sh.expert_mlp, 1)
+    copies = sort_by_expert(topk_idx.flatten(0, 1), num_experts)
+    return copies, plan_exchange(copies.sizes, sh.experts, copies.order.shape[0])
 
 
-def _through_experts(
-    params: mlp.Params[Any], copies: _Copies, cfg: Config, sh: Sharding
-) -> _Copies:
-    """``e_j(u)`` of the rows that arrive, on the way back; a part of it where the experts' width is
-    split.
-    """
-    rows, sizes, exchange = wait(copies.rows), copies.plan.sizes, copies.exchange
-    if isinstance(exchange, Exchange):
-        rows, sizes = permute(rows, exchange.order, exchange.inverse), exchange.sizes
+def _experts(
+    params: mlp.Params[Any], rows: Float[Tensor, "R L"], exchange: Exchange, cfg: Config
+) -> Float[Tensor, "R L"]:
+    """``e_j(u)`` of each row; a part of it where the experts' width is split."""
+    # Rows come by source rank, and the products want them by expert.
+    rows = _reorder(rows, exchange.order, exchange.inverse)
     product = quantised_grouped_linear if cfg.qat else grouped_linear
-    gate, up = (product(rows, w, sizes) for w in (params.w_gate, params.w_up))
-    rows = product(situ_glu(gate, up, cfg.beta, cfg.linear_beta), params.w_down, sizes)
-    if isinstance(exchange, Exchange):
-        rows = permute(rows, exchange.inverse, exchange.order)
-    return copies._replace(rows=start_combine(rows, exchange, sh.experts))
+    gate = product(rows, params.w_gate, exchange.sizes)
+    up = product(rows, params.w_up, exchange.sizes)
+    rows = product(situ_glu(gate, up, cfg.beta, cfg.linear_beta), params.w_down, exchange.sizes)
+    return _reorder(rows, exchange.inverse, exchange.order)
 
 
-def _mix(copies: _Copies, sh: Sharding) -> Float[Tensor, "B T L"]:
-    """``sum_j p_j e_j(u)`` of this rank's tokens; summed over the experts' width here, as the norm
-    is not linear.
+def _reorder(
+    rows: Float[Tensor, "R L"],
+    index: Int[Tensor, "R"] | tuple[()],
+    inverse: Int[Tensor, "R"] | tuple[()],
+) -> Float[Tensor, "R L"]:
+    """``rows[index]``; ``()`` where the rows already lie so, which saves a copy of them."""
+    return rows if isinstance(index, tuple) else permute(rows, index, inverse)
+
+
+def _varying(weight: Any, sh: Sharding) -> Any:
+    """A weight leaf that is whole on every rank, for this rank's own tokens: its gradient is the
+    sum over the ranks.
     """
-    rows = finish_combine(copies.rows, copies.exchange, sh.experts)
-    mixed = combine(rows, copies.weights.flatten(0, 1), copies.plan.order, copies.plan.inverse)
-    return psum_scatter(mixed.unflatten(0, copies.weights.shape[:2]), sh.expert_mlp, 1)
+    return tree.map(lambda w: pvary(w, sh.sequence), weight)

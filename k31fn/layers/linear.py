@@ -129,7 +129,7 @@ def grouped_linear(
     """``x @ w[e]`` for rows sorted by expert: the first ``sizes[0]`` rows use expert 0, and so on.
 
     Args:
-        x: rows of all experts, :func:`k31fn.kernels.experts.plan`'s order.
+        x: rows of all experts, :func:`k31fn.kernels.experts.sort_by_expert`'s order.
         w: weight leaf ``[E, in, out]``, dispatched on as in :func:`linear`.
         sizes: rows per expert, adding up to ``R``.
 

@@ -4,25 +4,26 @@ Of ``n`` ranks, rank ``i`` owns the experts ``i E / n`` to ``(i + 1) E / n``. A 
 sorted by expert, hence by owner. What a layer does::
 
     exchange = decision("exchange", plan_exchange, sizes, axis, num_rows)
-    pending = start_dispatch(rows, exchange, axis)
+    sending = send_rows(rows, exchange, axis)
     ...                                             # runs while the rows travel
-    rows = wait(pending)                            # by source rank, and by expert within one
+    rows = wait(sending)                            # by source rank, and by expert within one
     y = f(rows[exchange.order], exchange.sizes)     # sorted by own expert
-    pending = start_combine(y[exchange.inverse], exchange, axis)
+    returning = send_back(y[exchange.inverse], exchange, axis)
     ...
-    y = finish_combine(pending, exchange, axis)
+    y = receive_back(returning, exchange, axis)     # in the order in which they were sent
 
-The plan is integers only and is to be a :func:`~k31fn.autodiff.decision`: the counts are exchanged,
-and read on the host, once per layer, and a replay finds them. Every rank issues the same
+The exchange is integers only and is to be a :func:`~k31fn.autodiff.decision`: the counts travel,
+and are read on the host, once per layer, and a replay finds them. Every rank issues the same
 collectives, also with no row to send or none to compute.
 
-The axis decides the form, and both give the same numbers:
+The axis decides the form, and all give the same numbers:
 
 * Ranks that are real exchange what there is: ``ragged_all_to_all``.
 * In the simulated mesh all shapes are equal on all ranks: each rank has a slot for every row of
   every other one. Empty slots hold zeros and count as rows of the last own expert, to which they
   add zeros.
 * On meta tensors nobody knows the counts: rows are taken to be spread evenly.
+* A rank that owns all experts sends itself all rows, in no time: they stay where they are.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from k31fn.parallel.axis import Axes, active
 from k31fn.parallel.collectives import all_to_all, axis_size, ragged_all_to_all
 from k31fn.parallel.overlap import Pending, start, wait
 
-__all__ = ["Exchange", "finish_combine", "plan_exchange", "start_combine", "start_dispatch"]
+__all__ = ["Exchange", "plan_exchange", "receive_back", "send_back", "send_rows"]
 
 
 class Exchange(NamedTuple):
@@ -47,20 +48,21 @@ class Exchange(NamedTuple):
     Attributes:
         send: rows for each rank; like ``recv``, on the host where ranks are real.
         recv: rows from each rank.
-        order: of what arrived, the row or slot that lies in each place when sorted by own expert.
-        inverse: the place of each.
+        order: of what arrived, the row or slot that lies in each place when sorted by own expert;
+            ``()`` where rows arrive sorted, as from one rank.
+        inverse: the place of each; ``()`` likewise.
         sizes: rows of each own expert.
     """
 
     send: Int[Tensor, "n"]
     recv: Int[Tensor, "n"]
-    order: Int[Tensor, "rows"]
-    inverse: Int[Tensor, "rows"]
+    order: Int[Tensor, "rows"] | tuple[()]
+    inverse: Int[Tensor, "rows"] | tuple[()]
     sizes: Int[Tensor, "own"]
 
 
-def plan_exchange(sizes: Int[Tensor, "E"], axis: Axes, num_rows: int) -> Exchange | tuple[()]:
-    """Tells the owners of the experts how many rows come; ``()`` if this rank owns all experts.
+def plan_exchange(sizes: Int[Tensor, "E"], axis: Axes, num_rows: int) -> Exchange:
+    """Tells the owners of the experts how many rows come.
 
     Args:
         sizes: this rank's rows for each of all experts.
@@ -73,7 +75,8 @@ def plan_exchange(sizes: Int[Tensor, "E"], axis: Axes, num_rows: int) -> Exchang
     """
     n = axis_size(axis)
     if n == 1:
-        return ()
+        all_rows = torch.tensor([num_rows])
+        return Exchange(all_rows, all_rows, (), (), sizes)
     if sizes.shape[-1] % n:
         raise ValueError(
             f"plan_exchange: {n} ranks do not divide num_experts={sizes.shape[-1]}; choose ep to "
@@ -82,94 +85,108 @@ def plan_exchange(sizes: Int[Tensor, "E"], axis: Axes, num_rows: int) -> Exchang
     if _functorch.is_batched(sizes) and not _simulated(axis):
         raise ValueError(
             "plan_exchange under vmap: real ranks read on the host how many rows travel, and that "
-            "differs between "
-            "samples; use the simulated mesh"
+            "differs between samples; use the simulated mesh"
         )
-    counts = sizes.view(n, -1)
-    come = all_to_all(counts, axis, 0, 0)  # [source, own expert]
-    send, recv, own = counts.sum(1), come.sum(1), come.sum(0)
+    sent = sizes.view(n, -1)  # [target rank, its expert]
+    received = all_to_all(sent, axis, 0, 0)  # [source rank, own expert]
+    send = sent.sum(1)
+    recv = received.sum(1)
+    own_sizes = received.sum(0)
     if _simulated(axis):
         slot = torch.arange(num_rows, device=sizes.device)
-        expert = (slot[:, None] >= come.cumsum(1)[:, None]).sum(
-            2
-        )  # in an empty slot one past the last
-        filled = torch.cat([own[:-1], own[-1:] + n * num_rows - own.sum()])
-        return Exchange(send, recv, *_sort(expert.flatten()), filled)
+        # Comparing with every end keeps the shape free of data. An empty slot gets a number one
+        # past the last expert, so that it is sorted behind all rows.
+        expert = (slot[:, None] >= received.cumsum(1)[:, None]).sum(2)
+        # Empty slots are zeros: counted with the last expert they add nothing, and the sizes add
+        # up to the number of slots, as a grouped product asks.
+        num_empty = n * num_rows - own_sizes.sum()
+        own_sizes = torch.cat([own_sizes[:-1], own_sizes[-1:] + num_empty])
+        return Exchange(send, recv, *_sort(expert.flatten()), own_sizes)
     if sizes.is_meta:
-        send, recv = torch.tensor([[(num_rows + i) // n for i in range(n)]] * 2)
+        even = [(num_rows + i) // n for i in range(n)]
+        send, recv = torch.tensor([even, even])
     else:
-        send, recv = torch.stack([send, recv]).cpu()  # here the host waits for the device
-    expert = torch.arange(counts.shape[1], device=sizes.device).repeat(n)
-    expert = expert.repeat_interleave(come.flatten(), output_size=int(recv.sum()))
-    return Exchange(send, recv, *_sort(expert), own)
+        # One copy for both, because here the host waits for the device.
+        send, recv = torch.stack([send, recv]).cpu()
+    expert = torch.arange(sent.shape[1], device=sizes.device).repeat(n)
+    # With `output_size` repeat_interleave does not wait for the device a second time.
+    expert = expert.repeat_interleave(received.flatten(), output_size=int(recv.sum()))
+    return Exchange(send, recv, *_sort(expert), own_sizes)
 
 
-def start_dispatch(
-    rows: Float[Tensor, "R L"], exchange: Exchange | tuple[()], axis: Axes
-) -> Pending:
-    """Sends each row to the owner of its expert.
+def send_rows(rows: Float[Tensor, "R L"], exchange: Exchange, axis: Axes) -> Pending:
+    """Sends each row to the owner of its expert; :func:`~k31fn.parallel.overlap.wait` gives what
+    this rank's experts are to compute.
 
     Args:
         rows: sorted by expert.
-        exchange: the plan.
+        exchange: what :func:`plan_exchange` found.
         axis: over which experts are split.
     """
-    if not isinstance(exchange, Exchange):
-        return start(all_to_all, rows, axis, 0, 0)
-    if _simulated(axis):
-        return start(all_to_all, _fill_slots(rows, exchange.send), axis, 0, 0)
-    return start(ragged_all_to_all, rows, axis, exchange.send.tolist(), exchange.recv.tolist())
+    if _ragged(axis):
+        return start(ragged_all_to_all, rows, axis, exchange.send.tolist(), exchange.recv.tolist())
+    return start(all_to_all, _fill_slots(rows, exchange.send), axis, 0, 0)
 
 
-def start_combine(
-    rows: Float[Tensor, "R L"], exchange: Exchange | tuple[()], axis: Axes
-) -> Pending:
-    """Sends the rows that arrived back to where they came from.
+def send_back(rows: Float[Tensor, "R L"], exchange: Exchange, axis: Axes) -> Pending:
+    """Sends the rows that arrived back to where they came from; :func:`receive_back` waits.
 
     Args:
         rows: in the order in which they arrived.
-        exchange: the plan.
+        exchange: what :func:`plan_exchange` found.
         axis: over which experts are split.
     """
-    if not isinstance(exchange, Exchange) or _simulated(axis):
-        return start(all_to_all, rows, axis, 0, 0)
-    return start(ragged_all_to_all, rows, axis, exchange.recv.tolist(), exchange.send.tolist())
+    if _ragged(axis):
+        return start(ragged_all_to_all, rows, axis, exchange.recv.tolist(), exchange.send.tolist())
+    return start(all_to_all, rows, axis, 0, 0)
 
 
-def finish_combine(
-    pending: Pending, exchange: Exchange | tuple[()], axis: Axes
-) -> Float[Tensor, "R L"]:
-    """Waits for the rows that :func:`start_combine` sent back; in the order that
-    :func:`start_dispatch` took.
-    """
-    rows = wait(pending)
-    if not isinstance(exchange, Exchange) or not _simulated(axis):
-        return rows
-    num_rows = rows.shape[0] // axis_size(axis)
-    row = torch.arange(num_rows, device=rows.device)
-    end = exchange.send.cumsum(0)
-    owner = (row[:, None] >= end).sum(1)
-    return rows.index_select(0, owner * num_rows + row - (end - exchange.send)[owner])
+def receive_back(returning: Pending, exchange: Exchange, axis: Axes) -> Float[Tensor, "R L"]:
+    """Waits for the rows that :func:`send_back` sent; in the order that :func:`send_rows` took."""
+    rows = wait(returning)
+    return rows if _ragged(axis) else _empty_slots(rows, exchange.send)
 
 
 def _simulated(axis: Axes) -> bool:
-    first = active(axis)[0]
-    return first.host is not None and first.host.token(first.name) is not None
+    return any(a.host is not None and a.host.token(a.name) is not None for a in active(axis))
+
+
+def _ragged(axis: Axes) -> bool:
+    """Whether several real ranks exchange rows; else the host need not know how many travel."""
+    return axis_size(axis) > 1 and not _simulated(axis)
 
 
 def _sort(expert: Int[Tensor, "rows"]) -> tuple[Tensor, Tensor]:
     """The stable order by expert, and its inverse."""
+    # Stable: rows of an expert stay in the order of source ranks and tokens, whatever the device,
+    # and with them the order of the sums in the weights' gradients.
     order = torch.argsort(expert, stable=True)
-    return order, torch.zeros_like(order).scatter(
-        0, order, torch.arange(expert.shape[0], device=expert.device)
-    )
+    place = torch.arange(expert.shape[0], device=expert.device)
+    return order, torch.zeros_like(order).scatter(0, order, place)
 
 
 def _fill_slots(rows: Float[Tensor, "R L"], send: Int[Tensor, "n"]) -> Float[Tensor, "slots L"]:
     """As many slots as rows for each rank, its rows first, then zeros."""
+    if send.shape[0] == 1:
+        return rows  # one rank takes every row, so no slot is empty
     num_rows = rows.shape[0]
     slot = torch.arange(num_rows, device=rows.device)
-    source = ((send.cumsum(0) - send)[:, None] + slot).clamp(max=max(num_rows - 1, 0))
+    first = send.cumsum(0) - send
+    # An empty slot reads some row that exists; `where` then makes it zero, gradient included.
+    source = (first[:, None] + slot).clamp(max=max(num_rows - 1, 0))
     filled = slot < send[:, None]
     slots = rows.index_select(0, source.flatten())
     return torch.where(filled.flatten()[:, None], slots, 0)
+
+
+def _empty_slots(slots: Float[Tensor, "slots L"], send: Int[Tensor, "n"]) -> Float[Tensor, "R L"]:
+    """The rows that :func:`_fill_slots` took, out of the slots of all ranks."""
+    num_ranks = send.shape[0]
+    if num_ranks == 1:
+        return slots
+    num_rows = slots.shape[0] // num_ranks
+    row = torch.arange(num_rows, device=slots.device)
+    end = send.cumsum(0)
+    rank = (row[:, None] >= end).sum(1)
+    place = row - (end - send)[rank]  # among the rows that went to the same rank
+    return slots.index_select(0, rank * num_rows + place)

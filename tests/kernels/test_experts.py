@@ -3,7 +3,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import autodiff
-from k31fn.kernels.experts import combine, dispatch, grouped_matmul, permute, plan
+from k31fn.kernels.experts import combine, dispatch, grouped_matmul, permute, sort_by_expert
 from k31fn.kernels.experts.buckets import Bucket, split
 from k31fn.kernels.registry import record_impls, use_impl
 
@@ -189,7 +189,7 @@ def test_permute_and_its_gradient():
 
 def test_plan_sorts_stably():
     idx = torch.tensor([[2, 0], [0, 3], [2, 3]])
-    order, inverse, sizes = plan(idx, 5)
+    order, inverse, sizes = sort_by_expert(idx, 5)
     assert order.tolist() == [
         1,
         2,
@@ -200,14 +200,14 @@ def test_plan_sorts_stably():
     ]  # expert 0: tokens 0, 1; expert 2: tokens 0, 2; expert 3: tokens 1, 2
     assert sizes.tolist() == [2, 0, 2, 2, 0]
     assert torch.equal(inverse.flatten()[order], torch.arange(6))
-    batched = torch.vmap(lambda i: plan(i, 5))(torch.stack([idx, idx.flip(0)]))
-    for one, two in zip(plan(idx.flip(0), 5), batched, strict=True):
+    batched = torch.vmap(lambda i: sort_by_expert(i, 5))(torch.stack([idx, idx.flip(0)]))
+    for one, two in zip(sort_by_expert(idx.flip(0), 5), batched, strict=True):
         assert torch.equal(one, two[1])
 
 
 def test_dispatch_and_combine_equal_a_loop():
     idx = route(7, 5, 3)
-    order, inverse, _ = plan(idx, 5)
+    order, inverse, _ = sort_by_expert(idx, 5)
     x, weights = torch.randn(7, 4, dtype=torch.float64), torch.rand(7, 3, dtype=torch.float64)
     rows = dispatch(x, order, inverse)
     flat = idx.flatten()
@@ -220,7 +220,7 @@ def test_dispatch_and_combine_equal_a_loop():
 
 
 def test_dispatch_and_combine_derivatives():
-    order, inverse, _ = plan(route(4, 3, 2), 3)
+    order, inverse, _ = sort_by_expert(route(4, 3, 2), 3)
     x, rows, weights = (
         torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (8, 3), (4, 2))
     )
@@ -231,14 +231,14 @@ def test_dispatch_and_combine_derivatives():
 
 
 def test_dispatch_and_its_transpose_agree():
-    order, inverse, _ = plan(route(6, 4, 2), 4)
+    order, inverse, _ = sort_by_expert(route(6, 4, 2), 4)
     x, ct = torch.randn(6, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
     y, pull = autodiff.vjp(lambda x: dispatch(x, order, inverse), x)
     torch.testing.assert_close((y * ct).sum(), (pull(ct)[0] * x).sum(), rtol=1e-13, atol=1e-13)
 
 
 def test_combine_sums_in_float32():
-    order, inverse, _ = plan(torch.tensor([[0, 1, 2]]), 3)
+    order, inverse, _ = sort_by_expert(torch.tensor([[0, 1, 2]]), 3)
     rows = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
     y = combine(rows, torch.ones(1, 3), order, inverse)
     assert y.dtype == torch.bfloat16
@@ -249,7 +249,7 @@ def test_combine_sums_in_float32():
 
 
 def test_a_weightless_token_leaves_no_trace():
-    order, inverse, sizes = plan(route(5, 4, 2), 4)
+    order, inverse, sizes = sort_by_expert(route(5, 4, 2), 4)
     x, w = torch.randn(5, 3), torch.randn(4, 3, 3)
     weights = torch.rand(5, 2) * torch.tensor([1.0, 1, 0, 1, 1])[:, None]
 
@@ -270,7 +270,7 @@ def test_a_weightless_token_leaves_no_trace():
 
 def test_same_bits_every_run():
     idx = route(200, 8, 2)
-    order, inverse, sizes = plan(idx, 8)
+    order, inverse, sizes = sort_by_expert(idx, 8)
     x, w, weights = torch.randn(200, 16), torch.randn(8, 16, 16), torch.rand(200, 2)
 
     def once():

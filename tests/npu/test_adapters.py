@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from k31fn import autodiff, device, tree
-from k31fn.kernels.experts import plan
+from k31fn.kernels.experts import sort_by_expert
 from k31fn.kernels.registry import OPS, load_all, use_impl
 from k31fn.precision import upcast
 from tests.npu.fake_torch_npu import OPERATORS, install
@@ -51,7 +51,7 @@ def products(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def routed(dtype: torch.dtype) -> tuple[Any, ...]:
-    p = plan(torch.rand(7, 5).argsort(1)[:, :3], 5)
+    p = sort_by_expert(torch.rand(7, 5).argsort(1)[:, :3], 5)
     return torch.randn(7, 6).to(dtype), p.order, p.inverse
 
 

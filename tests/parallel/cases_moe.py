@@ -30,11 +30,10 @@ from k31fn.parallel import (
 )
 from k31fn.parallel.collectives import axis_size
 from k31fn.parallel.expert import (
-    Exchange,
-    finish_combine,
     plan_exchange,
-    start_combine,
-    start_dispatch,
+    receive_back,
+    send_back,
+    send_rows,
 )
 from k31fn.segments import Segments
 
@@ -140,14 +139,11 @@ def exchanged(axes: MeshAxes, rows: Tensor, sizes: Tensor, w: Tensor) -> Tensor:
     it.
     """
     exchange = decision("exchange", plan_exchange, sizes[0], axes.ep, rows.shape[1])
-    assert isinstance(exchange, Exchange)
-    came = permute(
-        wait(start_dispatch(rows[0], exchange, axes.ep)), exchange.order, exchange.inverse
-    )
+    came = permute(wait(send_rows(rows[0], exchange, axes.ep)), exchange.order, exchange.inverse)
     y = permute(
         grouped_matmul(came, pvary(w, axes.efsdp), exchange.sizes), exchange.inverse, exchange.order
     )
-    return finish_combine(start_combine(y, exchange, axes.ep), exchange, axes.ep)[None]
+    return receive_back(send_back(y, exchange, axes.ep), exchange, axes.ep)[None]
 
 
 def exchanged_twice(axes: MeshAxes, rows: Tensor, sizes: Tensor, w: Tensor) -> Tensor:

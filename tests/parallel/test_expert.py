@@ -13,10 +13,10 @@ from k31fn.parallel import Mesh, P, record_collectives, shard_map
 from k31fn.parallel.abstract import abstract_axes
 from k31fn.parallel.expert import (
     Exchange,
-    finish_combine,
     plan_exchange,
-    start_combine,
-    start_dispatch,
+    receive_back,
+    send_back,
+    send_rows,
 )
 from k31fn.parallel.overlap import wait
 from k31fn.testing import Ranks, assert_close_trees, assert_sharded_equals_dense
@@ -130,8 +130,7 @@ def test_two_groups_do_not_meet(backend: str):
 
 def of_plan(change):
     def broken(sizes, axis, num_rows):
-        made = plan_exchange(sizes, axis, num_rows)
-        return change(made) if isinstance(made, Exchange) else made
+        return change(plan_exchange(sizes, axis, num_rows))
 
     return broken
 
@@ -147,10 +146,10 @@ MUTANTS = {
         of_plan(lambda e: e._replace(order=e.inverse, inverse=e.order)),
     ),
     "rows out of order": (
-        "start_dispatch",
-        lambda rows, *plan: start_dispatch(rows.flip(0), *plan),
+        "send_rows",
+        lambda rows, *plan: send_rows(rows.flip(0), *plan),
     ),
-    "back out of order": ("finish_combine", lambda *plan: finish_combine(*plan).flip(0)),
+    "back out of order": ("receive_back", lambda *plan: receive_back(*plan).flip(0)),
 }
 
 
@@ -167,9 +166,11 @@ def test_one_rank_exchanges_nothing():
     rows = torch.randn(5, 2)
     with record_collectives() as record:
         exchange = plan_exchange(torch.tensor([2, 3]), (), 5)
-        there = wait(start_dispatch(rows, exchange, ()))
-        back = finish_combine(start_combine(there, exchange, ()), exchange, ())
-    assert exchange == ()
+        there = wait(send_rows(rows, exchange, ()))
+        back = receive_back(send_back(there, exchange, ()), exchange, ())
+    assert exchange.send.tolist() == exchange.recv.tolist() == [5]
+    assert exchange.order == exchange.inverse == ()
+    assert exchange.sizes.tolist() == [2, 3]
     assert torch.equal(back, rows)
     assert not record.events
 
@@ -188,8 +189,8 @@ def test_on_meta_tensors_rows_are_spread_evenly():
         assert isinstance(exchange, Exchange)
         assert exchange.sizes.shape == (2,)
         assert exchange.send.tolist() == [2, 2, 3, 3]
-        there = wait(start_dispatch(rows, exchange, axis))
-        return finish_combine(start_combine(there[exchange.order], exchange, axis), exchange, axis)
+        there = wait(send_rows(rows, exchange, axis))
+        return receive_back(send_back(there[exchange.order], exchange, axis), exchange, axis)
 
     with record_collectives() as record:
         y, pull = vjp(there_and_back, rows)

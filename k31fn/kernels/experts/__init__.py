@@ -1,7 +1,7 @@
 """Routed experts as operators on rows sorted by expert.
 
-A token of a batch of ``N`` goes to ``G`` different experts of ``E``. :func:`plan` sorts the ``R = N
-G`` copies by expert, stably, so that an expert's rows are in token order:
+A token of a batch of ``N`` goes to ``G`` different experts of ``E``. :func:`sort_by_expert` sorts
+the ``R = N G`` copies by expert, stably, so that an expert's rows are in token order:
 
 * ``dispatch(x [N D], order, inverse) -> rows [R D]``: ``rows[r] = x[order[r] // G]``.
 * ``grouped_matmul(rows [R I], w [E I O], sizes [E]) -> [R O]``: the first ``sizes[0]`` rows times
@@ -31,7 +31,7 @@ import torch
 
 from k31fn.kernels.experts.buckets import buckets
 from k31fn.kernels.experts.grouped import grouped_mm, grouped_mm_accepts, ragged
-from k31fn.kernels.experts.reference import Plan, plan
+from k31fn.kernels.experts.reference import ExpertOrder, sort_by_expert
 from k31fn.kernels.experts.reference import combine as _combine
 from k31fn.kernels.experts.reference import dispatch as _dispatch
 from k31fn.kernels.experts.reference import grouped_matmul as _grouped_matmul
@@ -39,7 +39,7 @@ from k31fn.kernels.experts.reference import permute as _permute
 from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.vendor import adapter
 
-__all__ = ["Plan", "combine", "dispatch", "grouped_matmul", "permute", "plan"]
+__all__ = ["ExpertOrder", "combine", "dispatch", "grouped_matmul", "permute", "sort_by_expert"]
 
 dispatch = Op("dispatch", _dispatch)
 permute = Op("permute", _permute)

@@ -10,11 +10,11 @@ from k31fn.autodiff import custom_vjp
 from k31fn.precision import island, upcast
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["Plan", "combine", "dispatch", "grouped_matmul", "permute", "plan"]
+__all__ = ["ExpertOrder", "combine", "dispatch", "grouped_matmul", "permute", "sort_by_expert"]
 
 
-class Plan(NamedTuple):
-    """Where each copy of a token goes.
+class ExpertOrder(NamedTuple):
+    """Copies of tokens, one for each choice of each token, sorted by the expert they go to.
 
     Attributes:
         order: the copy ``n * G + g`` that lies in each row.
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     sizes: Int[Tensor, "E"]
 
 
-def plan(topk_idx: Int[Tensor, "N G"], num_experts: int) -> Plan:
+def sort_by_expert(topk_idx: Int[Tensor, "N G"], num_experts: int) -> ExpertOrder:
     """Sorts the copies by expert, tokens in order within one. Integers only; runs under
     ``vmap``.
     """
@@ -36,9 +36,8 @@ def plan(topk_idx: Int[Tensor, "N G"], num_experts: int) -> Plan:
     rows = torch.arange(expert.shape[0], device=expert.device)
     inverse = torch.zeros_like(order).scatter(0, order, rows)
     sizes = torch.zeros(num_experts, dtype=torch.int64, device=expert.device)
-    return Plan(
-        order, inverse.view(topk_idx.shape), sizes.scatter_add(0, expert, torch.ones_like(expert))
-    )
+    sizes = sizes.scatter_add(0, expert, torch.ones_like(expert))
+    return ExpertOrder(order, inverse.view(topk_idx.shape), sizes)
 
 
 def _permute_fwd(x: Tensor, index: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
