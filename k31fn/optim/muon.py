@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from k31fn import precision, tree
-from k31fn.optim import dealing
-from k31fn.optim.dealing import Matrices, Plan
+from k31fn.optim.matrices import Matrices, axes_of
+from k31fn.optim.matrix_owners import MatrixOwners
+from k31fn.optim.matrix_work import on_every_rank, on_owners
 from k31fn.optim.storage import Storage
 from k31fn.optim.transform import Leaves, Transform
 from k31fn.parallel.fsdp import Placements
@@ -24,6 +25,8 @@ from k31fn.typing import Bool, Float, Tensor
 
 __all__ = ["MuonState", "muon", "orthogonalize"]
 
+# Jordan's: the steepest slope at 0 for which five steps still end near 1. They do not converge; an
+# update needs no singular values closer to each other than that.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _RMS = 0.2  # root mean square of an update: that of AdamW, so both share learning rate and decay
 
@@ -48,7 +51,7 @@ def muon(
     weight_decay: float = 0.1,
     ns_steps: int = 5,
     ns_dtype: torch.dtype | None = None,
-    storage: Storage = Storage(),  # noqa: B008 (frozen)
+    storage: Storage = Storage(),  # noqa: B008 (frozen, so one default for all calls is safe)
     placements: Placements = (),
 ) -> Transform:
     """Muon on the leaves tagged ``matrix`` that are not ``frozen``; combine it with AdamW for the
@@ -65,9 +68,9 @@ def muon(
 
     With ``placements``, parameters, gradients and state are one rank's parts. The matrices of all
     leaves are dealt out among the ranks that hold them, whole or in part: each is put together on
-    one rank and its result cut again, in the dtype of Newton-Schulz (:mod:`k31fn.optim.dealing`).
-    So the work is split evenly, replicas get equal bits, and no rank has more than one matrix in
-    work, the largest, and another arriving.
+    its owner (:mod:`k31fn.optim.matrix_owners`) and its result cut again, in the dtype of
+    Newton-Schulz. So the work is split evenly, replicas get equal bits, and no rank has more than
+    one matrix in work, the largest, and another arriving.
 
     Args:
         specs: the tree of ParamSpecs.
@@ -93,9 +96,8 @@ def muon(
     heads = [_head_dim(path, spec) for path, spec in zip(leaves.paths, leaves.specs, strict=True)]
     places = leaves.of_params(placements) if placements else [None] * len(heads)
     decays = [0.0 if "no_decay" in spec.tags else weight_decay for spec in leaves.specs]
-    rule = _Muon(
-        leaves, momentum, decays, storage, ns_dtype, _Orthogonal(heads, places, ns_steps, ns_dtype)
-    )
+    orthogonal = _Orthogonal(heads, places, ns_steps, ns_dtype)
+    rule = _Muon(leaves, momentum, decays, storage, ns_dtype, orthogonal)
     return Transform(rule.init, rule.update, frozenset(leaves.paths))
 
 
@@ -111,8 +113,9 @@ class _Muon:
     orthogonal: _Orthogonal
 
     def init(self, params: Any) -> MuonState:
-        masters = self.leaves.masters(params, kept := self.leaves.init_masters(params))
-        return MuonState(self.leaves.to_tree([self.storage.zeros(m) for m in masters]), kept)
+        copies = self.leaves.init_masters(params)
+        masters = self.leaves.masters(params, copies)
+        return MuonState(self.leaves.to_tree([self.storage.zeros(m) for m in masters]), copies)
 
     def update(
         self,
@@ -125,24 +128,30 @@ class _Muon:
         donate: bool = True,
     ) -> tuple[Any, MuonState]:
         leaves = self.leaves
-        masters, kept_momenta = leaves.masters(params, state.master), tree.leaves(state.momentum)
+        masters = leaves.masters(params, state.master)
+        stored_momenta = tree.leaves(state.momentum)
         if not masters:
             return params, state
+        # A donated step writes in place, which autograd must not see.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not donate):
-            new_momenta, parts = [], []
-            for p, g, kept in zip(masters, leaves.of_grads(grads), kept_momenta, strict=True):
-                g, old = g.to(p.dtype), self.storage.fetch(kept, p)
-                m = _kept(skip, old, self.momentum * old + g)
-                new_momenta.append(self.storage.store(kept, m, donate=donate))
-                parts.append((g + self.momentum * m).to(_working_dtype(p, self.ns_dtype)))
+            new_momenta, directions = [], []
+            for p, g, stored in zip(masters, leaves.of_grads(grads), stored_momenta, strict=True):
+                g = g.to(p.dtype)
+                old = self.storage.fetch(stored, p)
+                m = _unless(skip, old, self.momentum * old + g)
+                new_momenta.append(self.storage.store(stored, m, donate=donate))
+                # From ``m`` before it is rounded for storage: the numbers of this step do not
+                # depend on how momenta are stored. Rounded here already to the dtype of
+                # Newton-Schulz, so that ranks exchange half the bytes.
+                directions.append((g + self.momentum * m).to(_working_dtype(p, self.ns_dtype)))
             new_masters = list(masters)
-            for i, y in self.orthogonal(parts):
+            for i, y in self.orthogonal(directions):
                 p = masters[i]
-                new_p = _kept(skip, p, (1 - lr * self.decays[i]) * p - lr * y.to(p.dtype))
+                new_p = _unless(skip, p, (1 - lr * self.decays[i]) * p - lr * y.to(p.dtype))
                 new_masters[i] = p.copy_(new_p) if donate else new_p
-            params, kept_masters = leaves.with_masters(params, new_masters, donate=donate)
+            params, copies = leaves.with_masters(params, new_masters, donate=donate)
             self.storage.settle(masters[0].device)
-        return params, MuonState(leaves.to_tree(new_momenta), kept_masters)
+        return params, MuonState(leaves.to_tree(new_momenta), copies)
 
 
 class _Orthogonal:
@@ -159,32 +168,33 @@ class _Orthogonal:
     def __init__(
         self, heads: list[int], places: list[Any], steps: int, dtype: torch.dtype | None
     ) -> None:
-        self._heads, self._places = heads, places
-        self._axes = dealing.axes_of([p for p in places if p is not None])
+        self._heads = heads
+        self._places = places
+        self._axes = axes_of([place for place in places if place is not None])
         self._work = functools.partial(orthogonalize, steps=steps, dtype=dtype)
-        self._plan: Plan | None = None
+        self._owners: MatrixOwners | None = None
 
     def __call__(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """``0.2 sqrt(max(rows, columns)) U V^T``: for each leaf its number and this rank's part, as
         they come.
         """
-        axes, shapes = self._axes, [x.shape for x in parts]
-        matrices = [
-            Matrices.of(*row, axes) for row in zip(shapes, self._heads, self._places, strict=True)
-        ]
+        matrices = []
+        for x, head_dim, place in zip(parts, self._heads, self._places, strict=True):
+            matrices.append(Matrices.of(x.shape, head_dim, place, self._axes))
         flat = [x.reshape(-1, *x.shape[-2:]) for x in parts]
-        if any(a.host is not None and a.host.token(a.name) is not None for a in axes):
-            found: Any = (
-                (i, dealing.run_alike(self._work, x, matrices[i])) for i, x in enumerate(flat)
+        # A token: the mesh is simulated by vmap, whose ranks cannot do different things.
+        if any(a.host is not None and a.host.token(a.name) is not None for a in self._axes):
+            results: Iterable[tuple[int, Tensor]] = (
+                (i, on_every_rank(self._work, x, matrices[i])) for i, x in enumerate(flat)
             )
         else:
-            self._plan = self._plan or Plan(matrices, axes)
-            found = dealing.run(self._work, flat, self._plan)
-        for i, y in found:
-            yield (
-                i,
-                _RMS * math.sqrt(max(matrices[i].shape)) * precision.upcast(y).reshape(shapes[i]),
-            )
+            if self._owners is None:
+                self._owners = MatrixOwners(matrices, self._axes)
+            results = on_owners(self._work, flat, self._owners)
+        for i, y in results:
+            # The longer side of the whole matrix, not of this rank's part.
+            scale = _RMS * math.sqrt(max(matrices[i].shape))
+            yield i, scale * precision.upcast(y).reshape(parts[i].shape)
 
 
 def orthogonalize(
@@ -204,10 +214,10 @@ def orthogonalize(
     """
     a, b, c = _COEFFICIENTS
     y = x.to(_working_dtype(x, dtype))
-    norm = torch.linalg.vector_norm(
-        y, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(y.dtype, torch.float32)
-    )
+    # In float32 at least: a bfloat16 sum of a million squares would be wrong by percents.
+    norm = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True, dtype=precision.island(y.dtype))
     y = (y / norm.clamp(min=1e-7)).to(y.dtype)
+    # The smaller side as rows: A is the smaller of the two products that would do.
     tall = x.shape[-2] > x.shape[-1]
     y = (y.mT if tall else y).reshape(-1, *sorted(x.shape[-2:]))
     for _ in range(steps):
@@ -223,7 +233,8 @@ def _working_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return torch.bfloat16 if x.dtype == torch.float32 and not (x.is_cpu or x.is_meta) else x.dtype
 
 
-def _kept(skip: Bool[Tensor, ""] | None, old: Tensor, new: Tensor) -> Tensor:
+def _unless(skip: Bool[Tensor, ""] | None, old: Tensor, new: Tensor) -> Tensor:
+    """``new``, or ``old`` where ``skip`` says so: chosen on the device, without a wait."""
     return new if skip is None else torch.where(skip, old, new)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from k31fn import optim, params, random, tree
-from k31fn.optim import dealing
+from k31fn.optim import matrix_owners
 from k31fn.parallel import (
     AxisRules,
     Mesh,
@@ -147,7 +147,7 @@ def test_each_rank_does_its_share(mesh, monkeypatch):
     """Together the work of one device; none has more than the mean and one block, or two matrices
     at once.
     """
-    monkeypatch.setattr(dealing, "_LEAST", 0)
+    monkeypatch.setattr(matrix_owners, "_LEAST", 0)
     (alone,), _ = worked_on(Mesh(), monkeypatch)
     ranks, records = worked_on(mesh, monkeypatch)
     total = sum(map(flops, alone))
@@ -164,7 +164,7 @@ def test_each_rank_does_its_share(mesh, monkeypatch):
 
 def test_at_most_two_rounds_are_under_way(monkeypatch):
     """The parts of a round are asked for while the one before is worked on, never earlier."""
-    monkeypatch.setattr(dealing, "_LEAST", 0)
+    monkeypatch.setattr(matrix_owners, "_LEAST", 0)
     mesh = Mesh(fsdp=2)
     part = partition(LAYERS, AxisRules(), mesh)
 

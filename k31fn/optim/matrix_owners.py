@@ -1,0 +1,171 @@
+"""Owners of matrices: which rank does the work on which whole matrix of a model.
+
+A matrix may be cut over some ranks and be held alike by others. All of them could do its work; one
+does, its owner. Owners are chosen once, on the host, from shapes alone: blocks of matrices, the
+most expensive first, each to the rank of its group with the least to do (Graham 1969: no rank has
+more than the mean and one block). :mod:`k31fn.optim.matrix_work` moves the parts and does the work,
+round by round.
+
+A round has at most the elements of the model's largest matrix (or a million).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k31fn.optim.matrices import Matrices, MatrixBlock, num_ranks
+from k31fn.parallel import Axis
+from k31fn.parallel.point_to_point import own_index
+
+__all__ = ["GroupRounds", "MatrixOwners"]
+
+_LEAST = 2**20  # elements of a round at least: many small matrices would each cost an exchange
+
+
+@dataclass(frozen=True)
+class GroupRounds:
+    """What the ranks of one group do, round by round.
+
+    Attributes:
+        axes: of the group; ``()``: this rank alone.
+        members: coordinates of its ranks, in their order.
+        rank: this rank's number among them.
+        blocks: that each owns: ``blocks[rank][round]``.
+    """
+
+    axes: tuple[Axis, ...]
+    members: list[dict[str, int]]
+    rank: int
+    blocks: list[list[list[MatrixBlock]]]
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's."""
+        return self.members[self.rank]
+
+    @property
+    def count(self) -> int:
+        """Rounds of the rank that has most."""
+        return max(len(rounds) for rounds in self.blocks)
+
+    def owned(self, rank: int, k: int) -> list[MatrixBlock]:
+        """The blocks of a rank in round ``k``; none once it has done all of its own."""
+        rounds = self.blocks[rank]
+        return rounds[k] if k < len(rounds) else []
+
+
+class MatrixOwners:
+    """Who does the work of which matrices, from one rank's point of view.
+
+    Attributes:
+        leaves: of this rank.
+        groups: the rounds of each group that it belongs to.
+        cost: floating-point operations of Newton-Schulz, up to a factor, of each rank by its
+            indices along the axes.
+    """
+
+    def __init__(self, leaves: Sequence[Matrices], axes: tuple[Axis, ...]) -> None:
+        """Deals out the matrices of ``leaves``.
+
+        Every rank comes to the same result by itself, so nothing is exchanged.
+
+        Args:
+            leaves: of this rank, the same on all ranks but for what they have of them.
+            axes: of the mesh, real ones, in its order.
+        """
+        self.leaves = list(leaves)
+        self.groups: list[GroupRounds] = []
+        every_index = itertools.product(*(range(axis.size) for axis in axes))
+        self.cost: dict[tuple[int, ...], int] = dict.fromkeys(every_index, 0)
+        self._axes = axes
+        self._limit = max(_LEAST, *(math.prod(leaf.shape) for leaf in leaves), 0)
+        coordinate = {axis.name: own_index(axis) for axis in axes}
+        leaves_of: dict[tuple[Axis, ...], list[int]] = defaultdict(list)
+        for number, leaf in enumerate(self.leaves):
+            leaves_of[leaf.group].append(number)
+        # Small groups first: their blocks have few owners to choose from, and the large ones level
+        # out what that leaves uneven. Names make the order the same on every rank.
+        for group in sorted(leaves_of, key=lambda g: (num_ranks(g), [axis.name for axis in g])):
+            self._deal(group, leaves_of[group], coordinate)
+
+    def _deal(self, group: tuple[Axis, ...], leaves: list[int], coordinate: dict[str, int]) -> None:
+        """Deals out the leaves of one group, in each set of ranks that differ along it only."""
+        blocks: list[MatrixBlock] = []
+        for leaf in leaves:
+            blocks += self._cut(leaf, num_ranks(group))
+        blocks.sort(key=lambda block: (-self._cost(block), block))
+        members = _coordinates(group)
+        for others in _coordinates(tuple(axis for axis in self._axes if axis not in group)):
+            dealt = self._deal_among(members, others, blocks)
+            if all(coordinate[name] == index for name, index in others.items()):
+                rank = members.index({axis.name: coordinate[axis.name] for axis in group})
+                rounds = [self._pack(owned) for owned in dealt]
+                self.groups.append(GroupRounds(group, members, rank, rounds))
+
+    def _deal_among(
+        self, members: list[dict[str, int]], others: dict[str, int], blocks: list[MatrixBlock]
+    ) -> list[list[MatrixBlock]]:
+        """The blocks that each of ``members`` gets, whose other indices are ``others``.
+
+        Adds their cost to what these ranks had to do before.
+        """
+        keys = []
+        for member in members:
+            indices = others | member
+            keys.append(tuple(indices[axis.name] for axis in self._axes))
+        # The least busy rank is on top; of equally busy ones the first, on every rank alike.
+        busy = [(self.cost[key], number) for number, key in enumerate(keys)]
+        heapq.heapify(busy)
+        dealt: list[list[MatrixBlock]] = [[] for _ in members]
+        for block in blocks:
+            cost, number = busy[0]
+            dealt[number].append(block)
+            heapq.heapreplace(busy, (cost + self._cost(block), number))
+        for cost, number in busy:
+            self.cost[keys[number]] = cost
+        return dealt
+
+    def _cut(self, leaf: int, ranks: int) -> list[MatrixBlock]:
+        """A leaf in so many blocks that each rank may get one, none of them too large."""
+        matrices = self.leaves[leaf]
+        count = matrices.count
+        size = math.prod(matrices.shape) * matrices.matrices_per_piece
+        step = max(1, min(-(-count // ranks), self._limit // size))
+        return [MatrixBlock(leaf, a, min(a + step, count)) for a in range(0, count, step)]
+
+    def _cost(self, block: MatrixBlock) -> int:
+        """Multiplications of one Newton-Schulz step.
+
+        With short side m and long side n: two products of m m n each, and one of m m m.
+        """
+        matrices = self.leaves[block.leaf]
+        short, long = sorted(matrices.shape)
+        count = (block.stop - block.start) * matrices.matrices_per_piece
+        return count * short * short * (2 * long + short)
+
+    def _pack(self, blocks: list[MatrixBlock]) -> list[list[MatrixBlock]]:
+        """One rank's blocks by round."""
+        rounds: list[list[MatrixBlock]] = []
+        room = 0
+        for block in blocks:
+            matrices = self.leaves[block.leaf]
+            count = (block.stop - block.start) * matrices.matrices_per_piece
+            size = count * math.prod(matrices.shape)
+            if not rounds or size > room:
+                rounds.append([])
+                room = self._limit
+            rounds[-1].append(block)
+            room -= size
+        return rounds
+
+
+def _coordinates(axes: tuple[Axis, ...]) -> list[dict[str, int]]:
+    """The indices of all ranks of these axes, in the order of ranks."""
+    names = [axis.name for axis in axes]
+    every_index = itertools.product(*(range(axis.size) for axis in axes))
+    return [dict(zip(names, index, strict=True)) for index in every_index]

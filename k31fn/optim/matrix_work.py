@@ -1,0 +1,210 @@
+"""Work on whole matrices of which ranks have parts.
+
+Round by round, with the owners of :mod:`k31fn.optim.matrix_owners`::
+
+    parts of each rank's next blocks travel to it       ragged_all_to_all
+    y = f(whole matrices)                               while the parts of the next round travel
+    parts of y travel back to all ranks that hold them  ragged_all_to_all
+
+So a rank has one round in work and another arriving. In the simulated mesh, where a program cannot
+differ by rank, every rank does the work of all matrices (:func:`on_every_rank`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from k31fn.optim.matrices import Matrices, MatrixBlock
+from k31fn.optim.matrix_owners import GroupRounds, MatrixOwners
+from k31fn.parallel import all_gather_invariant, pslice, ragged_all_to_all
+from k31fn.parallel.overlap import Pending, start, wait
+from k31fn.typing import Float, Tensor
+
+__all__ = ["on_every_rank", "on_owners"]
+
+_Work = Callable[[Tensor], Tensor]
+"""A function of a batch of matrices ``[matrices rows columns]`` that treats each alone."""
+
+
+def on_owners(
+    f: _Work, parts: Sequence[Tensor], owners: MatrixOwners
+) -> Iterator[tuple[int, Float[Tensor, "batch rows columns"]]]:
+    """``f`` of all matrices: for each leaf its number and this rank's part of the result, as they
+    come.
+
+    Args:
+        f: what is done; keeps shape and dtype.
+        parts: of this rank, ``[batch rows columns]`` as :class:`Matrices` says, all of one dtype
+            and device.
+        owners: of the matrices of these leaves.
+    """
+    results: dict[int, dict[int, Tensor]] = defaultdict(dict)
+    for rounds in owners.groups:
+        results_of = _exchange if rounds.axes else _stay
+        for block, piece in results_of(f, parts, owners, rounds):
+            matrices = owners.leaves[block.leaf]
+            of_leaf = results[block.leaf]
+            of_leaf[block.start] = piece
+            dim, size = (2, matrices.columns) if matrices.head_dim else (0, matrices.batch)
+            # A leaf is handed out as soon as its last piece is there, so that the caller can step
+            # it and let go of the result before the next one.
+            if sum(p.shape[dim] for p in of_leaf.values()) == size:
+                del results[block.leaf]
+                yield block.leaf, _cat([p for _, p in sorted(of_leaf.items()) if p.numel()], dim)
+
+
+def on_every_rank(
+    f: _Work, x: Float[Tensor, "batch rows columns"], matrices: Matrices
+) -> Float[Tensor, "batch rows columns"]:
+    """``f`` of the matrices of one leaf, on every rank: this rank's part of the result."""
+    # The innermost axis first: parts that lie side by side are joined before larger ones.
+    moves = [(axis, 1) for axis in reversed(matrices.row_axes)]
+    moves += [(axis, 2) for axis in reversed(matrices.column_axes)]
+    for axis, dim in moves:
+        x = all_gather_invariant(x, axis, dim)
+    y = matrices.join_heads(f(matrices.split_heads(x)), x.shape[0])
+    for axis, dim in reversed(moves):
+        y = pslice(y, axis, dim)
+    return y
+
+
+def _stay(
+    f: _Work, parts: Sequence[Tensor], owners: MatrixOwners, rounds: GroupRounds
+) -> Iterator[tuple[MatrixBlock, Tensor]]:
+    """Blocks that no other rank has anything of, and what becomes of them."""
+    for owned in rounds.blocks[0]:
+        blocks = [parts[b.leaf][owners.leaves[b.leaf].piece(b, {})] for b in owned]
+        yield from zip(owned, _work(f, blocks, owners, owned), strict=True)
+
+
+def _exchange(
+    f: _Work, parts: Sequence[Tensor], owners: MatrixOwners, rounds: GroupRounds
+) -> Iterator[tuple[MatrixBlock, Tensor]]:
+    """All blocks of a group, and this rank's pieces of what becomes of them."""
+    arriving = _send_parts(parts, owners, rounds, 0)
+    for k in range(rounds.count):
+        owned = rounds.owned(rounds.rank, k)
+        blocks = _assemble(wait(arriving), owners, rounds, owned)
+        # Only now: two rounds under way are the memory that a rank has for this.
+        if k + 1 < rounds.count:
+            arriving = _send_parts(parts, owners, rounds, k + 1)
+        results = _work(f, blocks, owners, owned)
+        returned = wait(_send_back(results, parts[0], owners, rounds, k))
+        yield from _receive_back(returned, owners, rounds, k)
+
+
+def _send_parts(
+    parts: Sequence[Tensor], owners: MatrixOwners, rounds: GroupRounds, k: int
+) -> Pending:
+    """Starts the exchange that brings the parts of round ``k`` to their owners."""
+    coordinate = rounds.coordinate
+    pieces, send, recv = [], [], []
+    for rank, member in enumerate(rounds.members):
+        sent = received = 0
+        for block in rounds.owned(rank, k):
+            matrices = owners.leaves[block.leaf]
+            if matrices.sends(coordinate, member):
+                pieces.append(parts[block.leaf][matrices.piece(block, coordinate)].flatten())
+                sent += matrices.piece_size(block, coordinate)
+        for block in rounds.owned(rounds.rank, k):
+            matrices = owners.leaves[block.leaf]
+            if matrices.sends(member, coordinate):
+                received += matrices.piece_size(block, member)
+        send.append(sent)
+        recv.append(received)
+    return start(ragged_all_to_all, _flat(pieces, parts[0]), rounds.axes, send, recv)
+
+
+def _assemble(
+    received: Tensor, owners: MatrixOwners, rounds: GroupRounds, owned: list[MatrixBlock]
+) -> list[Tensor]:
+    """This rank's blocks ``[batch rows columns]`` out of what their holders sent."""
+    # The order of :func:`_send_parts`: by source, and of each source by block.
+    arrivals: list[tuple[dict[str, int], MatrixBlock]] = []
+    for source in rounds.members:
+        for block in owned:
+            if owners.leaves[block.leaf].sends(source, rounds.coordinate):
+                arrivals.append((source, block))
+    sizes = [owners.leaves[block.leaf].piece_size(block, source) for source, block in arrivals]
+    grids: dict[MatrixBlock, dict[int, dict[int, Tensor]]] = {
+        block: defaultdict(dict) for block in owned
+    }
+    for (source, block), piece in zip(arrivals, received.split(sizes), strict=True):
+        matrices = owners.leaves[block.leaf]
+        row, column = matrices.grid_index(source)
+        grids[block][row][column] = piece.view(matrices.piece_shape(block, source))
+    return [_tiled(grids[block]) for block in owned]
+
+
+def _tiled(grid: dict[int, dict[int, Tensor]]) -> Tensor:
+    """A block out of its parts, by row and column; a rank whose columns it misses sent nothing."""
+    rows = []
+    for _, row in sorted(grid.items()):
+        parts = [part for _, part in sorted(row.items()) if part.numel()]
+        rows.append(_cat(parts, 2))
+    return _cat(rows, 1)
+
+
+def _work(
+    f: _Work, blocks: list[Tensor], owners: MatrixOwners, owned: list[MatrixBlock]
+) -> list[Tensor]:
+    """``f`` of the blocks, those of equal matrices at once: few large products, not many small."""
+    by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, block in enumerate(owned):
+        by_shape[owners.leaves[block.leaf].shape].append(number)
+    results = list(blocks)
+    for numbers in by_shape.values():
+        leaves = [owners.leaves[owned[number].leaf] for number in numbers]
+        heads = [
+            leaf.split_heads(blocks[number]) for leaf, number in zip(leaves, numbers, strict=True)
+        ]
+        y = f(_cat(heads, 0)).split([len(x) for x in heads])
+        for leaf, number, part in zip(leaves, numbers, y, strict=True):
+            results[number] = leaf.join_heads(part, blocks[number].shape[0])
+    return results
+
+
+def _send_back(
+    results: list[Tensor], like: Tensor, owners: MatrixOwners, rounds: GroupRounds, k: int
+) -> Pending:
+    """Starts the exchange that brings results to all who hold the part: replicas get equal bits."""
+    coordinate = rounds.coordinate
+    owned = rounds.owned(rounds.rank, k)
+    pieces, send, recv = [], [], []
+    for rank, holder in enumerate(rounds.members):
+        sent = received = 0
+        for block, y in zip(owned, results, strict=True):
+            matrices = owners.leaves[block.leaf]
+            pieces.append(y[matrices.piece_in_block(block, holder)].flatten())
+            sent += matrices.piece_size(block, holder)
+        for block in rounds.owned(rank, k):
+            received += owners.leaves[block.leaf].piece_size(block, coordinate)
+        send.append(sent)
+        recv.append(received)
+    return start(ragged_all_to_all, _flat(pieces, like), rounds.axes, send, recv)
+
+
+def _receive_back(
+    received: Tensor, owners: MatrixOwners, rounds: GroupRounds, k: int
+) -> Iterator[tuple[MatrixBlock, Tensor]]:
+    """This rank's pieces of all blocks of a round."""
+    blocks: list[MatrixBlock] = []
+    for rank in range(len(rounds.members)):
+        blocks += rounds.owned(rank, k)
+    shapes = [owners.leaves[block.leaf].piece_shape(block, rounds.coordinate) for block in blocks]
+    sizes = [owners.leaves[block.leaf].piece_size(block, rounds.coordinate) for block in blocks]
+    for block, shape, piece in zip(blocks, shapes, received.split(sizes), strict=True):
+        yield block, piece.view(shape)
+
+
+def _flat(pieces: list[Tensor], like: Tensor) -> Tensor:
+    """The pieces end to end; none: an empty tensor of the dtype and device of ``like``."""
+    return _cat(pieces, 0) if pieces else like.new_empty(0)
+
+
+def _cat(tensors: list[Tensor], dim: int) -> Tensor:
+    """``torch.cat``, which would copy a single tensor for nothing."""
+    return torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0]
