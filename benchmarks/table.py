@@ -1,5 +1,6 @@
-"""README's table of benchmarks, from the JSON files: ``python -m benchmarks.table README.md
-[--check]``.
+"""The table of operators in ``docs/results.md``, from the JSON files.
+
+``python -m benchmarks.table docs/results.md [--check]``.
 
 Writes the table between the two marker comments of the file; with ``--check`` changes nothing and
 fails if it is not what the JSON files give.
@@ -95,7 +96,7 @@ def replaced(text: str, table: str) -> str:
 def main() -> int:
     """Returns 1 if ``--check`` finds another table."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.table", description="README's table of benchmarks"
+        prog="python -m benchmarks.table", description="the table of operators in docs/results.md"
     )
     parser.add_argument("file", type=Path, help="with the two marker comments")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of JSON files")

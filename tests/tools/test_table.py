@@ -1,4 +1,4 @@
-"""README's table of benchmarks is what the JSON files give, or the check fails."""
+"""The table of benchmarks is what the JSON files give, or the check fails."""
 
 import json
 import sys
@@ -40,21 +40,21 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def places(tmp_path: Path) -> tuple[Path, Path]:
     (tmp_path / "mix.json").write_text(json.dumps(FOUND))
     (tmp_path / "other.json").write_text("{}")  # of another kind of benchmark
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
-    return readme, tmp_path
+    page = tmp_path / "results.md"
+    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    return page, tmp_path
 
 
 def test_written_and_checked(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    readme, results = places
-    assert run(monkeypatch, readme, "--results", results, "--check") == 1
+    page, results = places
+    assert run(monkeypatch, page, "--results", results, "--check") == 1
     assert "the table is not that of" in capsys.readouterr().out
-    assert "old" in readme.read_text()
-    assert run(monkeypatch, readme, "--results", results) == 0
-    assert run(monkeypatch, readme, "--results", results, "--check") == 0
-    text = readme.read_text()
+    assert "old" in page.read_text()
+    assert run(monkeypatch, page, "--results", results) == 0
+    assert run(monkeypatch, page, "--results", results, "--check") == 0
+    text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     line = next(row for row in text.splitlines() if row.startswith("| Mix"))
@@ -64,28 +64,28 @@ def test_written_and_checked(
     assert cells == ["Mix, T8", *shares, "3 MiB", "-", "-", "-", "2.00 / 5.00"]
     assert "a device (torch 2)" in text
     (results / "mix.json").write_text(json.dumps(FOUND | {"hardware": "another"}))
-    assert run(monkeypatch, readme, "--results", results, "--check") == 1
+    assert run(monkeypatch, page, "--results", results, "--check") == 1
 
 
 def test_no_place(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme, results = places
-    readme.write_text(table.BEGIN)
+    page, results = places
+    page.write_text(table.BEGIN)
     with pytest.raises(SystemExit):
-        run(monkeypatch, readme, "--results", results)
+        run(monkeypatch, page, "--results", results)
     assert (
         "no place for the table; write a line <!-- benchmarks: begin -->" in capsys.readouterr().err
     )
-    assert readme.read_text() == table.BEGIN
+    assert page.read_text() == table.BEGIN
 
 
 def test_no_result_is_refused(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    readme, results = places
-    before = readme.read_text()
+    page, results = places
+    before = page.read_text()
     with pytest.raises(SystemExit):
-        run(monkeypatch, readme, "--results", results / "none")
-    assert readme.read_text() == before
+        run(monkeypatch, page, "--results", results / "none")
+    assert page.read_text() == before
 
 
 def test_committed_results_give_a_table() -> None:
