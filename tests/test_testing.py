@@ -44,9 +44,7 @@ def test_check_grads_passes_right_gradients(
 
 def matmul_with(bwd: Callable[..., Any]) -> Callable[..., Any]:
     """``x @ w`` with the given reverse rule."""
-    rule = autodiff.custom_vjp(torch.matmul, name="matmul").defvjp(
-        lambda x, w: (x @ w, (x, w)), bwd
-    )
+    rule = autodiff.custom_vjp(lambda x, w: (x @ w, (x, w)), bwd, name="matmul")
     return lambda params, x: torch.tanh(rule(x, params["w"])) ** 2
 
 
@@ -77,8 +75,10 @@ def test_check_grads_finds_planted_errors_and_names_the_leaf(error: str, per_coo
 
 
 def test_check_grads_names_the_element():
-    rule = autodiff.custom_vjp(torch.square, name="square").defvjp(
-        lambda x: (x * x, (x,)), lambda r, ct: (2 * r[0] * ct * torch.tensor([1.0, 1.0, 1.1]),)
+    rule = autodiff.custom_vjp(
+        lambda x: (x * x, (x,)),
+        lambda r, ct: (2 * r[0] * ct * torch.tensor([1.0, 1.0, 1.1]),),
+        name="square",
     )
     with pytest.raises(AssertionError, match=r"leaf '0'\[1, 2\]"):
         check_grads(
@@ -90,16 +90,16 @@ def test_check_grads_names_the_element():
 
 def test_check_grads_sees_a_leaf_that_hardly_matters():
     """1e-6 of the output, its gradient wrong by 0.1%: 1e-9 of the whole."""
-    wrong = autodiff.custom_vjp(torch.square, name="square").defvjp(
-        lambda x: (x * x, (x,)), lambda r, ct: (2.002 * r[0] * ct,)
+    wrong = autodiff.custom_vjp(
+        lambda x: (x * x, (x,)), lambda r, ct: (2.002 * r[0] * ct,), name="square"
     )
     with pytest.raises(AssertionError, match="leaf '1'"):
         check_grads(lambda x, y: x.exp().sum() + 1e-6 * wrong(y).sum(), (normal(9), normal(9)))
 
 
 def test_check_grads_finds_a_wrong_second_derivative_under_a_right_first():
-    detached = autodiff.custom_vjp(torch.exp, name="exp").defvjp(
-        lambda x: (x.exp(), (x,)), lambda r, ct: (r[0].detach().exp() * ct,)
+    detached = autodiff.custom_vjp(
+        lambda x: (x.exp(), (x,)), lambda r, ct: (r[0].detach().exp() * ct,), name="exp"
     )
     check_grads(detached, (normal(4),))
     with pytest.raises(AssertionError, match="order 2, leaf '0'"):
@@ -317,13 +317,14 @@ def scaled_square(x: Tensor, parts: tuple[Tensor, ...], scale: float) -> dict[st
 def square_rule(factor: float, fwd_factor: float = 1.0) -> Callable[..., Any]:
     """The op with a hand-written backward, wrong by ``factor``."""
     rule = autodiff.custom_vjp(
-        scaled_square, nondiff_argnums=(2,), opaque=True, name="fused_square"
-    ).defvjp(
         lambda x, parts, scale: (scaled_square(x, parts, scale * fwd_factor), (x, parts)),
         lambda scale, r, ct: (
             factor * 2 * scale * r[0] * r[1][0] * ct["y"],
             ((scale * ct["y"] * r[0] ** 2).sum(0),),
         ),
+        nondiff_argnums=(2,),
+        opaque=True,
+        name="fused_square",
     )
     return rule
 

@@ -262,17 +262,38 @@ def differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
-    """A function of pytrees with its own reverse rule.
+class custom_vjp:  # noqa: N801 (a function's maker, spelt as in JAX)
+    """A function of pytrees that is given by its forward and its reverse rule.
 
     ``fwd(*args) -> (out, residuals)`` and ``bwd(*static, residuals, ct) -> one gradient tree (or
-    None for zero) per differentiable argument``, as in ``jax.custom_vjp``. Works under
-    ``torch.func.grad``, ``vjp``, ``vmap``, ``jacrev``, nested, and under plain autograd, with any
-    number of leaves. Rules in plain torch are differentiable to any order as long as their
-    residuals are inputs and outputs.
+    None for zero) per differentiable argument``. Works under ``torch.func.grad``, ``vjp``,
+    ``vmap``, ``jacrev``, nested, and under plain autograd, with any number of leaves. Rules in
+    plain torch are differentiable to any order as long as their residuals are inputs and outputs.
+
+    A square that is scaled by a Python number, whose gradient reads the input again:
+
+    >>> def fwd(x, scale):
+    ...     return scale * x * x, x          # the value, and what bwd is to be given
+    >>> def bwd(scale, x, ct):               # static arguments, residuals, cotangent
+    ...     return (2 * scale * x * ct,)     # one gradient for each differentiable argument
+    >>> scaled_square = custom_vjp(fwd, bwd, nondiff_argnums=(1,), name="scaled_square")
+    >>> scaled_square(torch.tensor(3.0), 5)
+    tensor(45.)
+    >>> torch.func.grad(scaled_square)(torch.tensor(3.0), 5)
+    tensor(30.)
+    >>> torch.func.vmap(torch.func.grad(scaled_square), (0, None))(torch.tensor([1.0, 2.0]), 5)
+    tensor([10., 20.])
+
+    Its only residual is an input, so it has a second derivative too:
+
+    >>> torch.func.grad(torch.func.grad(scaled_square))(torch.tensor(3.0), 5)
+    tensor(10.)
 
     Args:
-        fn: the function; used for its name and documentation.
+        fwd: the value and the residuals, a tree of tensors and plain Python values. It must not
+            read a differentiated tensor that is not among its arguments.
+        bwd: the gradients, from the static arguments, the residuals and the cotangent, which has
+            the structure of the output.
         nondiff_argnums: positions of plain Python arguments; they reach ``bwd`` first, in the order
             of their position.
         opaque: the backward cannot be taped (a kernel). A second derivative then raises instead of
@@ -281,7 +302,7 @@ class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
             ``needs`` has a tree of bools per differentiable argument, with its structure (a bool
             for a tensor). For a frozen weight, or an integer, it is False; the gradient returned
             for it is dropped and may be None.
-        name: for messages; by default that of ``fn``.
+        name: for messages; by default that of ``fwd``.
         instead: what the message about a second derivative recommends.
 
     Raises:
@@ -291,7 +312,8 @@ class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fwd: Callable[..., Any],
+        bwd: Callable[..., Any],
         *,
         nondiff_argnums: Sequence[int] = (),
         opaque: bool = False,
@@ -299,19 +321,13 @@ class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
         name: str = "",
         instead: str = "the reference implementation (k31fn.kernels.registry.use_impl)",
     ) -> None:
+        self.fwd = fwd
+        self.bwd = bwd
         self.nondiff_argnums = tuple(sorted(nondiff_argnums))
         self.opaque = opaque
         self.needs = needs
+        self.name = name or getattr(fwd, "__name__", type(fwd).__name__)
         self.instead = instead
-        self.name = name or getattr(fn, "__name__", type(fn).__name__)
-        self.__doc__ = fn.__doc__
-        self.fwd: Callable[..., Any] = _no_rule
-        self.bwd: Callable[..., Any] = _no_rule
-
-    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> custom_vjp:
-        """Sets the rule and returns the function."""
-        self.fwd, self.bwd = fwd, bwd
-        return self
 
     def __call__(self, *args: Any) -> Any:
         """The function's value."""
@@ -325,10 +341,6 @@ class custom_vjp:  # noqa: N801 (a decorator, spelt as in JAX)
         call.constants = [_TENSOR if isinstance(v, Tensor) else v for v in values]
         outputs = _Forward.apply(call, *[v for v in values if isinstance(v, Tensor)])
         return tree.unflatten(call.out_def, outputs[: call.num_out])
-
-
-def _no_rule(*_: Any) -> Any:
-    raise ValueError("custom_vjp: no rule; call defvjp(fwd, bwd) first")
 
 
 def stop_gradient(x: Any) -> Any:

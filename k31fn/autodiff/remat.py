@@ -220,8 +220,8 @@ def remat(f: Callable[..., Any], *, save: Sequence[str] = ()) -> Callable[..., A
         )
 
     rule = custom_vjp(
-        f, needs=True, name=f"remat({getattr(f, '__name__', type(f).__name__)})"
-    ).defvjp(fwd, bwd)
+        fwd, bwd, needs=True, name=f"remat({getattr(f, '__name__', type(f).__name__)})"
+    )
 
     @functools.wraps(f)
     def wrapped(*args: Any) -> Any:
@@ -353,9 +353,13 @@ def saveable(name: str, rule: custom_vjp) -> Callable[..., Any]:
 
     static = [i + 1 for i in rule.nondiff_argnums]
     play = custom_vjp(
-        play_fwd, nondiff_argnums=static, opaque=rule.opaque, needs=rule.needs, name=rule.name
+        play_fwd,
+        play_bwd,
+        nondiff_argnums=static,
+        opaque=rule.opaque,
+        needs=rule.needs,
+        name=rule.name,
     )
-    play = play.defvjp(play_fwd, play_bwd)
 
     def call(*args: Any) -> Any:
         tape = _TAPE.get()
@@ -425,6 +429,10 @@ def _play_bwd(needs: Any, residuals: Any, ct: Any) -> tuple[Any, ...]:
 
 
 _PLAY = custom_vjp(
-    _play_fwd, opaque=True, needs=True, name="keepable", instead="remat='none' or 'layer'"
+    _play_fwd,
+    _play_bwd,
+    opaque=True,
+    needs=True,
+    name="keepable",
+    instead="remat='none' or 'layer'",
 )
-_PLAY.defvjp(_play_fwd, _play_bwd)

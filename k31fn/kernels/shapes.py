@@ -75,13 +75,13 @@ def known(
     out, has_gradient, reached = results[key]
     tensors = [x for x in leaves if isinstance(x, Tensor)]
 
-    def fresh(*_: Any) -> Any:
+    def fresh() -> Any:
         return tree.map(lambda make: make(), out)
 
     def gradients(inputs: tuple[Tensor, ...], _: Any) -> tuple[Tensor | None, ...]:
         return tuple(torch.empty_like(x) if i in reached else None for i, x in enumerate(inputs))
 
-    rule = custom_vjp(fresh, name=name).defvjp(lambda *x: (fresh(), x), gradients)
+    rule = custom_vjp(lambda *x: (fresh(), x), gradients, name=name)
     made = rule(*[x if i in reached else x.detach() for i, x in enumerate(tensors)])
     return tree.map(lambda x, kept: x if kept else x.detach(), made, has_gradient)
 

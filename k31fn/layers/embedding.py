@@ -110,7 +110,7 @@ def _lookup_bwd(residuals: tuple[Tensor, int, torch.dtype], ct: Tensor) -> tuple
     return total.to(dtype), None
 
 
-_lookup = custom_vjp(_lookup_fwd, name="embedding").defvjp(_lookup_fwd, _lookup_bwd)
+_lookup = custom_vjp(_lookup_fwd, _lookup_bwd, name="embedding")
 
 
 def check_tokens(

@@ -208,8 +208,9 @@ def _frozen_bwd(transposed: bool, residuals: Any, ct: Tensor) -> tuple[Any, ...]
     return (dx if dx.shape == shape else dx.sum_to_size(shape)), None, None
 
 
-_frozen_product = custom_vjp(_frozen_fwd, nondiff_argnums=(0,), name="product with a frozen weight")
-_frozen_product.defvjp(_frozen_fwd, _frozen_bwd)
+_frozen_product = custom_vjp(
+    _frozen_fwd, _frozen_bwd, nondiff_argnums=(0,), name="product with a frozen weight"
+)
 
 
 def split_heads(

@@ -185,9 +185,14 @@ def scan(
         )
 
     rule = custom_vjp(
-        scan, opaque=True, needs=True, instead="remat='none', or layers that gather inside remat"
+        fwd,
+        bwd,
+        opaque=True,
+        needs=True,
+        name="scan",
+        instead="remat='none', or layers that gather inside remat",
     )
-    carry, reports = call_recorded(rule.defvjp(fwd, bwd), params, carry, shared, own)
+    carry, reports = call_recorded(rule, params, carry, shared, own)
     return tree.map(
         lambda x, reached: x if reached else stop_gradient(x), carry, reach.carries[-1]
     ), reports

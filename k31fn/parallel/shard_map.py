@@ -121,9 +121,7 @@ class _Run:
                 every[i] = g
             return tree.unflatten(structure, every)
 
-        rule = custom_vjp(f, name=f"shard_map({getattr(f, '__name__', type(f).__name__)})").defvjp(
-            fwd, bwd
-        )
+        rule = custom_vjp(fwd, bwd, name=f"shard_map({getattr(f, '__name__', type(f).__name__)})")
         return rule(*args)
 
     def _threads(

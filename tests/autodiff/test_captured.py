@@ -120,11 +120,13 @@ def test_rules_refuse_captured_tensors_too():
     """Also through a function passed as a static argument."""
 
     def scale(w):
-        op = custom_vjp(torch.mul, name="scale")
-        return op.defvjp(lambda x: (x * w, w), lambda r, ct: (ct * r,))
+        return custom_vjp(lambda x: (x * w, w), lambda r, ct: (ct * r,), name="scale")
 
-    apply = custom_vjp(lambda f, x: f(x), nondiff_argnums=(0,), name="apply").defvjp(
-        lambda f, x: (f(x), x), lambda f, res, ct: (ct * f(res),)
+    apply = custom_vjp(
+        lambda f, x: (f(x), x),
+        lambda f, res, ct: (ct * f(res),),
+        nondiff_argnums=(0,),
+        name="apply",
     )
     for f in (
         lambda w: scale(w)(normal(3)).sum(),

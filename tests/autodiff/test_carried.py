@@ -44,7 +44,7 @@ def test_a_backward_reads_what_its_forward_read(level: contextvars.ContextVar[in
         seen.append((level.get(), IDLE.get()))
         return (2 * ct,)
 
-    twice = custom_vjp(lambda x: 2 * x).defvjp(lambda x: (2 * x, ()), bwd)
+    twice = custom_vjp(lambda x: (2 * x, ()), bwd)
     x = torch.ones(3)
     for variable in (level, IDLE):
         variable.set(5)
@@ -64,7 +64,7 @@ def test_an_implementation_that_was_asked_for_runs_in_a_backward_elsewhere(
     monkeypatch.setattr("k31fn.kernels.registry.OPS", {})
     inner = Op("inner", lambda x: 3 * x)
     inner.register(Implementation("other", (), lambda x: 4 * x, on_request=("cpu",)))
-    outer = custom_vjp(inner).defvjp(lambda x: (inner(x), ()), lambda _, ct: (inner(ct),))
+    outer = custom_vjp(lambda x: (inner(x), ()), lambda _, ct: (inner(ct),), name="inner")
     x = torch.ones(2)
     with use_impl(inner="other"), record_impls() as ran:
         _, pull = vjp(outer, x)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import doctest
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +45,7 @@ def _product_bwd(power: int, name: str, res: dict[str, Any], ct: Pair) -> tuple[
     return Params(torch.outer(dy, x), {"b": db, "steps": None, "none": ()}), p.w.T @ dy
 
 
-ruled = custom_vjp(product, nondiff_argnums=(3, 2)).defvjp(_product_fwd, _product_bwd)
+ruled = custom_vjp(_product_fwd, _product_bwd, nondiff_argnums=(3, 2), name="product")
 
 
 def reduce(pair: Pair) -> Tensor:
@@ -114,7 +115,7 @@ def test_an_unbatched_output_beside_a_batched_one_is_not_counted_per_sample(
     2.11, 2.13).
     """
     rule = wrap(
-        custom_vjp(lambda w, x: 0).defvjp(
+        custom_vjp(
             lambda w, x: ((2 * w, w * x), (w, x)),
             lambda res, ct: (2 * ct[0] + ct[1] * res[1], ct[1] * res[0]),
         )
@@ -140,15 +141,15 @@ def test_static_arguments_reach_both_rules_by_position():
         seen.append(parts[:-2])
         return (parts[-1],)
 
-    rule = custom_vjp(lambda a, x, b: x, nondiff_argnums=(2, 0)).defvjp(
-        lambda a, x, b: (seen.append((a, b)), (x * 1, ()))[1], bwd
+    rule = custom_vjp(
+        lambda a, x, b: (seen.append((a, b)), (x * 1, ()))[1], bwd, nondiff_argnums=(2, 0)
     )
     value_and_grad(lambda x: rule("a", x, "b").sum())(normal(2))
     assert seen == [("a", "b"), ("a", "b")]
 
 
 def test_python_leaves_and_integer_leaves_pass_through():
-    rule = custom_vjp(lambda args: args).defvjp(
+    rule = custom_vjp(
         lambda a: ((a["x"] * a["k"], a["i"] + 1), a),
         lambda r, ct: ({"i": None, "k": None, "x": ct[0] * r["k"]},),
     )
@@ -163,7 +164,7 @@ def test_python_leaves_and_integer_leaves_pass_through():
 def test_more_than_a_hundred_leaves():
     names = [f"k{i}" for i in range(150)]
     tensors = {n: normal(2) for n in names}
-    rule = custom_vjp(lambda a: a).defvjp(
+    rule = custom_vjp(
         lambda a: ({n: v**2 for n, v in a.items()}, a),
         lambda r, ct: ({n: 2 * r[n] * ct[n] for n in r},),
     )
@@ -190,7 +191,7 @@ def test_a_constant_that_a_rule_captured_stays_one(place: str):
     def fwd(x: Tensor) -> tuple[Any, Any]:
         return (x * constant, constant) if place == "output" else (x * constant, x), (x, constant)
 
-    rule = custom_vjp(lambda x: x, name="captures").defvjp(fwd, lambda res, ct: (ct[0] * res[1],))
+    rule = custom_vjp(fwd, lambda res, ct: (ct[0] * res[1],), name="captures")
     x = torch.randn(3, dtype=F64, requires_grad=True)
     assert rule(x)[0].requires_grad
     assert not constant.requires_grad
@@ -212,9 +213,7 @@ def test_second_derivatives_flow_through_inputs_and_outputs_only(by: Callable[..
 
 
 def test_an_output_may_be_an_input_and_may_appear_twice():
-    same = custom_vjp(lambda x: x).defvjp(
-        lambda x: ((x, x, x[1:]), ()), lambda res, ct: (ct[0] + ct[1],)
-    )
+    same = custom_vjp(lambda x: ((x, x, x[1:]), ()), lambda res, ct: (ct[0] + ct[1],))
     squared = remat(lambda x: (lambda y: (y, y))(x * x))
     x = normal(3)
     for transform in (grad, lambda f: lambda x: value_and_grad(f)(x)[1]):
@@ -235,16 +234,20 @@ def test_an_output_may_be_an_input_and_may_appear_twice():
     ],
 )
 def test_a_wrong_backward_is_named(bwd: Callable[..., Any], message: str):
-    rule = custom_vjp(lambda x, y: x, name="mine").defvjp(lambda x, y: (x * 1, ()), bwd)
+    rule = custom_vjp(lambda x, y: (x * 1, ()), bwd, name="mine")
     with pytest.raises(ValueError, match=f"mine: .*{message}"):
         value_and_grad(lambda x, y: rule(x, y).sum(), (0, 1))(normal(3), normal(2))
 
 
-def test_a_rule_is_needed_and_outputs_are_tensors():
-    with pytest.raises(ValueError, match="call defvjp"):
-        custom_vjp(torch.exp)(normal(2))
+def test_the_documented_example_runs():
+    names = {"custom_vjp": custom_vjp, "torch": torch}
+    (example,) = doctest.DocTestFinder(recurse=False).find(custom_vjp, "custom_vjp", globs=names)
+    assert doctest.DocTestRunner().run(example) == (0, 7)
+
+
+def test_outputs_are_tensors():
     with pytest.raises(ValueError, match="exp: its output has the leaf 3"):
-        custom_vjp(torch.exp).defvjp(lambda x: ((x, 3), ()), lambda res, ct: ct)(normal(2))
+        custom_vjp(lambda x: ((x, 3), ()), lambda res, ct: ct, name="exp")(normal(2))
 
 
 def plain_second_order(f: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -311,8 +314,11 @@ def test_a_second_derivative_that_does_not_pass_through_the_opaque_rule_is_allow
 
 
 def test_an_opaque_rule_may_give_no_gradient_and_integers():
-    rule = custom_vjp(torch.mul, opaque=True).defvjp(
-        lambda a, b: ((a * b, a.argmax()), (b,)), lambda r, ct: (ct[0] * r[0], None)
+    rule = custom_vjp(
+        lambda a, b: ((a * b, a.argmax()), (b,)),
+        lambda r, ct: (ct[0] * r[0], None),
+        opaque=True,
+        name="mul",
     )
     a, b = normal(2, 3), normal(3)
     close(vmap(grad(lambda a: rule(a, b)[0].sum()))(a), b.expand(2, 3).clone())
@@ -330,8 +336,10 @@ def noting(seen: list[Any]) -> Callable[..., Any]:
         d_w = {"a": ct * x if needs[0]["a"] else None, "b": ct * 1 if needs[0]["b"] else None}
         return d_w, ct * w["a"] if needs[1] else None, None
 
-    rule = custom_vjp(lambda w, x, n: w["a"] * x + w["b"] + n, needs=True, name="noting")
-    return rule.defvjp(lambda w, x, n: (w["a"] * x + w["b"] + n, (w, x)), bwd)
+    def fwd(w: Any, x: Tensor, n: Tensor) -> Any:
+        return w["a"] * x + w["b"] + n, (w, x)
+
+    return custom_vjp(fwd, bwd, needs=True, name="noting")
 
 
 BY_SUBSET = {
@@ -366,9 +374,7 @@ def test_a_rule_learns_whose_gradients_are_used(by: str, wrap: Callable[..., Any
 
 
 def test_what_a_rule_gives_unasked_is_dropped():
-    rule = custom_vjp(torch.mul).defvjp(
-        lambda a, b: (a * b, (a, b)), lambda r, ct: (ct * r[1], ct[:1])
-    )
+    rule = custom_vjp(lambda a, b: (a * b, (a, b)), lambda r, ct: (ct * r[1], ct[:1]), name="mul")
     a, b = normal(3), normal(3)
     close(grad(lambda a: rule(a, b).sum())(a), b)
     with pytest.raises(

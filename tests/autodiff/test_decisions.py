@@ -132,9 +132,10 @@ def test_decisions_made_where_they_cannot_be_kept_are_refused():
     x = normal(2, 3)
     with pytest.raises(RuntimeError, match=r"'max' was made under a torch.func transform inside"):
         value_and_grad(remat(lambda x: vmap(two_choices)(x).sum()))(x)
-    chosen = custom_vjp(two_choices, name="chosen").defvjp(
+    chosen = custom_vjp(
         lambda x: (lambda i: (x[i] * 2, (x, i)))(decision("max", lambda s: s.argmax(), x)),
         lambda res, ct: (torch.where(torch.arange(3) == res[1], 2 * ct, 0.0),),
+        name="chosen",
     )
     close(vmap(grad(chosen))(x).sum(-1), torch.full((2,), 2.0, dtype=F64))
     with pytest.raises(RuntimeError, match="'max' is asked for inside the forward of a custom_vjp"):

@@ -293,8 +293,8 @@ def test_the_layers_of_the_model_split(number, again, monkeypatch):
 # ----------------------------------------------------------------------------------------- refusals
 def test_a_product_that_does_its_work_twice_is_refused_with_the_figures():
     """A rule whose backward always computes both gradients."""
-    both = custom_vjp(torch.matmul).defvjp(
-        lambda x, w: (x @ w, (x, w)), lambda r, ct: (ct @ r[1].mT, r[0].mT @ ct)
+    both = custom_vjp(
+        lambda x, w: (x @ w, (x, w)), lambda r, ct: (ct @ r[1].mT, r[0].mT @ ct), name="matmul"
     )
     with pytest.raises(
         ValueError, match=r"inputs 1440 [+] weights 1440 = 2880 operations, the whole 1440"

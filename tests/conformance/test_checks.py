@@ -62,11 +62,14 @@ class Hasty(Twisted):
         return ct * ctx.saved_tensors[0] if ct.abs().sum().item() else torch.zeros_like(ct)
 
 
-once_only = autodiff.custom_vjp(torch.exp, opaque=True, name="fused").defvjp(
-    lambda x: (lambda y: (y, (y,)))(x.exp()), lambda res, ct: (ct * res[0],)
+once_only = autodiff.custom_vjp(
+    lambda x: (lambda y: (y, (y,)))(x.exp()),
+    lambda res, ct: (ct * res[0],),
+    opaque=True,
+    name="fused",
 )
-wrong = autodiff.custom_vjp(torch.exp, name="wrong").defvjp(
-    lambda x: (lambda y: (y, (y,)))(x.exp()), lambda res, ct: (1.001 * ct * res[0],)
+wrong = autodiff.custom_vjp(
+    lambda x: (lambda y: (y, (y,)))(x.exp()), lambda res, ct: (1.001 * ct * res[0],), name="wrong"
 )
 on_thread = threading.local()
 on_thread.scale = 1.0

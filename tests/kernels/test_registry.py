@@ -135,8 +135,8 @@ def test_on_request_only(op: Op):
 
 
 def test_a_fused_implementation_is_first_order_and_says_what_is_not(op: Op):
-    fused = autodiff.custom_vjp(scale, opaque=True, name="fused scale").defvjp(
-        lambda x: (2 * x, ()), lambda _, ct: (2 * ct.detach(),)
+    fused = autodiff.custom_vjp(
+        lambda x: (2 * x, ()), lambda _, ct: (2 * ct.detach(),), opaque=True, name="fused scale"
     )
     op.register(Implementation("fused", ("cpu",), fused))
     assert torch.equal(grad(lambda x: op(x).sum())(X), 2 * X)

@@ -116,8 +116,8 @@ def gathered_mlp(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -> Tenso
     return remat(block)(params, x)
 
 
-_relu = custom_vjp(torch.relu, opaque=True).defvjp(
-    lambda h: (torch.relu(h), h), lambda h, g: (g * (h > 0),)
+_relu = custom_vjp(
+    lambda h: (torch.relu(h), h), lambda h, g: (g * (h > 0),), opaque=True, name="relu"
 )
 
 

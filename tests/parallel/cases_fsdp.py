@@ -65,11 +65,6 @@ def mesh_of(axes: MeshAxes) -> Mesh:
     return Mesh(**{view: axis_size(axes.view(view)) for view in ("pp", "dp", "fsdp", "cp", "tp")})
 
 
-@functools.partial(custom_vjp, nondiff_argnums=(1,))
-def _noted(x: Tensor, text: str) -> Tensor:
-    return x
-
-
 def _noted_fwd(x: Tensor, text: str) -> tuple[Tensor, Any]:
     note_event(f"run {text}")
     return x.clone(), ()
@@ -80,7 +75,7 @@ def _noted_bwd(text: str, _: Any, g: Tensor) -> tuple[Tensor]:
     return (g,)
 
 
-_noted.defvjp(_noted_fwd, _noted_bwd)
+_noted = custom_vjp(_noted_fwd, _noted_bwd, nondiff_argnums=(1,), name="noted")
 
 
 def step(i: int, axes: MeshAxes, w: Any, carry: Any, shared: Any, own: Any) -> tuple[Any, Any]:

@@ -169,5 +169,5 @@ def _bwd(scale: float, packing: Packing, residuals: Any, ct: Tensor) -> tuple[An
 
 
 packed_attention = custom_vjp(
-    _fwd, nondiff_argnums=(6, 7), opaque=True, name="attention (npu)"
-).defvjp(_fwd, _bwd)
+    _fwd, _bwd, nondiff_argnums=(6, 7), opaque=True, name="attention (npu)"
+)

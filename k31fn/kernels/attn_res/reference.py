@@ -92,4 +92,4 @@ def _mix_bwd(
     return tuple(d_sources), torch.cat(d_keys).sum(0)
 
 
-_mix = custom_vjp(_mix_fwd, nondiff_argnums=(2,), name="attn_res").defvjp(_mix_fwd, _mix_bwd)
+_mix = custom_vjp(_mix_fwd, _mix_bwd, nondiff_argnums=(2,), name="attn_res")

@@ -177,7 +177,5 @@ def _outer_bwd(found: list[Bucket], residuals: Any, of_w: Tensor) -> tuple[Any, 
     return _product(found, ct, of_w.mT, layout), _product(found, rows, of_w, layout), None
 
 
-_product = custom_vjp(buckets, nondiff_argnums=(0,), needs=True).defvjp(_product_fwd, _product_bwd)
-_outer = custom_vjp(_outer_fwd, nondiff_argnums=(0,), name="gradient of buckets").defvjp(
-    _outer_fwd, _outer_bwd
-)
+_product = custom_vjp(_product_fwd, _product_bwd, nondiff_argnums=(0,), needs=True, name="buckets")
+_outer = custom_vjp(_outer_fwd, _outer_bwd, nondiff_argnums=(0,), name="gradient of buckets")

@@ -52,10 +52,6 @@ def grouped_mm(
     return _with_contiguous_cotangent(product)
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
 def _identity_fwd(x: Tensor) -> tuple[Tensor, tuple[()]]:
     return x, ()
 
@@ -64,6 +60,4 @@ def _identity_bwd(residuals: tuple[()], ct: Tensor) -> tuple[Tensor]:
     return (ct.contiguous(),)
 
 
-_with_contiguous_cotangent = custom_vjp(_identity, name="grouped_mm").defvjp(
-    _identity_fwd, _identity_bwd
-)
+_with_contiguous_cotangent = custom_vjp(_identity_fwd, _identity_bwd, name="grouped_mm")

@@ -83,8 +83,9 @@ def _product_bwd(needs: Any, residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     return d_rows, torch.where((sizes > 0)[:, None, None], d_w, 0), None
 
 
-_product = custom_vjp(_product_fwd, opaque=True, needs=True, name="grouped_matmul (npu)")
-_product = _product.defvjp(_product_fwd, _product_bwd)
+_product = custom_vjp(
+    _product_fwd, _product_bwd, opaque=True, needs=True, name="grouped_matmul (npu)"
+)
 
 
 def dispatch_accepts(x: Tensor, order: Tensor, inverse: Tensor) -> str:
@@ -117,9 +118,7 @@ def _dispatch_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     )
 
 
-_dispatch = custom_vjp(_dispatch_fwd, opaque=True, name="dispatch (npu)").defvjp(
-    _dispatch_fwd, _dispatch_bwd
-)
+_dispatch = custom_vjp(_dispatch_fwd, _dispatch_bwd, opaque=True, name="dispatch (npu)")
 
 
 def combine_accepts(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> str:
@@ -156,9 +155,7 @@ def _combine_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     return d_rows, d_weights, None, None
 
 
-_combine = custom_vjp(_combine_fwd, opaque=True, name="combine (npu)").defvjp(
-    _combine_fwd, _combine_bwd
-)
+_combine = custom_vjp(_combine_fwd, _combine_bwd, opaque=True, name="combine (npu)")
 
 
 def _too_many(inverse: Tensor) -> str:

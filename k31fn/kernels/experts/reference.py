@@ -56,7 +56,7 @@ def permute(
     return _permute(rows, index, inverse)
 
 
-_permute = custom_vjp(permute).defvjp(_permute_fwd, _permute_bwd)
+_permute = custom_vjp(_permute_fwd, _permute_bwd, name="permute")
 
 
 def _dispatch_fwd(x: Tensor, order: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
@@ -76,7 +76,7 @@ def dispatch(
     return _dispatch(x, order, inverse)
 
 
-_dispatch = custom_vjp(dispatch).defvjp(_dispatch_fwd, _dispatch_bwd)
+_dispatch = custom_vjp(_dispatch_fwd, _dispatch_bwd, name="dispatch")
 
 
 def _combine_fwd(
@@ -113,7 +113,7 @@ def combine(
     return _combine(rows, weights, order, inverse)
 
 
-_combine = custom_vjp(combine).defvjp(_combine_fwd, _combine_bwd)
+_combine = custom_vjp(_combine_fwd, _combine_bwd, name="combine")
 
 
 def grouped_matmul(

@@ -112,7 +112,7 @@ def _fake_bwd(residuals: tuple[()], ct: Tensor) -> tuple[Tensor]:
     return (ct,)
 
 
-_fake_quantise = custom_vjp(fake_quantise, name="mxfp4.fake_quantise").defvjp(_fake_fwd, _fake_bwd)
+_fake_quantise = custom_vjp(_fake_fwd, _fake_bwd, name="mxfp4.fake_quantise")
 
 
 def _scaled(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,4 +49,4 @@ def _fake_bwd(residuals: tuple[()], ct: Tensor) -> tuple[Tensor]:
     return (ct,)
 
 
-_fake_quantise = custom_vjp(fake_quantise, name="mxfp8.fake_quantise").defvjp(_fake_fwd, _fake_bwd)
+_fake_quantise = custom_vjp(_fake_fwd, _fake_bwd, name="mxfp8.fake_quantise")

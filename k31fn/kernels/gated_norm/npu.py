@@ -51,6 +51,4 @@ def _bwd(eps: float, residuals: Any, ct: Tensor) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-_gated_norm = custom_vjp(_fwd, nondiff_argnums=(3,), opaque=True, name="gated_norm (npu)").defvjp(
-    _fwd, _bwd
-)
+_gated_norm = custom_vjp(_fwd, _bwd, nondiff_argnums=(3,), opaque=True, name="gated_norm (npu)")

@@ -26,10 +26,6 @@ def gated_norm(
     return _gated_norm(o, gate, weight, eps)
 
 
-def _value(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _fwd(o, gate, weight, eps)[0]
-
-
 def _normalised(o: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = upcast(o)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -54,4 +50,4 @@ def _bwd(eps: float, residuals: tuple[Tensor, ...], ct: Tensor) -> tuple[Tensor,
     return d_o.to(o.dtype), d_gate.to(gate.dtype), d_weight.to(weight.dtype)
 
 
-_gated_norm = custom_vjp(_value, nondiff_argnums=(3,), name="gated_norm").defvjp(_fwd, _bwd)
+_gated_norm = custom_vjp(_fwd, _bwd, nondiff_argnums=(3,), name="gated_norm")

@@ -51,11 +51,6 @@ def kda_fragment(
     return KdaFragment(*both.split([v.shape[-1], width], dim=-1))
 
 
-def _slab_value(*args: Any) -> Tensor:
-    """The state that leaves one slab."""
-    return _slab_fwd(*args)[0]
-
-
 def _slab_fwd(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, masks: Masks
 ) -> tuple[Tensor, tuple[Any, ...]]:
@@ -74,4 +69,4 @@ def _slab_bwd(residuals: tuple[Any, ...], ct: Tensor) -> tuple[Tensor | None, ..
     return *grads, d_beta, back.last, None
 
 
-_slab = custom_vjp(_slab_value, name="kda_fragment").defvjp(_slab_fwd, _slab_bwd)
+_slab = custom_vjp(_slab_fwd, _slab_bwd, name="kda_fragment")

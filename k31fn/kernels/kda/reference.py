@@ -68,11 +68,6 @@ def kda(
     return KdaOut(torch.cat(outputs, dim=1), state)
 
 
-def _slab_value(*args: Any) -> tuple[Tensor, Tensor]:
-    """Outputs and state of one slab."""
-    return _slab_fwd(*args)[0]
-
-
 def _slab_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, masks: Masks
 ) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
@@ -112,4 +107,4 @@ def _readers(
     return t.kq_decayed[:, :, :, k.shape[3] :] * masks.enters, p
 
 
-_slab = custom_vjp(_slab_value, name="kda").defvjp(_slab_fwd, _slab_bwd)
+_slab = custom_vjp(_slab_fwd, _slab_bwd, name="kda")

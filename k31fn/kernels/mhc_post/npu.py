@@ -50,4 +50,4 @@ def _bwd(residuals: Any, ct: Tensor) -> tuple[Tensor, ...]:
     return d_x, d_f, d_post, d_res
 
 
-_post = custom_vjp(_fwd, opaque=True, name="mhc_post (npu)").defvjp(_fwd, _bwd)
+_post = custom_vjp(_fwd, _bwd, opaque=True, name="mhc_post (npu)")

@@ -189,7 +189,7 @@ def _post_bwd(residuals: tuple[Tensor, ...], ct: Tensor) -> tuple[Tensor, ...]:
     return grouped(_launch_backward, *residuals, ct)
 
 
-_post = custom_vjp(_post_fwd, opaque=True, name="mhc_post (triton)").defvjp(_post_fwd, _post_bwd)
+_post = custom_vjp(_post_fwd, _post_bwd, opaque=True, name="mhc_post (triton)")
 
 
 def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:

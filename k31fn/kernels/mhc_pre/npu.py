@@ -80,6 +80,4 @@ def _bwd(eps: float, iterations: int, residuals: Any, ct: Pre) -> tuple[Tensor, 
     return d_x, d_phi.mT.to(phi.dtype), d_scale.to(scale.dtype), d_base.to(base.dtype)
 
 
-_pre = custom_vjp(_fwd, nondiff_argnums=(4, 5), opaque=True, name="mhc_pre (npu)").defvjp(
-    _fwd, _bwd
-)
+_pre = custom_vjp(_fwd, _bwd, nondiff_argnums=(4, 5), opaque=True, name="mhc_pre (npu)")

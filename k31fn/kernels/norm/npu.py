@@ -43,6 +43,4 @@ def _bwd(eps: float, residuals: Any, ct: Tensor) -> tuple[Tensor, Tensor]:
     return d_x.view(x.shape), d_weight.to(weight.dtype)
 
 
-_rms_norm = custom_vjp(_fwd, nondiff_argnums=(2,), opaque=True, name="rms_norm (npu)").defvjp(
-    _fwd, _bwd
-)
+_rms_norm = custom_vjp(_fwd, _bwd, nondiff_argnums=(2,), opaque=True, name="rms_norm (npu)")

@@ -47,12 +47,9 @@ Multiply = Callable[[Codes, Codes, Scaling, torch.dtype], Tensor]
 def product_rule(multiply: Multiply, name: str) -> Callable[..., Tensor]:
     """The op whose three products are ``multiply`` of encoded operands."""
 
-    def product(scaling: Scaling, b_blocks: bool, a: Tensor, b: Tensor) -> Tensor:
-        of_b = fp8_encode(b.mT, "tiles" if b_blocks and scaling == "blocks" else scaling)
-        return multiply(fp8_encode(a, scaling), of_b, scaling, a.dtype)
-
     def fwd(scaling: Scaling, b_blocks: bool, a: Tensor, b: Tensor) -> tuple[Tensor, Any]:
-        return product(scaling, b_blocks, a, b), (a, b)
+        of_b = fp8_encode(b.mT, "tiles" if b_blocks and scaling == "blocks" else scaling)
+        return multiply(fp8_encode(a, scaling), of_b, scaling, a.dtype), (a, b)
 
     def bwd(
         scaling: Scaling, b_blocks: bool, needs: Any, residuals: Any, ct: Tensor
@@ -61,7 +58,7 @@ def product_rule(multiply: Multiply, name: str) -> Callable[..., Tensor]:
         da = rule(scaling, b_blocks, ct, b.mT) if needs[0] else None
         return da, rule(scaling, False, a.mT, ct) if needs[1] else None
 
-    rule = custom_vjp(product, nondiff_argnums=(0, 1), needs=True, name=name).defvjp(fwd, bwd)
+    rule = custom_vjp(fwd, bwd, nondiff_argnums=(0, 1), needs=True, name=name)
     return lambda a, b, scaling, b_blocks: rule(scaling, b_blocks, a, b)
 
 

@@ -287,9 +287,7 @@ def _mix_bwd(
     return tuple(d_sources), d_query, d_norm
 
 
-_mix = custom_vjp(_mix_fwd, nondiff_argnums=(3,), opaque=True, name="attn_res (triton)").defvjp(
-    _mix_fwd, _mix_bwd
-)
+_mix = custom_vjp(_mix_fwd, _mix_bwd, nondiff_argnums=(3,), opaque=True, name="attn_res (triton)")
 
 
 def _holds(sources: Sequence[Tensor]) -> bool:

@@ -271,9 +271,7 @@ def _pre_bwd(
     return d_x, d_phi, d_scale, d_base
 
 
-_pre = custom_vjp(_pre_fwd, nondiff_argnums=(4, 5), opaque=True, name="mhc_pre (triton)").defvjp(
-    _pre_fwd, _pre_bwd
-)
+_pre = custom_vjp(_pre_fwd, _pre_bwd, nondiff_argnums=(4, 5), opaque=True, name="mhc_pre (triton)")
 
 
 def _launch_project(*operands: Tensor) -> tuple[Tensor, ...]:
