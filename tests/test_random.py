@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from k31fn import random
+from k31fn.random import tiles
+from k31fn.random.keys import _int64, check_key, philox
+from k31fn.random.quantile import half_normal
 
 # Random123, kat_vectors: philox4x32 10 (counter, key, words).
 VECTORS = [
@@ -41,7 +44,7 @@ def words(text: str) -> Tensor:
 
 @pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
 def test_philox_gives_the_published_vectors(counter: str, key: str, expected: str) -> None:
-    assert torch.stack(random._philox(*words(counter), words(key))).equal(words(expected))
+    assert torch.stack(philox(*words(counter), words(key))).equal(words(expected))
 
 
 def test_words_of_a_tensor_are_philox_of_its_indices() -> None:
@@ -49,7 +52,7 @@ def test_words_of_a_tensor_are_philox_of_its_indices() -> None:
     drawn = random.bits(key, shape)
     for i, j, k in itertools.product(*map(range, shape)):
         counter = (torch.tensor(w) for w in (k // 4, 5 * i + j, 0, 0))
-        assert drawn[i, j, k] == random._philox(*counter, words("89abcdef 01234567"))[k % 4]
+        assert drawn[i, j, k] == philox(*counter, words("89abcdef 01234567"))[k % 4]
 
 
 def test_row_index_uses_64_bits() -> None:
@@ -57,7 +60,7 @@ def test_row_index_uses_64_bits() -> None:
     drawn = random.bits(key, (rows, 2, 4), tile=(slice(rows - 1, rows), slice(1, 2), slice(0, 4)))
     index = 2 * rows - 1
     counter = (torch.tensor(w) for w in (0, index & 0xFFFFFFFF, index >> 32, 0))
-    assert drawn.flatten().equal(torch.stack(random._philox(*counter, key)))
+    assert drawn.flatten().equal(torch.stack(philox(*counter, key)))
 
 
 def random_tile(shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -80,7 +83,7 @@ def test_a_tile_is_bit_equal_to_the_slice(
     key = random.key(3)
     whole = draw(key, shape)
     assert whole.shape == shape
-    monkeypatch.setattr(random, "_PIECE_HOST", piece)
+    monkeypatch.setattr(tiles, "_PIECE_HOST", piece)
     assert draw(key, shape).equal(whole)
     for _ in range(12):
         tile = random_tile(shape)
@@ -218,13 +221,11 @@ def test_quantile_function_against_float64() -> None:
     # to third order.
     q = (0.5 - p) * (1 - 2 * (sample >> 31))
     expected = torch.where(q.abs() < 1e-4, math.sqrt(2 * math.pi) * q, expected)
-    torch.testing.assert_close(
-        random._half_normal(sample, 0.0).double(), expected, rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(half_normal(sample, 0.0).double(), expected, rtol=1e-6, atol=0)
 
 
 def test_extreme_words_are_finite_and_symmetric() -> None:
-    extremes = random._half_normal(torch.tensor([0, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]), 0.0)
+    extremes = half_normal(torch.tensor([0, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]), 0.0)
     assert extremes[0] == -extremes[2]
     assert extremes[1] == -extremes[3]
     expected = torch.tensor([-NormalDist().inv_cdf(2**-33), math.sqrt(2 * math.pi) * 2**-33])
@@ -352,18 +353,18 @@ KEY = torch.tensor([1, 2])
         (lambda: random.split(KEY, -2), "num=-2 must not be negative"),
         (lambda: random.fold_in(KEY, 1 << 63), "data=9223372036854775808 must fit int64"),
         (
-            lambda: random._int64(torch.tensor([1, 2]), KEY.device),
+            lambda: _int64(torch.tensor([1, 2]), KEY.device),
             r"data has shape \[2\].*expected one integer",
         ),
         (
-            lambda: random._int64(torch.tensor(1.0), KEY.device),
+            lambda: _int64(torch.tensor(1.0), KEY.device),
             "torch.float32; expected one integer",
         ),
         (
-            lambda: random._check_key(torch.zeros(3, 2, dtype=torch.int64)),
+            lambda: check_key(torch.zeros(3, 2, dtype=torch.int64)),
             r"shape \[3, 2\].*batch keys with vmap",
         ),
-        (lambda: random._check_key(torch.zeros(2)), r"torch.float32; expected \[2\], int64"),
+        (lambda: check_key(torch.zeros(2)), r"torch.float32; expected \[2\], int64"),
         (lambda: random.normal(KEY, (-1, 2)), r"shape=\(-1, 2\): sizes must not be negative"),
         (lambda: random.normal(KEY, (1, (1 << 34) + 1)), "the last at most"),
         (lambda: random.normal(KEY, (1 << 62, 2, 4)), "the others together < 2"),

@@ -78,7 +78,7 @@ class Implementation:
     kernels: str = ""
     calls: tuple[str, ...] = ()
 
-    def refusal(self, call: _Call) -> str:
+    def refusal(self, call: _Arguments) -> str:
         """Why it cannot run; ``""`` if it can."""
         if call.device not in self.devices + self.on_request:
             places = ", ".join(self.devices + self.on_request) or "no device of this process"
@@ -89,13 +89,13 @@ class Implementation:
             return self.no_vmap
         return self.missing() or self.accepts(*call.args, **call.kwargs)
 
-    def registered_for(self, call: _Call) -> bool:
+    def registered_for(self, call: _Arguments) -> bool:
         """Whether a call without :func:`use_impl` is for it: then it runs, or says why not."""
         takes = call.device in self.devices and (not self.dtypes or call.dtype in self.dtypes)
         return takes and not (self.no_vmap and call.batched)
 
 
-class _Call:
+class _Arguments:
     """The arguments of a call, and what the choice depends on."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Op:
 
     def refusal(self, implementation: str, *args: Any, **kwargs: Any) -> str:
         """Why that implementation cannot run with these arguments on request; ``""`` if it can."""
-        return self.implementations[implementation].refusal(_Call(args, kwargs))
+        return self.implementations[implementation].refusal(_Arguments(args, kwargs))
 
     def chosen(self, *args: Any, **kwargs: Any) -> str:
         """The implementation that a call with these arguments runs: its name, or
@@ -175,7 +175,7 @@ class Op:
         wanted = _OVERRIDES.get().get(self.name)
         if wanted == "reference" or not self.implementations:
             return "reference", self.reference
-        call = _Call(args, kwargs)
+        call = _Arguments(args, kwargs)
         if wanted is not None:
             impl = self.implementations[wanted]
             if reason := impl.refusal(call):

@@ -54,7 +54,7 @@ _MOST_PROBES = 60
 
 
 @dataclass(frozen=True)
-class _Options:
+class _PairOptions:
     """This comparison.
 
     Attributes:
@@ -83,10 +83,10 @@ class _Options:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _PairArgs:
     """All that a call can set; both parts' fields stand side by side."""
 
-    options: _Options = field(metadata={"flat": True})
+    options: _PairOptions = field(metadata={"flat": True})
     recipe: Recipe = field(metadata={"flat": True})
 
 
@@ -114,7 +114,7 @@ def _main(args: Sequence[str]) -> int:
         prog = f"python -m k31fn.pair {args[0]}"
         _check_once(args)
         call = override(
-            _Call(_Options(), load_recipe(Path(args[0]))),
+            _PairArgs(_PairOptions(), load_recipe(Path(args[0]))),
             args[1:],
             prog=prog,
             description=_DESCRIPTION,
@@ -158,7 +158,7 @@ def _check_once(args: Sequence[str]) -> None:
             )
 
 
-def _every(options: _Options, recipe: Recipe) -> int:
+def _every(options: _PairOptions, recipe: Recipe) -> int:
     every = options.probe_every or max(1, recipe.steps // _MOST_PROBES)
     if -(-recipe.steps // every) < LEAST_PROBES:
         raise ValueError(

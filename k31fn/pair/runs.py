@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _SideRun:
     """One of the runs.
 
     Attributes:
@@ -139,9 +139,9 @@ class Runs:
         self._a, self._b, self._exact = a, b, precise(a)
         self.probes, self.operators = (Probes(max(rounding(a), rounding(b))) for _ in range(2))
         self._sample = Sample()
-        self.runs = {"a": _Run(a, states[0]), "b": _Run(b, states[1])}
+        self.runs = {"a": _SideRun(a, states[0]), "b": _SideRun(b, states[1])}
         if a.recipe.batch_size > 1:
-            self.runs["noise"] = _Run(a, tree.map(torch.clone, states[0]), reverse=True)
+            self.runs["noise"] = _SideRun(a, tree.map(torch.clone, states[0]), reverse=True)
         self._layouts = [lay_out(s.recipe, MeshAxes()) for s in (a, b, self._exact)]
         probed = zip((a, b, self._exact), self._layouts, strict=True)
         self._gradients = [make_gradient(s.recipe, layout) for s, layout in probed]

@@ -65,7 +65,7 @@ def assert_op_matches(
         )
     values, structure = tree.flatten(args)
     index = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point()]
-    call = _Call(op, dict(kwargs or {}), values, structure, index)
+    call = _OpOfLeaves(op, dict(kwargs or {}), values, structure, index)
     leaves = [values[i] for i in index]
     paths = tree.paths(args)
     names = [paths[i] for i in index]
@@ -105,7 +105,7 @@ def assert_op_matches(
 
 
 @dataclass(frozen=True)
-class _Call:
+class _OpOfLeaves:
     """The op with everything fixed but the floating leaves of its arguments."""
 
     op: Op

@@ -26,7 +26,7 @@ from k31fn.config import Recipe, spans
 from k31fn.kernels.launch import INTERPRETED, missing_triton
 from k31fn.kernels.registry import watch_calls
 from k31fn.kernels.shapes import shapes_only
-from k31fn.kernels.warmup import Calls, Compilers, Launch, WarmUpError, launches
+from k31fn.kernels.warmup import Compilers, Launch, OpCalls, WarmUpError, launches
 from k31fn.layers import losses
 from k31fn.parallel import MeshAxes, exchange_json
 from k31fn.parallel.point_to_point import own_index
@@ -69,11 +69,11 @@ class Warmed(NamedTuple):
         return f"warm-up: {self.states.total()} kernels ({', '.join(parts)}); {seconds}"
 
 
-def calls_of(recipe: Recipe, stage_rank: int = 0) -> Calls:
+def calls_of(recipe: Recipe, stage_rank: int = 0) -> OpCalls:
     """The calls of operators in a step of a rank of that stage of the pipeline, in every phase of
     the run.
     """
-    calls = Calls()
+    calls = OpCalls()
     starts = [span.start for span in spans(recipe.phases, recipe.steps)] or [0]
     with shapes_only(), watch_calls(calls):
         for step in starts:  # a replay of remat calls what the forward did

@@ -20,7 +20,7 @@ from k31fn.kernels.fp8_encode import Codes, fp8_encode
 from k31fn.kernels.launch import INTERPRETED
 from k31fn.kernels.registry import record_impls, use_impl, watch_calls
 from k31fn.kernels.scaled_matmul import scaled_matmul
-from k31fn.kernels.warmup import Calls, launches
+from k31fn.kernels.warmup import OpCalls, launches
 from tests.kernels.fused import DEVICE, poisoned
 from tests.npu.test_grid import CUBES, Noted
 
@@ -320,7 +320,7 @@ def test_more_elements_than_an_int32_counts(scaling: str, transposed: bool) -> N
 @pytest.mark.cuda
 def test_a_warm_up_of_the_product_runs_its_encoders_both_ways() -> None:
     a, b = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    calls = Calls()
+    calls = OpCalls()
     with watch_calls(calls):
         scaled_matmul(a, b, "rows", True)
     own = [call for call in calls if call.op.name == "scaled_matmul"]

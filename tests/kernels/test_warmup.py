@@ -14,13 +14,13 @@ import torch
 
 from k31fn.kernels.norm import rms_norm
 from k31fn.kernels.registry import watch_calls
-from k31fn.kernels.warmup import Calls
+from k31fn.kernels.warmup import OpCalls
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_call_is_noted_once_for_each_kind_of_arguments() -> None:
-    calls, w = Calls(), torch.ones(4)
+    calls, w = OpCalls(), torch.ones(4)
     with watch_calls(calls):
         for x in (
             torch.ones(2, 4),

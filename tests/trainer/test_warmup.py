@@ -12,7 +12,7 @@ import torch
 from k31fn import config, data, metrics, model, random, segments, tree
 from k31fn.config import Recipe
 from k31fn.kernels.registry import watch_calls
-from k31fn.kernels.warmup import Calls, Launch
+from k31fn.kernels.warmup import Launch, OpCalls
 from k31fn.parallel import MeshAxes
 from k31fn.trainer import Metrics, TrainState, init_state, main, make_batches, make_step
 from k31fn.trainer.ranks.agreement import Ranks
@@ -22,9 +22,9 @@ from tests.trainer import runs
 CPU = torch.device("cpu")
 
 
-def really(recipe: Recipe) -> Calls:
+def really(recipe: Recipe) -> OpCalls:
     """The calls of a step that has values."""
-    calls = Calls()
+    calls = OpCalls()
     with watch_calls(calls):
         make_step(recipe)(init_state(recipe, CPU), make_batches(recipe, rows_of(recipe), CPU), 1e-3)
     return calls
@@ -38,7 +38,7 @@ def rows_of(recipe: Recipe) -> data.Example:
     return data.Example(tokens, segments.next_token_labels(tokens, packing), packing, ())
 
 
-def kinds(calls: Calls) -> set[tuple[str, tuple[object, ...]]]:
+def kinds(calls: OpCalls) -> set[tuple[str, tuple[object, ...]]]:
     """Without strides: an operator whose results are made at once gives contiguous ones."""
     shapes = (
         (c.op.name, [x[0::3] if isinstance(x, tuple) else x for x in c.leaves]) for c in calls

@@ -30,7 +30,7 @@ from k31fn.kernels.launch import INTERPRETED
 from k31fn.kernels.registry import Op
 from k31fn.kernels.warmup.pool import Compilers, WarmUpError
 
-__all__ = ["Call", "Calls", "Compilers", "Launch", "WarmUpError", "launches"]
+__all__ = ["Compilers", "Launch", "OpCall", "OpCalls", "WarmUpError", "launches"]
 
 
 class Launch(NamedTuple):
@@ -75,7 +75,7 @@ class _Like(NamedTuple):
         )
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A call of an operator without its values."""
 
     op: Op
@@ -83,25 +83,25 @@ class Call(NamedTuple):
     leaves: tuple[Any, ...]
 
 
-class Calls:
+class OpCalls:
     """Collects different calls: an instance is what :func:`~k31fn.kernels.registry.watch_calls`
     takes.
     """
 
     def __init__(self) -> None:
-        self._found: dict[Any, Call] = {}
+        self._found: dict[Any, OpCall] = {}
 
     def __call__(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes a call."""
         leaves, structure = tree.flatten((args, kwargs), allow_none=True)
         likes = tuple(_Like.of(x) if isinstance(x, Tensor) else x for x in leaves)
-        self._found.setdefault((op.name, structure, likes), Call(op, structure, likes))
+        self._found.setdefault((op.name, structure, likes), OpCall(op, structure, likes))
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[OpCall]:
         return iter(self._found.values())
 
 
-def launches(calls: Sequence[Call] | Calls, device: torch.device) -> list[Launch]:
+def launches(calls: Sequence[OpCall] | OpCalls, device: torch.device) -> list[Launch]:
     """The kernels that these calls and their backwards would compile, by the implementations in
     force; compiles none.
 
@@ -122,7 +122,7 @@ def launches(calls: Sequence[Call] | Calls, device: torch.device) -> list[Launch
     return list(found)
 
 
-def _forward_and_backward(call: Call, values: list[Any]) -> None:
+def _forward_and_backward(call: OpCall, values: list[Any]) -> None:
     index = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.is_floating_point()]
 
     def run(*leaves: Tensor) -> Any:

@@ -22,7 +22,7 @@ from k31fn.kernels.attn_res import attn_res
 from k31fn.kernels.attn_res.triton import one_pass as kernels
 from k31fn.kernels.registry import Implementation, watch_calls
 from k31fn.kernels.shapes import shapes_only
-from k31fn.kernels.warmup import Calls, Compilers, Launch, WarmUpError, launches
+from k31fn.kernels.warmup import Compilers, Launch, OpCalls, WarmUpError, launches
 from k31fn.kernels.warmup import triton as cache
 
 CPU = torch.device("cpu")
@@ -32,16 +32,16 @@ def meta(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
-def found() -> tuple[Calls, list[Launch]]:
+def found() -> tuple[OpCalls, list[Launch]]:
     """A call that is made twice."""
-    calls = Calls()
+    calls = OpCalls()
     with shapes_only(), watch_calls(calls):
         for _ in range(2):
             attn_res((meta(2, 8, 64),), meta(64), meta(64), 1e-5)
     return calls, launches(calls, CPU)
 
 
-def launched(calls: Calls) -> str:
+def launched(calls: OpCalls) -> str:
     """What stops the calls now: a kernel that is loaded is not compiled but launched, for which
     there is no device.
     """

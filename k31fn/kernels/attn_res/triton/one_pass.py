@@ -5,11 +5,12 @@
 token in one program.
 
 The backward keeps the scores and the reciprocal norms, two numbers per token and source. Where a
-program holds all sources of a token (:mod:`~.whole`), that is all. Where they are too many, it
-keeps the result ``o`` too: ``sum_j p_j <ct, v_j> = <ct, o>`` is known before the sources are read,
-and one pass gives all gradients. Where not even one fits (Ascend), two kernels read the sources
-twice and need no result. The gradient of the key is summed over a program's tokens in registers and
-over programs in a fixed order: no atomics, the same bits in every run. First order only.
+program holds all sources of a token (:mod:`~.few_sources`), that is all. Where they are too many,
+it keeps the result ``o`` too: ``sum_j p_j <ct, v_j> = <ct, o>`` is known before the sources are
+read, and one pass gives all gradients. Where not even one fits (Ascend), two kernels read the
+sources twice and need no result (:mod:`~.wide_tokens`). The gradient of the key is summed over a
+program's tokens in registers and over programs in a fixed order: no atomics, the same bits in every
+run. First order only.
 
 The result is the rounded one, ``o_d (1 + e_d)`` with ``|e_d| <= u`` (2^-9 for bfloat16, 2^-24 for
 float32), as in FlashAttention's backward. So ``<ct, o>`` is off by at most ``E = u sum_d |ct_d
@@ -35,12 +36,8 @@ import triton.language as tl
 from torch import Tensor
 
 from k31fn.autodiff import custom_vjp
-from k31fn.kernels.attn_res.triton.pieces import (
-    attn_res_backward_scores,
-    attn_res_backward_sources,
-    attn_res_forward_pieces,
-)
-from k31fn.kernels.attn_res.triton.shared import (
+from k31fn.kernels.attn_res.triton.few_sources import attn_res_backward_whole
+from k31fn.kernels.attn_res.triton.sources import (
     add_pairs,
     alike,
     build,
@@ -51,8 +48,16 @@ from k31fn.kernels.attn_res.triton.shared import (
     power,
     staged,
 )
-from k31fn.kernels.attn_res.triton.weights import attn_res_d_weights, build_of_weights, of_weights
-from k31fn.kernels.attn_res.triton.whole import attn_res_backward_whole
+from k31fn.kernels.attn_res.triton.weight_gradients import (
+    attn_res_d_weights,
+    build_of_weights,
+    of_weights,
+)
+from k31fn.kernels.attn_res.triton.wide_tokens import (
+    attn_res_backward_scores,
+    attn_res_backward_sources,
+    attn_res_forward_pieces,
+)
 from k31fn.kernels.launch import Build, Tile, grouped, programs, step
 
 __all__ = ["attn_res", "attn_res_accepts", "builds"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k31fn.kernels.mhc_pre.triton.shared import back, cut, forth, sigmoid, softmax
+from k31fn.kernels.mhc_pre.triton.arithmetic import back, cut, forth, sigmoid, softmax
 
 __all__ = ["mhc_pre_backward_mix", "mhc_pre_backward_streams", "mhc_pre_backward_sums"]
 

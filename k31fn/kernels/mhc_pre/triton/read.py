@@ -23,12 +23,12 @@ from torch import Tensor
 from k31fn.autodiff import custom_vjp
 from k31fn.kernels.launch import Build, grouped, programs, step
 from k31fn.kernels.mhc_pre.reference import Pre
+from k31fn.kernels.mhc_pre.triton.arithmetic import cut, forth, sigmoid, softmax
 from k31fn.kernels.mhc_pre.triton.backward import (
     mhc_pre_backward_mix,
     mhc_pre_backward_streams,
     mhc_pre_backward_sums,
 )
-from k31fn.kernels.mhc_pre.triton.shared import cut, forth, sigmoid, softmax
 from k31fn.kernels.mhc_pre.triton.tiles import (
     MOST_SPLITS,
     TILES,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k31fn.kernels.attn_res.triton.shared import at
+from k31fn.kernels.attn_res.triton.sources import at
 
 __all__ = ["attn_res_backward_scores", "attn_res_backward_sources", "attn_res_forward_pieces"]
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k31fn.kernels.attn_res.triton.shared import build, power
+from k31fn.kernels.attn_res.triton.sources import build, power
 from k31fn.kernels.launch import Build, Tile, step
 
 __all__ = ["attn_res_d_weights", "build_of_weights", "of_weights"]

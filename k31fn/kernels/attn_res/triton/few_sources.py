@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k31fn.kernels.attn_res.triton.shared import pick
+from k31fn.kernels.attn_res.triton.sources import pick
 
 __all__ = ["attn_res_backward_whole"]
 
