@@ -32,7 +32,7 @@ from k31fn import config, model, tree
 from k31fn.config.mesh_checks import check_split, split_share
 from k31fn.layers import attn_res, dsa, kda, latent_moe
 from k31fn.model.parts import PARTS, find_part
-from k31fn.parallel import Mesh
+from k31fn.parallel.mesh import Mesh
 from k31fn.params import ParamSpec
 from k31fn.trainer.forecast import memory
 from k31fn.trainer.forecast.collective_volume import Volume, volumes

@@ -15,7 +15,8 @@ from benchmarks.meshes import cost, numbers
 from benchmarks.meshes.here import RECIPES, Here
 from k31fn import data
 from k31fn import device as devices
-from k31fn.parallel import Mesh, axes_of_process, exchange_json, start_processes, stop_processes
+from k31fn.parallel import Mesh, axes_of_process, start_processes, stop_processes
+from k31fn.parallel.backends.processes import exchange_json
 
 PARTS = {
     "equality": numbers.equality,

@@ -17,7 +17,8 @@ from benchmarks.meshes.exposed import measure
 from benchmarks.meshes.here import ONE, Here, axes_of, dataset_of
 from k31fn import config, trainer
 from k31fn import device as devices
-from k31fn.parallel import exchange_json, record_collectives
+from k31fn.parallel import record_collectives
+from k31fn.parallel.backends.processes import exchange_json
 
 __all__ = ["timing"]
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from k31fn import config, data
-from k31fn.parallel import Axis, Mesh, MeshAxes, axes_of_process
+from k31fn.parallel import Mesh, MeshAxes, axes_of_process
+from k31fn.parallel.axis import Axis
 
 __all__ = ["HALVES", "ONE", "RECIPES", "Here", "alone", "axes_of", "dataset_of", "named"]
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from benchmarks.meshes.here import HALVES, ONE, Here, alone, axes_of, dataset_of, named
 from k31fn import checkpoint, config, model, optim, trainer, tree
-from k31fn.parallel import AxisRules, Mesh, MeshAxes, each_rank, exchange_json, partition, tile
+from k31fn.parallel import AxisRules, Mesh, MeshAxes, each_rank, partition
+from k31fn.parallel.backends.processes import exchange_json
+from k31fn.parallel.partition import tile
 from k31fn.trainer.gradient import make_gradient
 
 __all__ = ["equality", "restoring", "training"]

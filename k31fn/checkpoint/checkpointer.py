@@ -26,7 +26,7 @@ from k31fn.checkpoint.together import (
     NotSavedError,
     Together,
 )
-from k31fn.parallel import MeshAxes
+from k31fn.parallel.mesh import MeshAxes
 
 __all__ = ["Checkpointer"]
 

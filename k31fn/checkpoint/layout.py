@@ -11,9 +11,9 @@ from torch import Tensor
 
 from k31fn import tree
 from k31fn.checkpoint.blocks import Box
-from k31fn.parallel import Mesh, MeshAxes, P, tile
-from k31fn.parallel.partition import resolve
-from k31fn.parallel.point_to_point import own_index
+from k31fn.parallel.collectives import own_index
+from k31fn.parallel.mesh import Mesh, MeshAxes
+from k31fn.parallel.partition import P, resolve, tile
 
 __all__ = ["Held", "Layout", "Part"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from k31fn import tree
 from k31fn.checkpoint.blocks import Box
 from k31fn.checkpoint.layout import Layout, Part
-from k31fn.parallel import MeshAxes
+from k31fn.parallel.mesh import MeshAxes
 
 __all__ = ["check_alike", "check_metadata", "declared", "named_tensors", "owned", "parts_of"]
 

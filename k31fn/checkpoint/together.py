@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from k31fn.parallel import MeshAxes, exchange_json
-from k31fn.parallel.collectives import axis_size
-from k31fn.parallel.point_to_point import own_index
+from k31fn.parallel.backends.processes import exchange_json
+from k31fn.parallel.collectives import axis_size, own_index
+from k31fn.parallel.mesh import MeshAxes
 
 __all__ = ["CheckpointError", "DamagedCheckpointError", "NotSavedError", "Together"]
 

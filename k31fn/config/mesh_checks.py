@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from k31fn import model, tree
 from k31fn.layers import dsa, mla
 from k31fn.layers.patches import MERGE
-from k31fn.parallel import AxisRules, Mesh, partition
-from k31fn.parallel.partition import resolve
+from k31fn.parallel.mesh import Mesh
+from k31fn.parallel.partition import AxisRules, partition, resolve
 from k31fn.params import ParamSpec
 
 __all__ = ["check_mesh", "check_split", "split_share"]

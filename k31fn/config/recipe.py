@@ -12,8 +12,8 @@ from k31fn import data, lora, model, trackers
 from k31fn.config.mesh_checks import check_mesh
 from k31fn.config.phase import Phase, spans
 from k31fn.layers import dsa
-from k31fn.parallel import Mesh
-from k31fn.parallel.pipeline import ScheduleKind
+from k31fn.parallel.mesh import Mesh
+from k31fn.parallel.pipeline.schedules import ScheduleKind
 from k31fn.precision import Precision, Products
 
 __all__ = ["Optimizer", "Pipeline", "Recipe"]

@@ -12,9 +12,9 @@ import torch
 
 from k31fn import tree
 from k31fn.hf_format.transforms import Tile
-from k31fn.parallel import Mesh, MeshAxes, exchange_json, tiles
-from k31fn.parallel.mesh import Coordinate
-from k31fn.parallel.partition import Partition, broadcast, resolve
+from k31fn.parallel.backends.processes import exchange_json
+from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
+from k31fn.parallel.partition import Partition, broadcast, resolve, tiles
 from k31fn.params import ParamSpec
 
 __all__ = ["ALONE", "Part", "part_of"]

@@ -29,13 +29,7 @@ from k31fn.layers import mlp, norm, router
 from k31fn.layers.linear import grouped_linear, linear
 from k31fn.layers.qat import quantised_grouped_linear
 from k31fn.parallel.collectives import all_gather, psum_scatter, pvary
-from k31fn.parallel.expert import (
-    Exchange,
-    plan_exchange,
-    receive_back,
-    send_back,
-    send_rows,
-)
+from k31fn.parallel.expert import Exchange, plan_exchange, receive_back, send_back, send_rows
 from k31fn.parallel.overlap import wait
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec

@@ -22,7 +22,7 @@ from k31fn.model.images import check_images, see
 from k31fn.model.layers import Remat, check_remat, run_layers
 from k31fn.model.params import Params, whole
 from k31fn.parallel.context import whole_slice
-from k31fn.parallel.fsdp import Placements
+from k31fn.parallel.fsdp.placement import Placements
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.segments import Segments
 from k31fn.typing import Float, Int

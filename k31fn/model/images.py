@@ -13,7 +13,7 @@ from k31fn.layers.patches import Images, Patches
 from k31fn.model.config import Config
 from k31fn.model.layers import Remat, run_steps
 from k31fn.model.params import Params, whole
-from k31fn.parallel.fsdp import Placements, gather
+from k31fn.parallel.fsdp.placement import Placements, gather
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.typing import Float, Int
 

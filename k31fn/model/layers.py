@@ -17,7 +17,7 @@ from k31fn.layers.router import NUM_BINS
 from k31fn.model.config import Config, layer_configs
 from k31fn.model.params import Params
 from k31fn.parallel.collectives import psum
-from k31fn.parallel.fsdp import Placements
+from k31fn.parallel.fsdp.placement import Placements
 from k31fn.parallel.scan import Plan, Prefetch, Step, scan
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.precision import island

@@ -18,7 +18,7 @@ from k31fn.model.config import Config, kl_layers, mtp_config
 from k31fn.model.forward import apply
 from k31fn.model.layers import Remat, Reports, collect, join, recomputed
 from k31fn.model.params import Params, whole
-from k31fn.parallel.fsdp import Placements, gather
+from k31fn.parallel.fsdp.placement import Placements, gather
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.segments import Segments
 from k31fn.typing import Float, Int

@@ -17,7 +17,7 @@ from k31fn.model.config import (
     moe_layers,
     mtp_config,
 )
-from k31fn.parallel.fsdp import Placements, gather
+from k31fn.parallel.fsdp.placement import Placements, gather
 from k31fn.params import ParamSpec, TruncatedNormal
 from k31fn.typing import Leaf, Tensor
 

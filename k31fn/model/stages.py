@@ -30,7 +30,8 @@ from k31fn.model.layers import Remat, run_layers
 from k31fn.model.loss import Batch, Losses, lm_loss, weigh
 from k31fn.model.params import Params
 from k31fn.parallel.collectives import axis_size
-from k31fn.parallel.pipeline import Carry, Stage, StageOutput
+from k31fn.parallel.pipeline.carry import StageCarry
+from k31fn.parallel.pipeline.engine import Stage, StageOutput
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 
 __all__ = ["Part", "make_stage", "merge", "select", "stage_carries", "stage_moe_layers", "stages"]
@@ -148,7 +149,7 @@ def make_stage(
             sh=sh,
         )
 
-    def stage(params: Params[Tensor], carry: Carry, batch: Batch) -> StageOutput:
+    def stage(params: Params[Tensor], carry: StageCarry, batch: Batch) -> StageOutput:
         state = begin(params, batch) if part.first else _enter(carry)
         state, reports = run_layers(
             params,
@@ -168,7 +169,7 @@ def make_stage(
         sums = Losses(lm, torch.zeros_like(lm), *reports)
         total, largest = weigh(sums, batch, cfg), sums.logits
         return StageOutput(
-            Carry() if part.last else _leave(state), total, sums._replace(logits=()), largest
+            StageCarry() if part.last else _leave(state), total, sums._replace(logits=()), largest
         )
 
     return stage
@@ -181,7 +182,7 @@ def stage_carries(
     dtype: torch.dtype,
     *,
     sh: Sharding = UNSHARDED,
-) -> tuple[Carry, ...]:
+) -> tuple[StageCarry, ...]:
     """What each stage takes of micro-batches like ``batch``, as meta tensors.
 
     Args:
@@ -198,23 +199,23 @@ def stage_carries(
     state, configs = block.module_of(cfg.residual).start(x, cfg.residual), layer_configs(cfg)
     first, has_blocks = _leave(state), "blocks" in _fields(state)
 
-    def carry(part: Part) -> Carry:
+    def carry(part: Part) -> StageCarry:
         if part.first:
-            return Carry()
+            return StageCarry()
         opened = sum(c.opens_block for c in configs[: part.layers.start])
         return first._replace(blocks=(x,) * opened if has_blocks else ())
 
     return tuple(carry(part) for part in parts)
 
 
-def _leave(state: Any) -> Carry:
+def _leave(state: Any) -> StageCarry:
     """A residual scheme's state as what crosses a cut."""
     if "blocks" not in _fields(state):
-        return Carry(state)
-    return Carry(dataclasses.replace(state, blocks=()), tuple(state.blocks))
+        return StageCarry(state)
+    return StageCarry(dataclasses.replace(state, blocks=()), tuple(state.blocks))
 
 
-def _enter(carry: Carry) -> Any:
+def _enter(carry: StageCarry) -> Any:
     if "blocks" not in _fields(carry.stream):
         return carry.stream
     return dataclasses.replace(carry.stream, blocks=tuple(carry.blocks))

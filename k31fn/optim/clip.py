@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from k31fn import precision, tree
-from k31fn.parallel import Axis, pmax, psum
-from k31fn.parallel.axis import Axes, active
-from k31fn.parallel.fsdp import Placements
+from k31fn.parallel.axis import Axes, Axis, active
+from k31fn.parallel.collectives import pmax, psum
+from k31fn.parallel.fsdp.placement import Placements
 from k31fn.typing import Float, Tensor
 
 __all__ = ["clip_by_global_norm", "global_norm"]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from einops import rearrange
 
-from k31fn.parallel import Axis
-from k31fn.parallel.fsdp import Placement
+from k31fn.parallel.axis import Axis
+from k31fn.parallel.fsdp.placement import Placement
 from k31fn.typing import Float, Tensor
 
 __all__ = ["Matrices", "MatrixBlock", "axes_of", "num_ranks"]

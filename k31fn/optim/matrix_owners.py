@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from k31fn.optim.matrices import Matrices, MatrixBlock, num_ranks
-from k31fn.parallel import Axis
-from k31fn.parallel.point_to_point import own_index
+from k31fn.parallel.axis import Axis
+from k31fn.parallel.collectives import own_index
 
 __all__ = ["GroupRounds", "MatrixOwners"]
 

@@ -19,7 +19,7 @@ import torch
 
 from k31fn.optim.matrices import Matrices, MatrixBlock
 from k31fn.optim.matrix_owners import GroupRounds, MatrixOwners
-from k31fn.parallel import all_gather_invariant, pslice, ragged_all_to_all
+from k31fn.parallel.collectives import all_gather_invariant, pslice, ragged_all_to_all
 from k31fn.parallel.overlap import Pending, start, wait
 from k31fn.typing import Float, Tensor
 

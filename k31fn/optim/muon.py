@@ -19,7 +19,7 @@ from k31fn.optim.matrix_owners import MatrixOwners
 from k31fn.optim.matrix_work import on_every_rank, on_owners
 from k31fn.optim.storage import Storage
 from k31fn.optim.transform import Leaves, Transform
-from k31fn.parallel.fsdp import Placements
+from k31fn.parallel.fsdp.placement import Placements
 from k31fn.params import ParamSpec
 from k31fn.typing import Bool, Float, Tensor
 

@@ -17,7 +17,7 @@ from k31fn.kernels.registry import record_impls, watch_calls
 from k31fn.pair.judge import Probes
 from k31fn.pair.operators import Sample, compare
 from k31fn.pair.sides import Side, precise, rounding
-from k31fn.parallel import MeshAxes
+from k31fn.parallel.mesh import MeshAxes
 from k31fn.testing import live_bytes
 from k31fn.trainer import TrainState, lay_out, make_batches, make_step, rows_at
 from k31fn.trainer.gradient import make_gradient

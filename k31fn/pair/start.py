@@ -11,7 +11,7 @@ import torch
 from k31fn import params, tree
 from k31fn.checkpoint import Checkpointer
 from k31fn.pair.sides import Side, changed
-from k31fn.parallel import MeshAxes
+from k31fn.parallel.mesh import MeshAxes
 from k31fn.trainer import TrainState, abstract_state, folder, init_state, lay_out
 from k31fn.trainer.adapter_base import check_base
 from k31fn.trainer.init_source import start_from

@@ -13,6 +13,7 @@
 * :class:`Sharding`: what a layer takes as ``sh``.
 * :func:`shard_map` and :mod:`~k31fn.parallel.collectives`: functions of one rank's arrays, in one
   process or many.
+* :mod:`~k31fn.parallel.backends`: what a rank is: a sample of vmap, a thread, a process.
 * :func:`start`, :func:`wait`: collectives that overlap with what runs between.
 * :mod:`~k31fn.parallel.fsdp`: parameters over the data axes; :mod:`~k31fn.parallel.scan`: layers
   that gather ahead.
@@ -21,6 +22,9 @@
 * :func:`record_collectives`, :func:`check_invariance`: what tests ask.
 """
 
+from k31fn.parallel.backends.processes import axes_of_process, start_processes, stop_processes
+from k31fn.parallel.backends.threads import each_rank
+from k31fn.parallel.collective_record import note_event, record_collectives
 from k31fn.parallel.collectives import (
     all_gather,
     all_gather_invariant,
@@ -35,35 +39,19 @@ from k31fn.parallel.collectives import (
     pvary,
     ragged_all_to_all,
 )
+from k31fn.parallel.invariance import check_invariance
 from k31fn.parallel.mesh import Mesh, MeshAxes
-from k31fn.parallel.overlap import Pending, start, wait
-from k31fn.parallel.partition import AxisRules, P, local_shape, partition, tile, tiles
-from k31fn.parallel.processes import (
-    CollectiveError,
-    Progress,
-    axes_of_process,
-    exchange_json,
-    progress_of,
-    start_processes,
-    stop_processes,
-)
-from k31fn.parallel.record import Event, Record, check_invariance, note_event, record_collectives
+from k31fn.parallel.overlap import start, wait
+from k31fn.parallel.partition import AxisRules, P, partition
 from k31fn.parallel.shard_map import shard_map
-from k31fn.parallel.sharding import UNSHARDED, Axis, Sharding
-from k31fn.parallel.threads import each_rank
+from k31fn.parallel.sharding import UNSHARDED, Sharding
 
 __all__ = [
     "UNSHARDED",
-    "Axis",
     "AxisRules",
-    "CollectiveError",
-    "Event",
     "Mesh",
     "MeshAxes",
     "P",
-    "Pending",
-    "Progress",
-    "Record",
     "Sharding",
     "all_gather",
     "all_gather_invariant",
@@ -73,13 +61,10 @@ __all__ = [
     "axis_size",
     "check_invariance",
     "each_rank",
-    "exchange_json",
-    "local_shape",
     "note_event",
     "partition",
     "pmax",
     "ppermute",
-    "progress_of",
     "pslice",
     "psum",
     "psum_scatter",
@@ -90,7 +75,5 @@ __all__ = [
     "start",
     "start_processes",
     "stop_processes",
-    "tile",
-    "tiles",
     "wait",
 ]

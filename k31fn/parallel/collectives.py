@@ -34,7 +34,7 @@ from torch import Tensor
 
 from k31fn.autodiff import stop_gradient
 from k31fn.parallel.axis import Axes, Axis, active
-from k31fn.parallel.primitive import Call, issue
+from k31fn.parallel.primitive import Collective, issue
 
 __all__ = [
     "all_gather",
@@ -42,6 +42,7 @@ __all__ = [
     "all_to_all",
     "axis_index",
     "axis_size",
+    "own_index",
     "pmax",
     "ppermute",
     "pslice",
@@ -59,7 +60,7 @@ def psum(x: Array, axis: Axes) -> Array:
     back.
     """
     axes = _bound("psum", axis)
-    return issue(Call("psum", axes), x) if axes else x
+    return issue(Collective("psum", axes), x) if axes else x
 
 
 def pvary(x: Array, axis: Axes) -> Array:
@@ -67,7 +68,7 @@ def pvary(x: Array, axis: Axes) -> Array:
     is :func:`psum`.
     """
     axes = _bound("pvary", axis)
-    return issue(Call("pvary", axes), x) if axes else x
+    return issue(Collective("pvary", axes), x) if axes else x
 
 
 def all_gather(
@@ -93,7 +94,7 @@ def all_gather(
     if not axes:
         return x if dtype is None else x.to(dtype)
     kw = {"dim": _dim("all_gather", x, dim), "grad_dtype": grad_dtype, "dtype": dtype}
-    return issue(Call("all_gather", axes, kw), x)
+    return issue(Collective("all_gather", axes, kw), x)
 
 
 def all_gather_invariant(x: Array, axis: Axes, dim: int = 0) -> Array:
@@ -104,7 +105,7 @@ def all_gather_invariant(x: Array, axis: Axes, dim: int = 0) -> Array:
     if not axes:
         return x
     return issue(
-        Call("all_gather_invariant", axes, {"dim": _dim("all_gather_invariant", x, dim)}), x
+        Collective("all_gather_invariant", axes, {"dim": _dim("all_gather_invariant", x, dim)}), x
     )
 
 
@@ -113,7 +114,9 @@ def pslice(x: Array, axis: Axes, dim: int = 0) -> Array:
     :func:`all_gather_invariant`.
     """
     axes = _bound("pslice", axis)
-    return issue(Call("pslice", axes, {"dim": _even("pslice", x, dim, axes)}), x) if axes else x
+    return (
+        issue(Collective("pslice", axes, {"dim": _even("pslice", x, dim, axes)}), x) if axes else x
+    )
 
 
 def psum_scatter(x: Array, axis: Axes, dim: int = 0) -> Array:
@@ -122,7 +125,7 @@ def psum_scatter(x: Array, axis: Axes, dim: int = 0) -> Array:
     """
     axes = _bound("psum_scatter", axis)
     return (
-        issue(Call("psum_scatter", axes, {"dim": _even("psum_scatter", x, dim, axes)}), x)
+        issue(Collective("psum_scatter", axes, {"dim": _even("psum_scatter", x, dim, axes)}), x)
         if axes
         else x
     )
@@ -136,7 +139,7 @@ def all_to_all(x: Array, axis: Axes, split: int, concat: int) -> Array:
     if not axes:
         return x
     kw = {"split": _even("all_to_all", x, split, axes), "concat": _dim("all_to_all", x, concat)}
-    return issue(Call("all_to_all", axes, kw), x)
+    return issue(Collective("all_to_all", axes, kw), x)
 
 
 def ragged_all_to_all(x: Array, axis: Axes, send: Sequence[int], recv: Sequence[int]) -> Array:
@@ -158,7 +161,9 @@ def ragged_all_to_all(x: Array, axis: Axes, send: Sequence[int], recv: Sequence[
         )
     if not axes:
         return x
-    return issue(Call("ragged_all_to_all", axes, {"send": tuple(send), "recv": tuple(recv)}), x)
+    return issue(
+        Collective("ragged_all_to_all", axes, {"send": tuple(send), "recv": tuple(recv)}), x
+    )
 
 
 def ppermute(x: Array, axis: Axes, perm: Sequence[tuple[int, int]]) -> Array:
@@ -179,14 +184,14 @@ def ppermute(x: Array, axis: Axes, perm: Sequence[tuple[int, int]]) -> Array:
         )
     if not axes:
         return x if pairs else torch.zeros_like(x)
-    return issue(Call("ppermute", axes, {"perm": pairs}), x)
+    return issue(Collective("ppermute", axes, {"perm": pairs}), x)
 
 
 def pmax(x: Array, axis: Axes) -> Array:
     """The elementwise maximum over the ranks (V to I), without gradient."""
     axes = _bound("pmax", axis)
     x = stop_gradient(x)
-    return issue(Call("pmax", axes), x) if axes else x
+    return issue(Collective("pmax", axes), x) if axes else x
 
 
 def axis_index(axis: Axes) -> Int[Tensor, ""]:
@@ -199,6 +204,32 @@ def axis_index(axis: Axes) -> Int[Tensor, ""]:
         token = a.host.token(a.name)
         index = index * a.size + (a.host.channel((a.name,)).index if token is None else token)
     return index
+
+
+def own_index(axis: Axes) -> int:
+    """This rank's index on ``axis`` as a number, which only real ranks have.
+
+    Raises:
+        ValueError: the simulated mesh, where a program cannot differ by rank; or an axis that is
+            not bound to ranks.
+    """
+    axes = active(axis)
+    if not axes:
+        return 0
+    names = tuple(a.name for a in axes)
+    for a in axes:
+        if a.host is None:
+            raise ValueError(
+                f"axis {a.name!r} is not bound to ranks; take it from the axes that a rank is given"
+            )
+        if a.host.token(a.name) is not None:
+            raise ValueError(
+                f"axes {names} in the simulated mesh, where all ranks run one program: send, recv "
+                "and pipelines need "
+                "real ranks; use backend 'threads' or 'processes'"
+            )
+    assert axes[0].host is not None
+    return axes[0].host.channel(names).index
 
 
 def axis_size(axis: Axes) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from k31fn import _functorch, scopes
 from k31fn.parallel import primitive
-from k31fn.parallel.primitive import Call, deferred, transpose
+from k31fn.parallel.primitive import Collective, deferred, transpose
 
 __all__ = ["Pending", "start", "wait"]
 
@@ -40,7 +40,7 @@ class Pending:
         finish_back: the same for its transpose, between the backwards of wait and start.
     """
 
-    call: Call | None
+    call: Collective | None
     ticket: Tensor | None
     finish: Callable[[], Tensor] | None = None
     finish_back: Callable[[], Tensor] | None = None

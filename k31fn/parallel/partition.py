@@ -124,7 +124,7 @@ def broadcast(prefix: Any, full: Any) -> list[P]:
 
 
 @runtime_checkable
-class _Declared(Protocol):
+class _PartitionedSpec(Protocol):
     """The part of a ``ParamSpec`` that partitioning reads."""
 
     @property
@@ -181,7 +181,7 @@ def partition(specs: Any, rules: AxisRules, mesh: Mesh) -> Partition:
     return tree.map_with_path(lambda path, spec: _leaf_partition(path, spec, rules, mesh), specs)
 
 
-def _leaf_partition(path: str, spec: _Declared, rules: AxisRules, mesh: Mesh) -> P:
+def _leaf_partition(path: str, spec: _PartitionedSpec, rules: AxisRules, mesh: Mesh) -> P:
     views, axes = rules.views(), mesh.axes()
     if unknown := [a for a in spec.axes if a not in views]:
         raise ValueError(

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from k31fn.parallel import record
 from k31fn.parallel.axis import Axes, Channel, active
-from k31fn.parallel.collectives import axis_size
+from k31fn.parallel.collective_record import Event, current_records
+from k31fn.parallel.collectives import axis_size, own_index
 
-__all__ = ["own_index", "recv", "send"]
+__all__ = ["recv", "send"]
 
 
 def send(x: Tensor, axis: Axes, to: int) -> Callable[[], None]:
@@ -75,32 +75,6 @@ def recv(
     return wait
 
 
-def own_index(axis: Axes) -> int:
-    """This rank's index on ``axis`` as a number, which only real ranks have.
-
-    Raises:
-        ValueError: the simulated mesh, where a program cannot differ by rank; or an axis that is
-            not bound to ranks.
-    """
-    axes = active(axis)
-    if not axes:
-        return 0
-    names = tuple(a.name for a in axes)
-    for a in axes:
-        if a.host is None:
-            raise ValueError(
-                f"axis {a.name!r} is not bound to ranks; take it from the axes that a rank is given"
-            )
-        if a.host.token(a.name) is not None:
-            raise ValueError(
-                f"axes {names} in the simulated mesh, where all ranks run one program: send, recv "
-                "and pipelines need "
-                "real ranks; use backend 'threads' or 'processes'"
-            )
-    assert axes[0].host is not None
-    return axes[0].host.channel(names).index
-
-
 def _channel(what: str, axis: Axes, other: int) -> Channel:
     me, size = own_index(axis), axis_size(axis)
     if other == me or not 0 <= other < size:
@@ -113,5 +87,5 @@ def _channel(what: str, axis: Axes, other: int) -> Channel:
 
 
 def _note(what: str, kind: str, names: tuple[str, ...], x: Tensor) -> None:
-    for r in record.records():
-        r.events.append(record.Event(what, kind, names, x.nbytes))
+    for r in current_records():
+        r.events.append(Event(what, kind, names, x.nbytes))

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from k31fn import scopes
-from k31fn.parallel import record
 from k31fn.parallel.axis import Axis, Channel
+from k31fn.parallel.collective_record import CollectiveRecord, Event, current_records
+from k31fn.parallel.invariance import compare_ranks, is_checked
 
-__all__ = ["Call", "compare_ranks", "deferred", "issue", "transpose"]
+__all__ = ["Collective", "deferred", "issue", "transpose"]
 
 _TO_INVARIANT = frozenset({"psum", "pmax", "all_gather_invariant"})
 _FROM_INVARIANT = frozenset({"pvary", "psum_transpose", "pslice"})
@@ -31,7 +32,7 @@ _LOCAL = _FROM_INVARIANT  # move no data
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class Collective:
     """One collective without its operand.
 
     Attributes:
@@ -46,8 +47,8 @@ class Call:
     op: str
     axes: tuple[Axis, ...]
     kw: Mapping[str, Any] = field(default_factory=dict)
-    records: tuple[record.Record, ...] = field(default_factory=record.records)
-    check: bool = field(default_factory=record.checking)
+    records: tuple[CollectiveRecord, ...] = field(default_factory=current_records)
+    check: bool = field(default_factory=is_checked)
     held: int = 0
 
     @property
@@ -81,22 +82,22 @@ class Call:
     def note(self, what: str, x: Tensor) -> None:
         """Records an event on the operand ``x``."""
         if not self.local:
-            event = record.Event(
+            event = Event(
                 what, self.op, self.names, x.numel() * (self.kw.get("dtype") or x.dtype).itemsize
             )
             for r in self.records:
                 r.events.append(event)
 
 
-_DEFERRED: contextvars.ContextVar[list[tuple[Call, Tensor]] | None] = contextvars.ContextVar(
+_DEFERRED: contextvars.ContextVar[list[tuple[Collective, Tensor]] | None] = contextvars.ContextVar(
     "k31fn_deferred", default=None
 )
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[list[tuple[Call, Tensor]]]:
+def deferred() -> Iterator[list[tuple[Collective, Tensor]]]:
     """Collects the collective asked for inside, with its operand, instead of running it."""
-    calls: list[tuple[Call, Tensor]] = []
+    calls: list[tuple[Collective, Tensor]] = []
     token = _DEFERRED.set(calls)
     try:
         yield calls
@@ -104,7 +105,7 @@ def deferred() -> Iterator[list[tuple[Call, Tensor]]]:
         _DEFERRED.reset(token)
 
 
-def issue(call: Call, x: Tensor, *, issued: bool = False) -> Tensor:
+def issue(call: Collective, x: Tensor, *, issued: bool = False) -> Tensor:
     """The collective's result, differentiable to any order; ``issued``: that it was is on record
     already.
     """
@@ -114,14 +115,14 @@ def issue(call: Call, x: Tensor, *, issued: bool = False) -> Tensor:
         return x
     if not issued:
         call.note("issue", x)
-    y: Tensor = _Collective.apply(call, x, *call.tokens)
+    y: Tensor = _CollectiveFunction.apply(call, x, *call.tokens)
     call.note("wait", x)
     return y
 
 
-class _Collective(torch.autograd.Function):
+class _CollectiveFunction(torch.autograd.Function):
     @staticmethod
-    def forward(call: Call, x: Tensor, *tokens: Tensor) -> Tensor:
+    def forward(call: Collective, x: Tensor, *tokens: Tensor) -> Tensor:
         if tokens:
             raise ValueError(
                 f"{call.op} over {call.names} in the simulated mesh, where no argument of the "
@@ -150,7 +151,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int | None]:
-        call: Call = args[0]
+        call: Collective = args[0]
         x: Tensor = args[1]
         tokens: tuple[Tensor, ...] = args[2:]
         _, x_dim, *token_dims = in_dims
@@ -169,22 +170,22 @@ class _Collective(torch.autograd.Function):
                 *call.axes[level + 1 :],
                 axis,
             )  # axes[i] is that of the i-th token left
-            y = _Collective.apply(dataclasses.replace(call, held=held, axes=axes), x, *rest)
+            y = _CollectiveFunction.apply(dataclasses.replace(call, held=held, axes=axes), x, *rest)
         else:
             y = _together(call.op, call.cast(x).flatten(0, held - 1), call.kw)
             y = y if call.op in _TO_INVARIANT else y.unflatten(0, x.shape[:held])
         return y, None if call.op in _TO_INVARIANT else 0
 
 
-def _unrelated(call: Call, x: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+def _unrelated(call: Collective, x: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, int]:
     """Past a ``vmap`` that is not of the call's axes; its batch is the dimension of ``x`` after the
     held ones.
     """
     out_dim = 0 if call.op in _TO_INVARIANT else call.held
     if call.op == "ragged_all_to_all":  # its rows stay first
-        return _Collective.apply(call, x.movedim(0, 1), *tokens), 1
+        return _CollectiveFunction.apply(call, x.movedim(0, 1), *tokens), 1
     dims = {k: v + 1 if k in ("dim", "split", "concat") else v for k, v in call.kw.items()}
-    return _Collective.apply(dataclasses.replace(call, kw=dims), x, *tokens), out_dim
+    return _CollectiveFunction.apply(dataclasses.replace(call, kw=dims), x, *tokens), out_dim
 
 
 def _wrong_variance(op: str, axis: str) -> str:
@@ -242,7 +243,7 @@ def _together(op: str, x: Tensor, kw: Mapping[str, Any]) -> Tensor:
             )
 
 
-def transpose(call: Call, g: Tensor) -> tuple[Call, Tensor]:
+def transpose(call: Collective, g: Tensor) -> tuple[Collective, Tensor]:
     """The collective that carries the cotangent ``g`` back, and ``g`` in the dtype in which that is
     to be done.
 
@@ -271,19 +272,4 @@ def transpose(call: Call, g: Tensor) -> tuple[Call, Tensor]:
             op, kw = call.op, {"perm": tuple((b, a) for a, b in kw["perm"])}
         case _:
             raise ValueError(f"{call.op} has no gradient; stop_gradient its operand")
-    return Call(op, call.axes, kw, call.records, call.check), g
-
-
-def compare_ranks(channel: Channel, x: Tensor, complaint: str) -> None:
-    """Raises on every rank if ``x`` is not equal on all of them, up to rounding.
-
-    Raises:
-        ValueError: ``complaint``, with the largest difference.
-    """
-    wide = torch.nan_to_num(x.detach().to(torch.promote_types(x.dtype, torch.float32)))
-    if not wide.numel():
-        return
-    both = channel.start("pmax", torch.stack([wide, -wide]), {})()
-    spread, size = float((both[0] + both[1]).amax()), float(both.abs().amax())
-    if spread > torch.finfo(wide.dtype).eps ** 0.5 * size:
-        raise ValueError(f"{complaint} (ranks differ by {spread:.3g})")
+    return Collective(op, call.axes, kw, call.records, call.check), g

@@ -48,8 +48,8 @@ from k31fn.autodiff.remat import (
     run_recorded,
 )
 from k31fn.autodiff.transforms import taping
-from k31fn.parallel.bundle import start_gather, start_scatter, wait_gather, wait_scatter
-from k31fn.parallel.fsdp import Placements
+from k31fn.parallel.fsdp.fused_gather import start_gather, start_scatter, wait_gather, wait_scatter
+from k31fn.parallel.fsdp.placement import Placements
 
 __all__ = ["Plan", "Prefetch", "Step", "rebuilds", "scan"]
 

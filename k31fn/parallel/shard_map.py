@@ -10,12 +10,12 @@ from torch import Tensor
 
 from k31fn import _functorch, tree
 from k31fn.autodiff import custom_vjp, vjp
-from k31fn.parallel import record, simulated
+from k31fn.parallel.backends import simulated
+from k31fn.parallel.backends.processes import axes_of_process
+from k31fn.parallel.backends.threads import each_rank
+from k31fn.parallel.invariance import compare_ranks, is_checked
 from k31fn.parallel.mesh import Mesh, MeshAxes
 from k31fn.parallel.partition import P, broadcast, local_shape, resolve
-from k31fn.parallel.primitive import compare_ranks
-from k31fn.parallel.processes import axes_of_process
-from k31fn.parallel.threads import each_rank
 from k31fn.parallel.tiling import assemble, cut
 
 __all__ = ["BACKENDS", "pull_back", "shard_map"]
@@ -43,8 +43,8 @@ def shard_map(
       spec does not name are errors.
     * ``threads``: a rank per thread. Global arrays in and out, arbitrary Python inside; outputs
       that should be equal are compared. Collectives are waited for at most ``timeout`` seconds.
-    * ``processes``: this process is one rank (:func:`~k31fn.parallel.processes.start_processes`).
-      Local arrays in and out; specs are checked, nothing is resharded.
+    * ``processes``: this process is one rank (:func:`~k31fn.parallel.start_processes`). Local
+      arrays in and out; specs are checked, nothing is resharded.
 
     The result is differentiable from outside to any order: on processes as it is, elsewhere by
     running the pullback of ``f`` on every rank (which runs ``f`` again), with the specs exchanged.
@@ -67,12 +67,12 @@ def shard_map(
     if backend == "processes":
         axes, _ = axes_of_process(mesh)
         return lambda *args: _on_this_process(f, axes, in_specs, out_specs, args)
-    run = _Run(mesh, backend, timeout)
+    run = _GlobalShardMap(mesh, backend, timeout)
     return lambda *args: run(f, in_specs, out_specs, args)
 
 
 @dataclass(frozen=True)
-class _Run:
+class _GlobalShardMap:
     mesh: Mesh
     backend: str
     timeout: float | int
@@ -210,7 +210,7 @@ def _on_this_process(
     out = f(axes, *args)
     for spec, y in zip(broadcast(out_specs, out), _tensors(out), strict=True):
         named = {a.name for dim in resolve(spec, axes, y.ndim) for a in dim}
-        if record.checking() and not _functorch.transforms_active():
+        if is_checked() and not _functorch.transforms_active():
             for axis in axes.atoms:
                 if axis.name not in named and axis.host is not None:
                     what = (

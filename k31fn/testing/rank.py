@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from k31fn import device as devices
-from k31fn.parallel import start_processes
+from k31fn.parallel.backends.processes import start_processes
 from k31fn.testing.ranks import answer, perform, write_tensors
 
 __all__ = ["main"]

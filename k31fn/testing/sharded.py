@@ -13,10 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import random, tree
 from k31fn.kernels.registry import record_impls
+from k31fn.parallel.backends.processes import axes_of_process
+from k31fn.parallel.collective_record import record_collectives
+from k31fn.parallel.invariance import check_invariance
 from k31fn.parallel.mesh import Mesh, MeshAxes
 from k31fn.parallel.partition import P, broadcast
-from k31fn.parallel.processes import axes_of_process
-from k31fn.parallel.record import check_invariance, record_collectives
 from k31fn.parallel.shard_map import BACKENDS, pull_back, shard_map
 from k31fn.parallel.tiling import assemble, cut
 from k31fn.testing.ranks import Ranks, import_path, import_target, spawn_ranks

@@ -12,9 +12,11 @@ from k31fn.config import Recipe
 from k31fn.layers import losses
 from k31fn.layers.patches import Images, from_grids
 from k31fn.model import stages
-from k31fn.parallel import Axis, MeshAxes, axis_size, psum
-from k31fn.parallel.pipeline import Carry, Wire
-from k31fn.parallel.point_to_point import own_index, recv, send
+from k31fn.parallel.axis import Axis
+from k31fn.parallel.collectives import axis_size, own_index, psum
+from k31fn.parallel.mesh import MeshAxes
+from k31fn.parallel.pipeline.carry import StageCarry, WireFormat
+from k31fn.parallel.point_to_point import recv, send
 from k31fn.trainer.layout import Layout, lay_out
 from k31fn.trainer.state import TrainState
 from k31fn.trainer.step import slice_tokens
@@ -106,7 +108,7 @@ def _through_stages(
     carries = stages.stage_carries(
         recipe.model, layout.parts, batch, recipe.precision.compute, sh=layout.sh
     )
-    wire, blocks, sums, sent = Wire(carries, table.num_ranks), [], [], []
+    wire, blocks, sums, sent = WireFormat(carries, table.num_ranks), [], [], []
     for s, part in zip(table.stages_of(own_index(axis)), layout.own, strict=True):
         stream, fresh = wire.parts(s, _receive(wire.message(s), axis, table.rank_of(s - 1), batch))
         run = stages.make_stage(
@@ -116,7 +118,7 @@ def _through_stages(
             placements=stages.select(layout.placements, [part]),
             sh=layout.sh,
         )
-        out = run(stages.select(state.params, [part]), Carry(stream, (*blocks, *fresh)), batch)
+        out = run(stages.select(state.params, [part]), StageCarry(stream, (*blocks, *fresh)), batch)
         blocks, message = out.carry.blocks, []
         sums.append(out.sums.lm)
         if not part.last:

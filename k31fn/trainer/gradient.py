@@ -12,8 +12,11 @@ from k31fn import balance, model, tree
 from k31fn.config import Recipe
 from k31fn.layers.linear import use_products
 from k31fn.model import stages
-from k31fn.parallel import MeshAxes, fsdp, pipeline, pmax, psum
-from k31fn.parallel.pipeline import Carry, Stage, StageOutput
+from k31fn.parallel import fsdp, pipeline
+from k31fn.parallel.collectives import pmax, psum
+from k31fn.parallel.mesh import MeshAxes
+from k31fn.parallel.pipeline.carry import StageCarry
+from k31fn.parallel.pipeline.engine import Stage, StageOutput
 from k31fn.trainer.layout import Layout
 from k31fn.trainer.qk_clip import reporting
 from k31fn.trainer.state import TrainState, merge, split
@@ -51,7 +54,7 @@ def make_gradient(
         ValueError: (at the first call) a schedule that splits the backward, where that would be
             other work.
     """
-    inside = fsdp.gathers(layout.placements)
+    inside = fsdp.gather_only(layout.placements)
     checked = not layout.schedule.split
 
     def gradient(
@@ -97,7 +100,7 @@ def make_stages(
     cfg, sh, remat = recipe.model, layout.sh, recipe.remat
     cfg = reporting(cfg) if recipe.clips_logits else cfg
 
-    def whole(params: model.Params[Tensor], carry: Carry, batch: model.Batch) -> StageOutput:
+    def whole(params: model.Params[Tensor], carry: StageCarry, batch: model.Batch) -> StageOutput:
         total, parts = model.loss(
             params, batch, cfg, balance=biases, remat=remat, placements=placements, sh=sh
         )
@@ -112,7 +115,7 @@ def make_stages(
                 cfg, part, balance=biases, remat=remat, placements=places, sh=sh
             )
 
-        def stage(trained: Any, carry: Carry, batch: model.Batch) -> StageOutput:
+        def stage(trained: Any, carry: StageCarry, batch: model.Batch) -> StageOutput:
             with use_products(recipe.precision.products):
                 return run(merge(trained, kept, specs), carry, batch)
 

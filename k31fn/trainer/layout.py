@@ -13,9 +13,14 @@ import torch
 from k31fn import lora, model, optim, tree
 from k31fn.config import Recipe
 from k31fn.model.stages import Part, select, stage_moe_layers, stages
-from k31fn.parallel import AxisRules, MeshAxes, Sharding, axis_size, fsdp, partition, tiles
-from k31fn.parallel.pipeline import Schedule, schedule, stage_ranges
-from k31fn.parallel.point_to_point import own_index
+from k31fn.parallel import fsdp
+from k31fn.parallel.collectives import axis_size, own_index
+from k31fn.parallel.mesh import MeshAxes
+from k31fn.parallel.partition import AxisRules, partition, tiles
+from k31fn.parallel.pipeline.actions import Schedule
+from k31fn.parallel.pipeline.cuts import stage_ranges
+from k31fn.parallel.pipeline.schedules import schedule
+from k31fn.parallel.sharding import Sharding
 from k31fn.params import ParamSpec
 from k31fn.trainer.ranks.agreement import coordinate_of
 

@@ -15,8 +15,9 @@ from k31fn import model, precision, tree
 from k31fn.config import Recipe
 from k31fn.model.flops import flops_per_token
 from k31fn.model.parts import PARTS, find_part
-from k31fn.parallel import Axis, MeshAxes, psum
-from k31fn.parallel.axis import active
+from k31fn.parallel.axis import Axis, active
+from k31fn.parallel.collectives import psum
+from k31fn.parallel.mesh import MeshAxes
 from k31fn.trainer.layout import Layout, lay_out
 
 __all__ = ["Labels", "label", "make_measure"]

@@ -24,7 +24,7 @@ from k31fn import model, precision, tree
 from k31fn.config import Recipe
 from k31fn.layers import dsa, mla
 from k31fn.model.stages import Part
-from k31fn.parallel import pslice
+from k31fn.parallel.collectives import pslice
 from k31fn.trainer.layout import Layout
 from k31fn.typing import Bool, Float
 

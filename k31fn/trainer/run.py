@@ -17,7 +17,7 @@ import torch
 from k31fn import data, metrics, plot, scopes, trackers
 from k31fn.checkpoint import CheckpointError, NotSavedError
 from k31fn.config import Recipe, to_dict
-from k31fn.parallel.point_to_point import own_index
+from k31fn.parallel.collectives import own_index
 from k31fn.trainer.console import View
 from k31fn.trainer.evaluation import heldout_loss
 from k31fn.trainer.init_source import start_from

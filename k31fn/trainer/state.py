@@ -12,7 +12,8 @@ from k31fn import balance, model, optim, params, random, tree
 from k31fn.checkpoint import Held, Layout
 from k31fn.config import Recipe
 from k31fn.model.stages import select
-from k31fn.parallel import MeshAxes, local_shape, tiles
+from k31fn.parallel.mesh import MeshAxes
+from k31fn.parallel.partition import local_shape, tiles
 from k31fn.params import ParamSpec
 from k31fn.trainer.adapter_base import init_adapted
 from k31fn.trainer.layout import cut, lay_out, make_schedule

@@ -16,8 +16,8 @@ from torch import Tensor
 from k31fn import balance, data, model, optim, scopes, segments, tree
 from k31fn.config import Recipe
 from k31fn.layers import losses
-from k31fn.parallel import MeshAxes, axis_size, pmax, psum
-from k31fn.parallel.point_to_point import own_index
+from k31fn.parallel.collectives import axis_size, own_index, pmax, psum
+from k31fn.parallel.mesh import MeshAxes
 from k31fn.trainer.gradient import Sums, make_gradient
 from k31fn.trainer.layout import Layout, lay_out
 from k31fn.trainer.part_metrics import make_measure

@@ -28,8 +28,9 @@ from k31fn.kernels.registry import watch_calls
 from k31fn.kernels.shapes import shapes_only
 from k31fn.kernels.warmup import Compilers, Launch, OpCalls, WarmUpError, launches
 from k31fn.layers import losses
-from k31fn.parallel import MeshAxes, exchange_json
-from k31fn.parallel.point_to_point import own_index
+from k31fn.parallel.backends.processes import exchange_json
+from k31fn.parallel.collectives import own_index
+from k31fn.parallel.mesh import MeshAxes
 from k31fn.trainer.console import View
 from k31fn.trainer.forecast.abstract_rank import run_gradient
 from k31fn.trainer.phases import Step

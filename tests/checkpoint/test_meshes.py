@@ -25,7 +25,8 @@ from k31fn.checkpoint import (
     reading,
 )
 from k31fn.checkpoint.blocks import Box, cut
-from k31fn.parallel import Mesh, P, each_rank, tile
+from k31fn.parallel import Mesh, P, each_rank
+from k31fn.parallel.partition import tile
 from tests.checkpoint.direct import Direct
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("orbax"), reason="no orbax-checkpoint")

@@ -18,7 +18,8 @@ from k31fn.hf_format.leaves import read_leaves
 from k31fn.hf_format.rank_part import ALONE
 from k31fn.hf_format.table import entries
 from k31fn.layers import attn_res, kda, latent_moe, mla, mlp
-from k31fn.parallel import AxisRules, Mesh, partition, tiles
+from k31fn.parallel import AxisRules, Mesh, partition
+from k31fn.parallel.partition import tiles
 
 D = 2048
 CFG = model.Config(

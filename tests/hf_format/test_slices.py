@@ -19,7 +19,8 @@ from k31fn.hf_format.leaves import read_leaves, write_folder
 from k31fn.hf_format.rank_part import ALONE, Part, part_of
 from k31fn.hf_format.table import VISION, Weights, entries_of
 from k31fn.layers import projector, vision, vision_block
-from k31fn.parallel import AxisRules, Mesh, each_rank, partition, tiles
+from k31fn.parallel import AxisRules, Mesh, each_rank, partition
+from k31fn.parallel.partition import tiles
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CFG: model.Config = config.load(CONFIGS / "tiny.py")

@@ -27,7 +27,6 @@ from k31fn.parallel import (
     axes_of_process,
     axis_index,
     check_invariance,
-    exchange_json,
     pmax,
     ppermute,
     pslice,
@@ -39,6 +38,7 @@ from k31fn.parallel import (
     start,
     wait,
 )
+from k31fn.parallel.backends.processes import exchange_json
 from k31fn.parallel.tiling import cut
 
 SHIFT = {

@@ -24,8 +24,8 @@ from k31fn.parallel import (
     psum,
     pvary,
     record_collectives,
-    tiles,
 )
+from k31fn.parallel.partition import tiles
 from k31fn.parallel.scan import Prefetch, scan
 from k31fn.parallel.tiling import cut
 from k31fn.params import Normal, ParamSpec
@@ -151,7 +151,7 @@ def gradients(
 ) -> tuple[Tensor, Any, Tensor]:
     """Loss, gradients and their norm of a step of ``micro`` micro-batches."""
     places = placed(axes, mesh_of(axes), **dtypes)
-    held, inner = fsdp.enter_step(layers, places), fsdp.gathers(places)
+    held, inner = fsdp.enter_step(layers, places), fsdp.gather_only(places)
     total, sums = torch.zeros(()), None
     for rows in x.chunk(micro):
         value, grads = value_and_grad(lambda w, rows: loss_of(axes, w, rows, inner))(held, rows)

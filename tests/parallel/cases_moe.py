@@ -29,12 +29,7 @@ from k31fn.parallel import (
     wait,
 )
 from k31fn.parallel.collectives import axis_size
-from k31fn.parallel.expert import (
-    plan_exchange,
-    receive_back,
-    send_back,
-    send_rows,
-)
+from k31fn.parallel.expert import plan_exchange, receive_back, send_back, send_rows
 from k31fn.segments import Segments
 
 CFG = latent_moe.Config(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from k31fn.parallel import Mesh, MeshAxes, axes_of_process, record_collectives
-from k31fn.parallel.point_to_point import own_index, recv, send
+from k31fn.parallel.collectives import own_index
+from k31fn.parallel.point_to_point import recv, send
 
 
 def ping_pong(axes: MeshAxes) -> list[Tensor]:

@@ -19,7 +19,6 @@ from k31fn.parallel import (
     axis_index,
     check_invariance,
     each_rank,
-    exchange_json,
     pmax,
     ppermute,
     pslice,
@@ -30,6 +29,7 @@ from k31fn.parallel import (
     record_collectives,
     shard_map,
 )
+from k31fn.parallel.backends.processes import exchange_json
 from k31fn.testing import Ranks
 from tests.parallel import cases
 

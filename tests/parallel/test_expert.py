@@ -10,14 +10,8 @@ from torch.func import grad
 
 from k31fn.autodiff import value_and_grad, vjp
 from k31fn.parallel import Mesh, P, record_collectives, shard_map
-from k31fn.parallel.abstract import abstract_axes
-from k31fn.parallel.expert import (
-    Exchange,
-    plan_exchange,
-    receive_back,
-    send_back,
-    send_rows,
-)
+from k31fn.parallel.backends.abstract import abstract_axes
+from k31fn.parallel.expert import Exchange, plan_exchange, receive_back, send_back, send_rows
 from k31fn.parallel.overlap import wait
 from k31fn.testing import Ranks, assert_close_trees, assert_sharded_equals_dense
 from tests.parallel import cases_moe as cases

@@ -18,7 +18,7 @@ from k31fn.parallel import (
     record_collectives,
     shard_map,
 )
-from k31fn.parallel.record import Record
+from k31fn.parallel.collective_record import CollectiveRecord
 from k31fn.testing import assert_close_trees
 from tests.parallel import cases_model as cases
 
@@ -38,7 +38,7 @@ def one_device() -> cases.Step:
     return cases.step(Mesh().axes(), *arguments(), name=NAME)
 
 
-def check(mesh: Mesh, backend: str = "threads", *, remat: model.Remat = "none") -> Record:
+def check(mesh: Mesh, backend: str = "threads", *, remat: model.Remat = "none") -> CollectiveRecord:
     specs = partition(model.specs(CFG), AxisRules(), mesh)
     run = functools.partial(cases.step, name=NAME, remat=remat)
     given = specs, cases.batch_specs(arguments()[1])

@@ -21,7 +21,6 @@ from k31fn.parallel import (
     Mesh,
     P,
     all_gather_invariant,
-    local_shape,
     note_event,
     partition,
     pslice,
@@ -31,7 +30,8 @@ from k31fn.parallel import (
     record_collectives,
     shard_map,
 )
-from k31fn.parallel.abstract import abstract_axes
+from k31fn.parallel.backends.abstract import abstract_axes
+from k31fn.parallel.partition import local_shape
 from k31fn.params import LowRank, Quantized
 from k31fn.segments import from_lengths
 from k31fn.testing import Ranks, assert_close_trees, assert_sharded_equals_dense

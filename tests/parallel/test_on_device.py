@@ -17,13 +17,12 @@ from k31fn.parallel import (
     P,
     axes_of_process,
     check_invariance,
-    exchange_json,
     record_collectives,
     shard_map,
     start_processes,
     stop_processes,
 )
-from k31fn.parallel.processes import _Channel
+from k31fn.parallel.backends.processes import _ProcessChannel, exchange_json
 from k31fn.testing import assert_close_trees
 from tests.parallel import cases
 from tests.parallel.test_overlap import arguments
@@ -90,7 +89,7 @@ def test_nccl_with_a_world_of_one():
         axes, coordinate = axes_of_process(Mesh())
         assert (axes.atoms, coordinate) == ((), {})
         assert exchange_json({"a": 1}, axes.atoms, device="cuda") == [{"a": 1}]
-        channel, x = _Channel(dist.group.WORLD, 1, 0, ""), torch.randn(4, 2, device="cuda")
+        channel, x = _ProcessChannel(dist.group.WORLD, 1, 0, ""), torch.randn(4, 2, device="cuda")
         moves = {
             "psum": {},
             "pmax": {},

@@ -18,11 +18,11 @@ from k31fn.parallel import (
     Mesh,
     each_rank,
     fsdp,
-    local_shape,
     partition,
     record_collectives,
     shard_map,
 )
+from k31fn.parallel.partition import local_shape
 from k31fn.testing import Ranks, assert_close_trees
 from tests.parallel import cases_optim as cases
 

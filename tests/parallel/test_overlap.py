@@ -11,7 +11,6 @@ from k31fn.autodiff import value_and_grad
 from k31fn.parallel import (
     Mesh,
     P,
-    Pending,
     all_gather,
     note_event,
     psum,
@@ -21,6 +20,7 @@ from k31fn.parallel import (
     start,
     wait,
 )
+from k31fn.parallel.overlap import Pending
 from k31fn.testing import Ranks, assert_close_trees, assert_sharded_equals_dense
 from tests.parallel import cases
 

@@ -5,8 +5,8 @@ import torch
 
 from k31fn import params, random, tree
 from k31fn.layers import kda, latent_moe, mla, mlp
-from k31fn.parallel import AxisRules, Mesh, P, local_shape, partition, tile, tiles
-from k31fn.parallel.partition import broadcast
+from k31fn.parallel import AxisRules, Mesh, P, partition
+from k31fn.parallel.partition import broadcast, local_shape, tile, tiles
 from k31fn.parallel.tiling import assemble, cut
 from k31fn.params import Constant, ParamSpec
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from k31fn.parallel import Mesh, P, each_rank, record_collectives, shard_map
-from k31fn.parallel.point_to_point import own_index, recv, send
+from k31fn.parallel.collectives import own_index
+from k31fn.parallel.point_to_point import recv, send
 from k31fn.testing import Ranks
 from tests.parallel import cases_pipeline
 

@@ -396,7 +396,7 @@ def test_a_forgotten_pvary_of_a_small_leaf_is_found(backend, monkeypatch):
     forgetting()(cases.weights(), cases.inputs())
     placed = cases.placed
     monkeypatch.setattr(
-        cases, "placed", lambda *args, **kw: cases.fsdp.gathers(placed(*args, **kw))
+        cases, "placed", lambda *args, **kw: cases.fsdp.gather_only(placed(*args, **kw))
     )
     with pytest.raises(ValueError, match="pvary"):
         forgetting()(cases.weights(), cases.inputs())

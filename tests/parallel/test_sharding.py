@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
+from k31fn.parallel.axis import Axis
 from k31fn.parallel.collectives import psum, pvary
 from k31fn.parallel.mesh import Mesh
-from k31fn.parallel.sharding import UNSHARDED, Axis, Sharding
+from k31fn.parallel.sharding import UNSHARDED, Sharding
 
 
 def test_an_unsharded_layer_has_no_axis():

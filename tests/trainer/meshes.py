@@ -12,7 +12,8 @@ from torch import Tensor
 
 from k31fn import config, trainer, tree
 from k31fn.checkpoint import Held
-from k31fn.parallel import Mesh, MeshAxes, all_gather, axes_of_process, each_rank, tile
+from k31fn.parallel import Mesh, MeshAxes, all_gather, axes_of_process, each_rank
+from k31fn.parallel.partition import tile
 from tests.trainer import runs
 
 CPU = torch.device("cpu")

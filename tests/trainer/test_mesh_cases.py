@@ -10,7 +10,7 @@ import torch
 from k31fn import config, model, optim, trainer, tree
 from k31fn.layers import losses
 from k31fn.parallel import Mesh, each_rank, fsdp
-from k31fn.parallel.point_to_point import own_index
+from k31fn.parallel.collectives import own_index
 from k31fn.testing import assert_close_trees
 from k31fn.trainer import gradient, step
 from k31fn.trainer.layout import lay_out

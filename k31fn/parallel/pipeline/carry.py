@@ -20,10 +20,10 @@ from torch import Tensor
 
 from k31fn import tree
 
-__all__ = ["Carry", "Wire"]
+__all__ = ["StageCarry", "WireFormat"]
 
 
-class Carry(NamedTuple):
+class StageCarry(NamedTuple):
     """What a stage takes and gives. The first stage takes, and the last gives, an empty one.
 
     Attributes:
@@ -37,7 +37,7 @@ class Carry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wire:
+class WireFormat:
     """Who has which block.
 
     Attributes:
@@ -45,7 +45,7 @@ class Wire:
         num_ranks: ranks of the pipeline.
     """
 
-    carries: tuple[Carry, ...]
+    carries: tuple[StageCarry, ...]
     num_ranks: int
 
     def num_blocks(self, stage: int) -> int:
@@ -72,9 +72,9 @@ class Wire:
             ValueError: another structure of the stream, another number of new blocks, or another
                 shape or dtype.
         """
-        after = self.carries[stage + 1] if stage + 1 < len(self.carries) else Carry()
-        given = Carry(stream, tuple(made))
-        expected = Carry(after.stream, tuple(after.blocks[i] for i in self.made(stage)))
+        after = self.carries[stage + 1] if stage + 1 < len(self.carries) else StageCarry()
+        given = StageCarry(stream, tuple(made))
+        expected = StageCarry(after.stream, tuple(after.blocks[i] for i in self.made(stage)))
         if _described(given) != _described(expected):
             raise ValueError(
                 f"pipeline: stage {stage} gives {_described(given)} as its stream and new blocks, "
@@ -99,5 +99,5 @@ class Wire:
         return tree.unflatten(structure, tensors[: len(leaves)]), list(tensors[len(leaves) :])
 
 
-def _described(carry: Carry) -> list[tuple[str, str]]:
+def _described(carry: StageCarry) -> list[tuple[str, str]]:
     return [(path, f"{list(x.shape)} {x.dtype}") for path, x in tree.flatten_with_paths(carry)]

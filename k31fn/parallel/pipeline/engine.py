@@ -19,16 +19,16 @@ from torch import Tensor
 from k31fn import tree
 from k31fn.autodiff import split_vjp, vjp
 from k31fn.parallel.axis import Axes
+from k31fn.parallel.collective_record import note_event
 from k31fn.parallel.collectives import axis_size
 from k31fn.parallel.pipeline.actions import Action, Schedule
-from k31fn.parallel.pipeline.carry import Carry, Wire
-from k31fn.parallel.pipeline.mail import Mail
+from k31fn.parallel.pipeline.carry import StageCarry, WireFormat
+from k31fn.parallel.pipeline.mailbox import Mailbox
 from k31fn.parallel.pipeline.messages import sent_by, taken_by
 from k31fn.parallel.pipeline.timeline import check
-from k31fn.parallel.record import note_event
 from k31fn.parallel.scan import rebuilds
 
-__all__ = ["Result", "Stage", "StageOutput", "run"]
+__all__ = ["PipelineResult", "Stage", "StageOutput", "run"]
 
 
 class StageOutput(NamedTuple):
@@ -42,19 +42,19 @@ class StageOutput(NamedTuple):
             gradient.
     """
 
-    carry: Carry
+    carry: StageCarry
     loss: Any = ()
     sums: Any = ()
     largest: Any = ()
 
 
-Stage = Callable[[Any, Carry, Any], StageOutput]
+Stage = Callable[[Any, StageCarry, Any], StageOutput]
 """``stage(params, carry, batch)``, a pure function; everything in it that is differentiated is an
 argument.
 """
 
 
-class Result(NamedTuple):
+class PipelineResult(NamedTuple):
     """What a rank has of a step.
 
     Attributes:
@@ -79,8 +79,8 @@ def run(
     batches: Sequence[Any],
     *,
     axis: Axes,
-    carries: Sequence[Carry],
-) -> Result:
+    carries: Sequence[StageCarry],
+) -> PipelineResult:
     """Loss, sums and gradients of this rank's stages.
 
     Args:
@@ -107,7 +107,9 @@ def run(
         if given != expected:
             raise ValueError(f"pipeline: {name} has {given}, the schedule {expected}")
     check(schedule)
-    rank = _Rank(schedule, stages, params, batches, axis, Wire(tuple(carries), schedule.num_ranks))
+    rank = _Rank(
+        schedule, stages, params, batches, axis, WireFormat(tuple(carries), schedule.num_ranks)
+    )
     perform = {
         "forward": rank.forward,
         "backward": rank.backward,
@@ -130,7 +132,7 @@ class _Rank:
         params: Sequence[Any],
         batches: Sequence[Any],
         axis: Axes,
-        wire: Wire,
+        wire: WireFormat,
     ) -> None:
         self.schedule, self.stages, self.params, self.batches, self.wire = (
             schedule,
@@ -139,7 +141,7 @@ class _Rank:
             batches,
             wire,
         )
-        self.mail = Mail(schedule, wire, axis, tree.leaves(batches[0])[0].device)
+        self.mail = Mailbox(schedule, wire, axis, tree.leaves(batches[0])[0].device)
         self.pulls: dict[
             Action, tuple[Callable[..., Any], Any]
         ] = {}  # by forward: the pullback, and the loss's seed
@@ -165,7 +167,7 @@ class _Rank:
         stage, batch, num_taken = self.stages[chunk], self.batches[i], len(blocks)
 
         def compute(params: Any, stream: Any, blocks: tuple[Tensor, ...]) -> Any:
-            out = stage(params, Carry(stream, blocks), batch)
+            out = stage(params, StageCarry(stream, blocks), batch)
             return (out.carry.stream, out.carry.blocks[num_taken:], out.loss), (
                 out.sums,
                 out.largest,
@@ -206,12 +208,14 @@ class _Rank:
         note_event(str(action))
         self._accumulate(action, self.put_off.pop(_forward(action))())
 
-    def finish(self) -> Result:
+    def finish(self) -> PipelineResult:
         self.mail.finish()
         assert not any(self.deposits.values())
         structures = [tree.flatten(p)[1] for p in self.params]
         grads = tuple(tree.unflatten(s, g) for s, g in zip(structures, self.grads, strict=True))
-        return Result(self.loss, tuple(self.sums), tuple(self.largest), grads, self.num_live)
+        return PipelineResult(
+            self.loss, tuple(self.sums), tuple(self.largest), grads, self.num_live
+        )
 
     def _cotangent(self, action: Action) -> tuple[Callable[..., Any], Any]:
         """A stage's pullback, and what it takes: the cotangents of its stream, its new blocks and

@@ -16,9 +16,11 @@ from k31fn import data, model, segments
 from k31fn.autodiff import vjp
 from k31fn.config import Recipe
 from k31fn.layers.patches import Images, Patches
-from k31fn.parallel import MeshAxes, Record, fsdp, record_collectives
-from k31fn.parallel.abstract import abstract_axes
-from k31fn.parallel.pipeline import Carry
+from k31fn.parallel import fsdp
+from k31fn.parallel.backends.abstract import abstract_axes
+from k31fn.parallel.collective_record import CollectiveRecord, record_collectives
+from k31fn.parallel.mesh import MeshAxes
+from k31fn.parallel.pipeline.carry import StageCarry
 from k31fn.trainer.gradient import make_gradient, make_stages
 from k31fn.trainer.layout import Layout, lay_out
 from k31fn.trainer.state import TrainState, abstract_state, split
@@ -54,7 +56,7 @@ def abstract_rank(recipe: Recipe, stage_rank: int = 0) -> AbstractRank:
     return AbstractRank(axes, lay_out(recipe, axes), abstract_state(recipe, axes))
 
 
-def run_step(recipe: Recipe, stage_rank: int = 0) -> Record:
+def run_step(recipe: Recipe, stage_rank: int = 0) -> CollectiveRecord:
     """The collectives that a rank issues in a step, in order."""
     axes, _, state = abstract_rank(recipe, stage_rank)
     with record_collectives() as record:
@@ -78,11 +80,13 @@ def run_loss(recipe: Recipe) -> Any:
     """
     axes, layout, state = abstract_rank(recipe, 0)
     trained, frozen = split(fsdp.enter_step(state.params, layout.placements), layout.specs)
-    (stage,) = make_stages(recipe, layout, state.balance, frozen, fsdp.gathers(layout.placements))
+    (stage,) = make_stages(
+        recipe, layout, state.balance, frozen, fsdp.gather_only(layout.placements)
+    )
     batch = _micro_batches(recipe, axes)[0]
 
     def loss(trained: Any) -> Any:
-        out = stage(trained, Carry(), batch)
+        out = stage(trained, StageCarry(), batch)
         return out.loss, (out.sums, out.largest)
 
     return vjp(loss, trained, has_aux=True)

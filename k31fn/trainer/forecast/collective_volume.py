@@ -22,8 +22,9 @@ from k31fn.config import Recipe
 from k31fn.kernels.shapes import shapes_only
 from k31fn.layers.router import NUM_BINS
 from k31fn.model import stages
-from k31fn.parallel import Record, fsdp, record_collectives
-from k31fn.parallel.pipeline import Wire
+from k31fn.parallel import fsdp
+from k31fn.parallel.collective_record import CollectiveRecord, record_collectives
+from k31fn.parallel.pipeline.carry import WireFormat
 from k31fn.parallel.pipeline.messages import messages
 from k31fn.trainer.forecast.abstract_rank import META, abstract_rank, local_rows, run_step
 from k31fn.trainer.forecast.few_layers import LayerKind, layer_kinds, with_layers
@@ -195,7 +196,7 @@ def _messages(recipe: Recipe, rank: int) -> Volume:
     return volume
 
 
-def _wire(recipe: Recipe, layout: Layout) -> Wire:
+def _wire(recipe: Recipe, layout: Layout) -> WireFormat:
     """What passes between stages for one micro-batch."""
     rows = local_rows(recipe) // recipe.micro_batches
     tokens = torch.empty(rows, recipe.length // recipe.mesh.cp, dtype=torch.int64, device=META)
@@ -204,10 +205,10 @@ def _wire(recipe: Recipe, layout: Layout) -> Wire:
     carries = stages.stage_carries(
         recipe.model, layout.parts, batch, recipe.precision.compute, sh=layout.sh
     )
-    return Wire(carries, layout.schedule.num_ranks)
+    return WireFormat(carries, layout.schedule.num_ranks)
 
 
-def _volume(record: Record) -> Volume:
+def _volume(record: CollectiveRecord) -> Volume:
     volume = Volume(Counter(), Counter())
     for event in record.events:
         # the wait for a collective is an event too

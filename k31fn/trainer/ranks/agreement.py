@@ -9,9 +9,9 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from k31fn.parallel import CollectiveError, MeshAxes, exchange_json, pmax
-from k31fn.parallel.mesh import Coordinate
-from k31fn.parallel.point_to_point import own_index
+from k31fn.parallel.backends.processes import CollectiveError, exchange_json
+from k31fn.parallel.collectives import own_index, pmax
+from k31fn.parallel.mesh import Coordinate, MeshAxes
 from k31fn.trainer.ranks.failure_report import StepTimes
 from k31fn.trainer.ranks.watchdog import Watchdog
 

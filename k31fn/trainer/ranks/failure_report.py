@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from k31fn import device as devices
-from k31fn.parallel import Mesh, Progress
+from k31fn.parallel.backends.processes import CollectiveProgress
+from k31fn.parallel.mesh import Mesh
 
 __all__ = ["StepTimes", "describe", "write"]
 
@@ -39,7 +40,12 @@ class StepTimes:
 
 
 def describe(
-    why: str, rank: int, mesh: Mesh, progress: Progress, times: StepTimes, device: torch.device
+    why: str,
+    rank: int,
+    mesh: Mesh,
+    progress: CollectiveProgress,
+    times: StepTimes,
+    device: torch.device,
 ) -> dict[str, Any]:
     """All of it, as JSON; nothing in it waits for the device or for another rank."""
     frames, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from k31fn.parallel import Mesh, axes_of_process, progress_of, start_processes, stop_processes
+from k31fn.parallel.backends.processes import (
+    axes_of_process,
+    progress_of,
+    start_processes,
+    stop_processes,
+)
+from k31fn.parallel.mesh import Mesh
 from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.ranks.watchdog import Watchdog
 

@@ -35,7 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from k31fn.parallel import CollectiveError, Mesh, Progress
+from k31fn.parallel.backends.processes import CollectiveError, CollectiveProgress
+from k31fn.parallel.mesh import Mesh
 from k31fn.trainer.ranks import failure_report
 
 __all__ = ["Watchdog", "lost"]
@@ -74,7 +75,7 @@ class Watchdog:
         store: dist.Store,
         rank: int,
         mesh: Mesh,
-        progress: Progress,
+        progress: CollectiveProgress,
         *,
         timeout: float,
         device: torch.device = _CPU,

@@ -21,7 +21,6 @@ from k31fn.parallel import (
     Mesh,
     MeshAxes,
     P,
-    Record,
     Sharding,
     axes_of_process,
     check_invariance,
@@ -31,8 +30,9 @@ from k31fn.parallel import (
     psum,
     record_collectives,
 )
+from k31fn.parallel.collective_record import CollectiveRecord
+from k31fn.parallel.collectives import own_index
 from k31fn.parallel.pipeline import check_stages, run, schedule, stage_ranges
-from k31fn.parallel.point_to_point import own_index
 from k31fn.parallel.tiling import assemble, cut
 from k31fn.testing import Ranks
 from tests.parallel import cases_model
@@ -137,7 +137,7 @@ def step(axes: MeshAxes, coordinate: dict[str, int], setup: Setup) -> OnRank:
     weights = stages.select(cases_model.shaken(model.specs(cfg), setup.dtype), mine)
     held, inner = (
         fsdp.enter_step(_tiles(split, weights, mesh, coordinate), places),
-        fsdp.gathers(places),
+        fsdp.gather_only(places),
     )
     rows = P(("dp", "fsdp"), "cp")
     batches = [
@@ -171,7 +171,7 @@ def rows_of(state: balance.State, layers: tuple[int, ...]) -> balance.State:
     return balance.State(state.bias[[state.layers.index(i) for i in layers]], layers)
 
 
-def on_threads(setup: Setup) -> tuple[list[OnRank], Record]:
+def on_threads(setup: Setup) -> tuple[list[OnRank], CollectiveRecord]:
     """Results in the order of ranks, and the record of collectives."""
     with record_collectives() as record, check_invariance():
         results = each_rank(

@@ -10,12 +10,12 @@ import torch
 from k31fn import tree
 from k31fn.layers.linear import linear
 from k31fn.parallel import Mesh, P, each_rank, record_collectives, shard_map
-from k31fn.parallel.abstract import abstract_axes
+from k31fn.parallel.backends.abstract import abstract_axes
 from k31fn.parallel.pipeline import (
-    Carry,
     Schedule,
+    StageCarry,
     StageOutput,
-    Wire,
+    WireFormat,
     check_stages,
     engine,
     run,
@@ -91,7 +91,7 @@ def test_only_blocks_that_the_receiver_has_not_seen_are_sent():
     """Eight stages of one layer on two ranks; layers 0, 2 and 5 make blocks."""
     batches, size = toy.micro_batches(2), 12 * toy.D * 8  # of one tensor of 12 rows in float64
     _, record = toy.on_threads(2, "interleaved", batches, 4)
-    wire = Wire(tuple(toy.carries(stage_ranges(8, 8), batches[0])), 2)
+    wire = WireFormat(tuple(toy.carries(stage_ranges(8, 8), batches[0])), 2)
     # into stages 1..7: the stream, and the block that the stage before has made; older ones have
     # been on both ranks
     assert [wire.nbytes(s) / size for s in range(1, 8)] == [2, 1, 2, 1, 1, 2, 1]
@@ -181,9 +181,11 @@ def test_live_residual_sets(kind, bounds):
 
         def stage(params, carry, batch):
             y = Kept.apply(params * (carry.stream if index else batch), alive)
-            return StageOutput(Carry() if index == 3 else Carry(y), y.sum() if index == 3 else ())
+            return StageOutput(
+                StageCarry() if index == 3 else StageCarry(y), y.sum() if index == 3 else ()
+            )
 
-        carries = [Carry(), Carry(x), Carry(x), Carry(x)]
+        carries = [StageCarry(), StageCarry(x), StageCarry(x), StageCarry(x)]
         result = run(table, [stage], [torch.ones(2)], batches, axis=axes.pp, carries=carries)
         return alive.most, len(alive), result.num_live
 
@@ -239,10 +241,15 @@ def test_stages_are_checked_before_a_split_schedule(product):
 
         def stage(params, carry, batch):
             y = (product if last else linear)(carry.stream if last else batch, params)
-            return StageOutput(Carry() if last else Carry(y), y.sum() if last else ())
+            return StageOutput(StageCarry() if last else StageCarry(y), y.sum() if last else ())
 
         return check_stages(
-            table, [stage], [w], torch.randn(3, 4), axis=axes.pp, carries=[Carry(), Carry(x)]
+            table,
+            [stage],
+            [w],
+            torch.randn(3, 4),
+            axis=axes.pp,
+            carries=[StageCarry(), StageCarry(x)],
         )
 
     if product is linear:
@@ -259,7 +266,7 @@ def test_stages_are_checked_before_a_split_schedule(product):
 
 # ----------------------------------------------------------------------------------------- refusals
 def one_stage(params, carry, batch):
-    return StageOutput(Carry(params * batch, (batch,)), ())
+    return StageOutput(StageCarry(params * batch, (batch,)), ())
 
 
 @pytest.mark.parametrize(
@@ -278,7 +285,7 @@ def test_a_call_that_does_not_fit_its_schedule_is_refused(changes, match):
         "stages": [one_stage],
         "params": [torch.ones(2)],
         "batches": [torch.ones(2)],
-        "carries": [Carry()],
+        "carries": [StageCarry()],
     } | changes
     with pytest.raises(ValueError, match=match):
         run(axis=(), **arguments)
@@ -288,11 +295,14 @@ def test_a_call_that_does_not_fit_its_schedule_is_refused(changes, match):
     ("taken", "match"),
     [
         (
-            Carry(torch.empty(3, device="meta"), (torch.empty(2, device="meta"),)),
+            StageCarry(torch.empty(3, device="meta"), (torch.empty(2, device="meta"),)),
             r"\[2\] .* next stage takes .*\[3\]",
         ),
-        (Carry(torch.empty(2, device="meta")), "stage 0 gives .*blocks.0"),
-        (Carry({"x": torch.empty(2, device="meta")}, (torch.empty(2, device="meta"),)), "stream.x"),
+        (StageCarry(torch.empty(2, device="meta")), "stage 0 gives .*blocks.0"),
+        (
+            StageCarry({"x": torch.empty(2, device="meta")}, (torch.empty(2, device="meta"),)),
+            "stream.x",
+        ),
     ],
 )
 def test_a_stage_that_gives_something_else_than_is_said_is_refused(taken, match):
@@ -304,7 +314,7 @@ def test_a_stage_that_gives_something_else_than_is_said_is_refused(taken, match)
             [torch.ones(2)],
             batches,
             axis=axes.pp,
-            carries=[Carry(), taken],
+            carries=[StageCarry(), taken],
         )
 
     with pytest.raises(ValueError, match=match):
@@ -313,7 +323,7 @@ def test_a_stage_that_gives_something_else_than_is_said_is_refused(taken, match)
 
 def test_the_simulated_mesh_is_refused():
     def body(axes, x):
-        carries = [Carry(), Carry(torch.empty(1, device="meta"))]
+        carries = [StageCarry(), StageCarry(torch.empty(1, device="meta"))]
         return run(
             schedule("1f1b", 2, 1), [one_stage], [x], [x], axis=axes.pp, carries=carries
         ).grads[0]

@@ -5,7 +5,9 @@ import itertools
 
 import pytest
 
-from k31fn.parallel.pipeline import Action, bubble, check, messages, schedule, timeline
+from k31fn.parallel.pipeline import Action, bubble, check, schedule
+from k31fn.parallel.pipeline.messages import messages
+from k31fn.parallel.pipeline.timeline import timeline
 
 SIZES = [(1, 1), (2, 1), (2, 2), (2, 5), (3, 7), (4, 2), (4, 4), (4, 8), (8, 16)]
 TABLES = [schedule(kind, p, m) for kind in ("1f1b", "zero_bubble") for p, m in SIZES] + [

@@ -14,8 +14,15 @@ from k31fn import tree
 from k31fn.autodiff import value_and_grad
 from k31fn.layers.linear import linear
 from k31fn.parallel import Mesh, MeshAxes, axes_of_process, each_rank, record_collectives
-from k31fn.parallel.pipeline import Carry, Result, StageOutput, run, schedule, stage_ranges
-from k31fn.parallel.point_to_point import own_index
+from k31fn.parallel.collectives import own_index
+from k31fn.parallel.pipeline import (
+    PipelineResult,
+    StageCarry,
+    StageOutput,
+    run,
+    schedule,
+    stage_ranges,
+)
 
 D, ROWS, LAYERS = 6, 3, 8
 OPENS = frozenset({0, 2, 5})  # layers that freeze the stream as a block
@@ -81,29 +88,29 @@ def expected(batches: list[Tensor]) -> tuple[Tensor, Any]:
 
 
 def stage(numbers: range) -> Any:
-    def compute(params: Any, carry: Carry, batch: Tensor) -> StageOutput:
+    def compute(params: Any, carry: StageCarry, batch: Tensor) -> StageOutput:
         first = not numbers.start
         x = batch @ params[0]["embedding"] if first else carry.stream["x"]
         x, blocks, loss = layers(params, numbers, x, () if first else carry.blocks)
         sums = {"calls": x.new_ones(())}
         if numbers.stop == LAYERS:
-            return StageOutput(Carry(), loss + head(x, blocks), sums)
-        return StageOutput(Carry({"x": x}, blocks), loss, sums)
+            return StageOutput(StageCarry(), loss + head(x, blocks), sums)
+        return StageOutput(StageCarry({"x": x}, blocks), loss, sums)
 
     return compute
 
 
-def carries(ranges: tuple[range, ...], batch: Tensor) -> list[Carry]:
+def carries(ranges: tuple[range, ...], batch: Tensor) -> list[StageCarry]:
     x = torch.empty_like(batch, device="meta")
     return [
-        Carry({"x": x}, (x,) * sum(o < r.start for o in OPENS)) if r.start else Carry()
+        StageCarry({"x": x}, (x,) * sum(o < r.start for o in OPENS)) if r.start else StageCarry()
         for r in ranges
     ]
 
 
 def step(
     axes: MeshAxes, kind: str, batches: list[Tensor], chunks: int = 1, cuts: Any = None
-) -> tuple[Result, Any]:
+) -> tuple[PipelineResult, Any]:
     """What a rank does; its result, and the numbers of the layers of each of its stages."""
     ranks = axes.pp[0].size if axes.pp else 1
     table = schedule(kind, ranks, len(batches), num_chunks=chunks)

@@ -5,7 +5,8 @@ import threading
 
 import torch
 
-from k31fn.parallel import Mesh, Progress
+from k31fn.parallel import Mesh
+from k31fn.parallel.backends.processes import CollectiveProgress
 from k31fn.trainer.ranks import failure_report
 
 
@@ -20,7 +21,7 @@ def test_step_times_are_counted_by_powers_of_two():
 
 
 def test_the_record_of_a_rank(tmp_path):
-    progress, inside, leave = Progress(), threading.Event(), threading.Event()
+    progress, inside, leave = CollectiveProgress(), threading.Event(), threading.Event()
     progress.begin("psum", ("tp",), torch.zeros(2, 3))
 
     def waits_in_a_collective():

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from k31fn.parallel import CollectiveError, Mesh, Progress
+from k31fn.parallel import Mesh
+from k31fn.parallel.backends.processes import CollectiveError, CollectiveProgress
 from k31fn.trainer.ranks import watchdog
 from k31fn.trainer.ranks.watchdog import Watchdog, lost
 
@@ -53,7 +54,7 @@ class Ranks:
 
     def __init__(self, mesh, timeout, monkeypatch):
         self.mesh, self.timeout, self.store = mesh, timeout, dist.HashStore()
-        self.ended, self.progress = {}, [Progress() for _ in range(mesh.world_size)]
+        self.ended, self.progress = {}, [CollectiveProgress() for _ in range(mesh.world_size)]
         monkeypatch.setattr(watchdog, "_GRACE_S", 0.5)
 
     def run(self, *bodies):

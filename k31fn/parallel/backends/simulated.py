@@ -18,7 +18,7 @@ __all__ = ["run"]
 
 
 @dataclass(frozen=True, eq=False)
-class _Host:
+class _SimulatedHost:
     names: tuple[str, ...]
     tokens: tuple[Tensor, ...]
 
@@ -67,7 +67,7 @@ def run(
         args = list(values)
         for i, x in zip(where, xs, strict=True):
             args[i] = x
-        bound = mesh.axes(_Host(names, tokens))
+        bound = mesh.axes(_SimulatedHost(names, tokens))
         out = f(bound, *tree.unflatten(structure, args))
         outputs, traced.structure = tree.flatten(out)
         if wrong := [o for o in outputs if not isinstance(o, Tensor)]:

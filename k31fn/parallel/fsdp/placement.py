@@ -1,26 +1,4 @@
-"""Parameters over the data axes: FSDP, HSDP and DDP as one rule per leaf.
-
-A :class:`Placement` says what becomes of one rank's part of a weight where the model uses it. Along
-the axes that spread it for memory only (``fsdp``, ``cp``; ``efsdp`` for experts) it is gathered,
-and its gradient reduce-scattered (ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054); along the
-data axes on which all ranks hold the same part (``dp``, and all of them for a weight too small to
-spread) it is marked as varying, and its gradient summed. So it is over the axes that split a weight
-of which it is a low-rank factor, and do not split the factor itself::
-
-    w = all_gather(pvary(part, vary), gather, dim)   in the compute dtype; the gradient in
-                                                       the reduce dtype
-
-What splits a weight for compute (``tp``, ``ep``, ``etp``) stays split: that is the layer's
-business.
-
-:func:`gather` does all of it, for one use; :mod:`k31fn.parallel.bundle` does it ahead of the use. A
-training step sums over replicas once, however many micro-batches and layers it has::
-
-    held = enter_step(params, places)                   # pvary
-    for batch in batches:                               # the model gathers, layer by layer
-        grads += value_and_grad(loss)(held, batch, gathers(places))
-    grads = sum_gradients(grads, places)                # psum
-"""
+"""What becomes of one rank's part of a weight where the model uses it."""
 
 from __future__ import annotations
 
@@ -34,24 +12,21 @@ from torch import Tensor
 from k31fn import precision, tree
 from k31fn.autodiff import stop_gradient
 from k31fn.parallel.axis import Axis
-from k31fn.parallel.collectives import all_gather, psum, pvary
+from k31fn.parallel.collectives import all_gather, pvary
 from k31fn.parallel.mesh import MeshAxes
 from k31fn.parallel.partition import AxisRules, Partition, broadcast, resolve
 
 __all__ = [
     "Placement",
     "Placements",
-    "enter_step",
     "gather",
-    "gathers",
+    "gather_only",
     "placements",
-    "sum_gradients",
+    "reduce_dtype",
+    "spread",
 ]
 
 _RULES = AxisRules()
-_BUCKET = (
-    2**26
-)  # bytes of gradients that one psum takes at most, besides a single leaf that is larger
 
 
 @dataclass(frozen=True)
@@ -90,7 +65,7 @@ Placements = Any
 
 
 @runtime_checkable
-class _Declared(Protocol):
+class _PlacedSpec(Protocol):
     """The part of a ``ParamSpec`` that placing reads."""
 
     @property
@@ -144,7 +119,7 @@ def placements(
     return tree.unflatten(structure, found)
 
 
-def _split_beside(spec: _Declared, axes: MeshAxes, rules: AxisRules) -> tuple[Axis, ...]:
+def _split_beside(spec: _PlacedSpec, axes: MeshAxes, rules: AxisRules) -> tuple[Axis, ...]:
     return tuple(a for name in spec.beside for a in axes.view(*rules.views()[name]))
 
 
@@ -205,48 +180,6 @@ def reduce_dtype(x: Tensor, place: Placement) -> torch.dtype:
     return torch.promote_types(x.dtype, place.grad_dtype)
 
 
-def gathers(placements: Placements) -> Placements:
+def gather_only(placements: Placements) -> Placements:
     """The same without ``vary``: for the inside of a step that :func:`enter_step` began."""
     return tree.map(lambda place: dataclasses.replace(place, vary=()), placements)
-
-
-def enter_step(params: Any, placements: Placements) -> Any:
-    """This rank's parts as a step differentiates them: varying over all data axes, at least in the
-    reduce dtype.
-
-    So gradients are summed over micro-batches in that dtype, and over replicas only by
-    :func:`sum_gradients`.
-    """
-    return tree.map(
-        lambda x, place: pvary(x.to(reduce_dtype(x, place)), place.vary), params, placements
-    )
-
-
-def sum_gradients(grads: Any, placements: Placements) -> Any:
-    """Sums what a step's micro-batches gave over the ranks that hold the same part, many leaves at
-    a time.
-
-    Args:
-        grads: like the parameters that :func:`enter_step` returned; leaves may be absent.
-        placements: of all parameters.
-    """
-    values, structure = tree.flatten(grads)
-    by_path = dict(tree.flatten_with_paths(placements))
-    buckets: dict[Any, list[list[int]]] = {}
-    for i, (path, g) in enumerate(zip(tree.paths(grads), values, strict=True)):
-        place = by_path[path]
-        if not place.vary:
-            continue
-        kind = buckets.setdefault(
-            (place.vary, frozenset(place.axes), g.dtype, g.device), [[]]
-        )  # see bundle.py
-        if kind[-1] and sum(values[j].nbytes for j in kind[-1]) + g.nbytes > _BUCKET:
-            kind.append([])
-        kind[-1].append(i)
-    for (vary, *_), kind in buckets.items():
-        for bucket in kind:
-            rows = [values[i].flatten() for i in bucket]
-            flat = psum(torch.cat(rows) if len(rows) > 1 else rows[0], vary)
-            for i, part in zip(bucket, flat.split([len(row) for row in rows]), strict=True):
-                values[i] = part.view(values[i].shape)
-    return tree.unflatten(structure, values)

@@ -21,12 +21,12 @@ from torch import Tensor
 from k31fn import device as devices
 from k31fn.parallel.axis import Axes
 from k31fn.parallel.collectives import all_gather
+from k31fn.parallel.flight_recorder import FlightRecorder, IssuedCollective
 from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
-from k31fn.parallel.record import Flight, Issued
 
 __all__ = [
     "CollectiveError",
-    "Progress",
+    "CollectiveProgress",
     "axes_of_process",
     "exchange_json",
     "progress_of",
@@ -40,7 +40,7 @@ class CollectiveError(RuntimeError):
 
 
 @dataclass
-class Progress:
+class CollectiveProgress:
     """What a process's collectives are doing, for another thread to look at.
 
     Attributes:
@@ -51,9 +51,9 @@ class Progress:
 
     issued: int = 0
     waiting: str = ""
-    flight: Flight = field(default_factory=Flight)
+    flight: FlightRecorder = field(default_factory=FlightRecorder)
 
-    def begin(self, kind: str, axes: tuple[str, ...], x: Tensor) -> Issued:
+    def begin(self, kind: str, axes: tuple[str, ...], x: Tensor) -> IssuedCollective:
         """Notes one that is about to be issued."""
         self.issued += 1
         return self.flight.add(kind, axes, tuple(x.shape), str(x.dtype).removeprefix("torch."))
@@ -89,7 +89,7 @@ def stop_processes(axes: MeshAxes | None = None) -> None:
             active exception``).
     """
     for axis in axes.atoms if axes else ():
-        if isinstance(axis.host, _Host):
+        if isinstance(axis.host, _ProcessHost):
             axis.host.channels.clear()
     dist.destroy_process_group()
 
@@ -101,16 +101,16 @@ def axes_of_process(mesh: Mesh) -> tuple[MeshAxes, Coordinate]:
         ValueError: the mesh does not have as many ranks as there are processes.
     """
     mesh.check_world(dist.get_world_size())
-    host = _Host(mesh, tuple(a.name for a in mesh.axes().atoms))
+    host = _ProcessHost(mesh, tuple(a.name for a in mesh.axes().atoms))
     return mesh.axes(host), mesh.coordinate(dist.get_rank())
 
 
-def progress_of(axes: MeshAxes) -> Progress:
+def progress_of(axes: MeshAxes) -> CollectiveProgress:
     """Of this process's collectives over axes that :func:`axes_of_process` bound; of other axes one
     that stands.
     """
     host = axes.atoms[0].host if axes.atoms else None
-    return host.progress if isinstance(host, _Host) else Progress()
+    return host.progress if isinstance(host, _ProcessHost) else CollectiveProgress()
 
 
 def exchange_json(value: Any, axis: Axes, *, device: torch.device | str = "cpu") -> list[Any]:
@@ -130,16 +130,16 @@ def exchange_json(value: Any, axis: Axes, *, device: torch.device | str = "cpu")
 
 
 @dataclass(eq=False)
-class _Host:
+class _ProcessHost:
     mesh: Mesh
     names: tuple[str, ...]
-    channels: dict[tuple[str, ...], _Channel] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
+    channels: dict[tuple[str, ...], _ProcessChannel] = field(default_factory=dict)
+    progress: CollectiveProgress = field(default_factory=CollectiveProgress)
 
     def token(self, name: str) -> Tensor | None:
         return None
 
-    def channel(self, names: tuple[str, ...]) -> _Channel:
+    def channel(self, names: tuple[str, ...]) -> _ProcessChannel:
         if names not in self.channels:
             me = dist.get_rank()
             mine = self.mesh.coordinate(me)
@@ -156,7 +156,7 @@ class _Host:
                     if others
                     else dist.group.WORLD
                 )
-            self.channels[names] = _Channel(
+            self.channels[names] = _ProcessChannel(
                 group, len(ranks), ranks.index(me), where, self.progress, names
             )
         return self.channels[names]
@@ -168,12 +168,12 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 @dataclass(eq=False)
-class _Channel:
+class _ProcessChannel:
     group: Any
     size: int
     index: int
     where: str  # for messages
-    progress: Progress = field(default_factory=Progress)
+    progress: CollectiveProgress = field(default_factory=CollectiveProgress)
     names: tuple[str, ...] = ()
 
     def start(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
@@ -280,7 +280,7 @@ def _then(work: Any, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 @contextlib.contextmanager
-def _named(what: str, progress: Progress) -> Iterator[None]:
+def _named(what: str, progress: CollectiveProgress) -> Iterator[None]:
     """The backend's errors (a timeout, a lost peer) say which collective it was, and on which
     rank.
     """

@@ -1,4 +1,4 @@
-"""Gathering the weights of a layer without waiting, small ones together.
+"""PendingTree the weights of a layer without waiting, small ones together.
 
 A layer has dozens of weights, most of them small: each of its own would cost a collective's
 latency, not its bytes. The parts of small weights are laid end to end, travel as one, and are taken
@@ -22,16 +22,16 @@ from torch import Tensor
 
 from k31fn import tree
 from k31fn.parallel.collectives import all_gather, axis_size, psum, psum_scatter
-from k31fn.parallel.fsdp import Placement, Placements, reduce_dtype, spread
+from k31fn.parallel.fsdp.placement import Placement, Placements, reduce_dtype, spread
 from k31fn.parallel.overlap import Pending, start, wait
 
-__all__ = ["Gathering", "start_gather", "start_scatter", "wait_gather", "wait_scatter"]
+__all__ = ["PendingTree", "start_gather", "start_scatter", "wait_gather", "wait_scatter"]
 
 _SMALL = 2**20  # bytes of a part that is worth a copy to spare a collective
 
 
 @dataclass(frozen=True, eq=False)
-class Gathering:
+class PendingTree:
     """A tree on its way: weights for :func:`wait_gather`, or their gradients for
     :func:`wait_scatter`.
     """
@@ -118,7 +118,7 @@ def _bundles(values: Sequence[Tensor], places: Sequence[Placement]) -> list[_Bun
     return [bundle(leaves) for leaves in kinds.values()]
 
 
-def start_gather(params: Any, placements: Placements) -> Gathering:
+def start_gather(params: Any, placements: Placements) -> PendingTree:
     """Issues :func:`k31fn.parallel.fsdp.gather` and returns without waiting for it.
 
     Raises:
@@ -132,10 +132,10 @@ def start_gather(params: Any, placements: Placements) -> Gathering:
         pending.append(
             start(all_gather, x, b.place.gather, b.place.dim, dtype=dtype, grad_dtype=grad_dtype)
         )
-    return Gathering(bundles, pending, structure)
+    return PendingTree(bundles, pending, structure)
 
 
-def wait_gather(gathering: Gathering) -> Any:
+def wait_gather(gathering: PendingTree) -> Any:
     """The weights that :func:`start_gather` issued."""
     values: dict[int, Tensor] = {}
     for b, pending in zip(gathering.bundles, gathering.pending, strict=True):
@@ -143,7 +143,7 @@ def wait_gather(gathering: Gathering) -> Any:
     return tree.unflatten(gathering.structure, [values[i] for i in range(len(values))])
 
 
-def start_scatter(grads: Any, placements: Placements, params: Any) -> Gathering:
+def start_scatter(grads: Any, placements: Placements, params: Any) -> PendingTree:
     """Issues the transpose of gathering, on the gradients of what was gathered.
 
     Args:
@@ -165,10 +165,10 @@ def start_scatter(grads: Any, placements: Placements, params: Any) -> Gathering:
         pending.append(
             start(psum_scatter, g, *scatter) if b.place.gather else start(psum, g, b.place.vary)
         )
-    return Gathering(bundles, pending, structure)
+    return PendingTree(bundles, pending, structure)
 
 
-def wait_scatter(scattering: Gathering) -> Any:
+def wait_scatter(scattering: PendingTree) -> Any:
     """The gradients of this rank's parts, which :func:`start_scatter` issued."""
     values: list[Tensor | None] = [None] * scattering.structure.num_leaves
     for b, pending in zip(scattering.bundles, scattering.pending, strict=True):

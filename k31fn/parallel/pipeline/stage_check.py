@@ -11,10 +11,10 @@ from torch import Tensor
 from k31fn import random, tree
 from k31fn.autodiff import SplitWork, check_split
 from k31fn.parallel.axis import Axes
+from k31fn.parallel.collectives import own_index
 from k31fn.parallel.pipeline.actions import Schedule
-from k31fn.parallel.pipeline.carry import Carry
+from k31fn.parallel.pipeline.carry import StageCarry
 from k31fn.parallel.pipeline.engine import Stage
-from k31fn.parallel.point_to_point import own_index
 
 __all__ = ["check_stages"]
 
@@ -26,7 +26,7 @@ def check_stages(
     batch: Any,
     *,
     axis: Axes,
-    carries: Sequence[Carry],
+    carries: Sequence[StageCarry],
 ) -> tuple[SplitWork, ...]:
     """Runs each stage of this rank on random inputs, with its whole and with its split backward,
     and compares.
@@ -55,7 +55,7 @@ def check_stages(
         def compute(
             params: Any, stream: Any, blocks: tuple[Tensor, ...], stage: Stage = stage
         ) -> Any:
-            out = stage(params, Carry(stream, blocks), batch)
+            out = stage(params, StageCarry(stream, blocks), batch)
             return out.carry, out.loss
 
         try:
@@ -67,7 +67,7 @@ def check_stages(
     return tuple(found)
 
 
-def _drawn(carry: Carry, device: torch.device) -> Carry:
+def _drawn(carry: StageCarry, device: torch.device) -> StageCarry:
     leaves, structure = tree.flatten(carry)
     keys = random.split(random.key(0, device=device), max(1, len(leaves)))
     values = [

@@ -30,11 +30,11 @@ def abstract_axes(mesh: Mesh, coordinate: Coordinate | None = None) -> MeshAxes:
     rank, is recorded and has its transpose; no other rank exists, no value is exchanged.
     """
     names = tuple(a.name for a in mesh.axes().atoms)
-    return mesh.axes(_Host(mesh, names, coordinate or mesh.coordinate(0)))
+    return mesh.axes(_AbstractHost(mesh, names, coordinate or mesh.coordinate(0)))
 
 
 @dataclass(eq=False)
-class _Host:
+class _AbstractHost:
     mesh: Mesh
     names: tuple[str, ...]
     coordinate: Coordinate
@@ -47,11 +47,11 @@ class _Host:
         index = 0
         for axis in axes:
             index = index * axis.size + self.coordinate[axis.name]
-        return _Channel(math.prod(a.size for a in axes), index)
+        return _AbstractChannel(math.prod(a.size for a in axes), index)
 
 
 @dataclass(eq=False)
-class _Channel:
+class _AbstractChannel:
     size: int
     index: int
 

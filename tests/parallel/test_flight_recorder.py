@@ -2,11 +2,11 @@
 
 import time
 
-from k31fn.parallel.record import Flight
+from k31fn.parallel.flight_recorder import FlightRecorder
 
 
 def test_the_last_are_kept_and_numbered_by_group():
-    flight = Flight()
+    flight = FlightRecorder()
     for i in range(300):
         issued = flight.add("psum", ("fsdp",) if i % 3 else ("tp",), (i,), "float32")
         issued.waited = time.monotonic()
@@ -21,7 +21,7 @@ def test_the_last_are_kept_and_numbered_by_group():
 
 
 def test_messages_count_by_their_other_end():
-    flight = Flight()
+    flight = FlightRecorder()
     for kind in ("send to 1", "recv from 1", "send to 1", "psum", "send to 0"):
         flight.add(kind, ("pp",), (1,), "float32")
     assert [r["number"] for r in flight.as_json()] == [1, 1, 2, 1, 1]

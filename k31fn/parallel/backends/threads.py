@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from k31fn import device as devices
-from k31fn.parallel import record
+from k31fn.parallel.collective_record import CollectiveRecord, current_records, record_into
 from k31fn.parallel.mesh import Coordinate, Mesh
 
 __all__ = ["each_rank"]
@@ -74,18 +74,18 @@ class _World:
 
 
 @dataclass(eq=False)
-class _Host:
+class _ThreadHost:
     """One rank's view of the world."""
 
     world: _World
     rank: int
     names: tuple[str, ...]
-    channels: dict[tuple[str, ...], _Channel] = field(default_factory=dict)
+    channels: dict[tuple[str, ...], _ThreadChannel] = field(default_factory=dict)
 
     def token(self, name: str) -> Tensor | None:
         return None
 
-    def channel(self, names: tuple[str, ...]) -> _Channel:
+    def channel(self, names: tuple[str, ...]) -> _ThreadChannel:
         if names not in self.channels:
             mine = self.world.coordinates[self.rank]
             ranks = [
@@ -93,11 +93,11 @@ class _Host:
                 for r, c in enumerate(self.world.coordinates)
                 if all(c[n] == mine[n] for n in self.names if n not in names)
             ]
-            self.channels[names] = _Channel(self.world, self.rank, ranks, names)
+            self.channels[names] = _ThreadChannel(self.world, self.rank, ranks, names)
         return self.channels[names]
 
 
-class _Channel:
+class _ThreadChannel:
     """Ranks exchange references to tensors, each posts its n-th collective under number n."""
 
     def __init__(self, world: _World, rank: int, ranks: list[int], names: tuple[str, ...]) -> None:
@@ -210,7 +210,7 @@ def each_rank(
     names = tuple(a.name for a in mesh.axes().atoms)
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
-    outer, own = record.records(), [record.Record() for _ in coordinates]
+    outer, own = current_records(), [CollectiveRecord() for _ in coordinates]
 
     def go(rank: int) -> None:
         failed = True
@@ -219,8 +219,10 @@ def each_rank(
             torch.autograd.set_multithreading_enabled(
                 False
             )  # a device's shared backward thread would deadlock
-            with record.recording((own[rank],)):
-                results[rank] = f(mesh.axes(_Host(world, rank, names)), *args(coordinates[rank]))
+            with record_into((own[rank],)):
+                results[rank] = f(
+                    mesh.axes(_ThreadHost(world, rank, names)), *args(coordinates[rank])
+                )
             failed = False
         except BaseException as e:
             e.add_note(f"on the rank at {coordinates[rank]}")
@@ -240,8 +242,8 @@ def each_rank(
         thread.join()
     for r in outer:
         r.events.extend(own[0].events)
-        before = r.ranks or [record.Record() for _ in own]
-        r.ranks = [record.Record(a.events + b.events) for a, b in zip(before, own, strict=True)]
+        before = r.ranks or [CollectiveRecord() for _ in own]
+        r.ranks = [CollectiveRecord(a.events + b.events) for a, b in zip(before, own, strict=True)]
     if errors:
         raise next(
             (e for e in errors.values() if not isinstance(e, _AbortedError)),

@@ -18,7 +18,7 @@ from k31fn.parallel import (
     start,
     wait,
 )
-from k31fn.parallel.abstract import abstract_axes
+from k31fn.parallel.backends.abstract import abstract_axes
 from tests.parallel.cases import COLLECTIVES
 
 MESH = Mesh(fsdp=2, cp=2, tp=2)

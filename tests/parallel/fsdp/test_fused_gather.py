@@ -11,16 +11,8 @@ from torch import Tensor
 
 from k31fn import params, random, tree
 from k31fn.autodiff import vjp
-from k31fn.parallel import (
-    AxisRules,
-    Mesh,
-    P,
-    bundle,
-    fsdp,
-    partition,
-    record_collectives,
-    shard_map,
-)
+from k31fn.parallel import AxisRules, Mesh, P, fsdp, partition, record_collectives, shard_map
+from k31fn.parallel.fsdp import fused_gather
 from k31fn.params import Normal, ParamSpec
 from k31fn.testing import assert_close_trees
 
@@ -64,9 +56,11 @@ def test_equals_leaf_by_leaf(mesh, backend, kind):
     def run(axes: Any, w: Any) -> Any:
         places = fsdp.placements(SPECS, part, axes, **DTYPES[kind])
         whole, pull = vjp(lambda w: fsdp.gather(w, places), w)
-        ahead, pull_ahead = vjp(lambda w: bundle.wait_gather(bundle.start_gather(w, places)), w)
+        ahead, pull_ahead = vjp(
+            lambda w: fused_gather.wait_gather(fused_gather.start_gather(w, places)), w
+        )
         assert [t.dtype for t in tree.leaves(ahead)] == [t.dtype for t in tree.leaves(whole)]
-        back = bundle.wait_scatter(bundle.start_scatter(ahead, places, w))
+        back = fused_gather.wait_scatter(fused_gather.start_scatter(ahead, places, w))
         return pull(whole)[0], pull_ahead(ahead)[0], back
 
     leaf, ahead, back = shard_map(run, mesh, (part,), (part, part, part), backend=backend)(weights)
@@ -95,7 +89,7 @@ def issued(f: Any, mesh: Mesh, **dtypes: Any) -> Any:
 
 def test_small_leaves_of_a_kind_travel_together(monkeypatch):
     def ahead(w: Any, places: Any) -> Any:
-        return bundle.wait_gather(bundle.start_gather(w, places))
+        return fused_gather.wait_gather(fused_gather.start_gather(w, places))
 
     mesh = Mesh(fsdp=2, tp=2)
     bf16, islands, heads = [48 + 24 + 48 + 64, 8 + 8, 48 + 32]
@@ -104,7 +98,7 @@ def test_small_leaves_of_a_kind_travel_together(monkeypatch):
     )
     assert len(issued(fsdp.gather, mesh, compute=BF16)) == len(SPECS) - 1
     monkeypatch.setattr(
-        bundle, "_SMALL", 4 * 24 - 1
+        fused_gather, "_SMALL", 4 * 24 - 1
     )  # rows, middle and experts are larger, so they go alone
     assert issued(ahead, mesh, compute=BF16) == sorted(
         [48, 48, 64, 24, 4 * islands // 2, 2 * heads // 4]

@@ -11,7 +11,6 @@ from k31fn import params, tree
 from k31fn.autodiff import value_and_grad
 from k31fn.parallel import (
     AxisRules,
-    Event,
     Mesh,
     P,
     each_rank,
@@ -20,6 +19,8 @@ from k31fn.parallel import (
     record_collectives,
     shard_map,
 )
+from k31fn.parallel.collective_record import Event
+from k31fn.parallel.fsdp import replicas
 from k31fn.parallel.tiling import cut
 from k31fn.params import Normal, ParamSpec
 from k31fn.testing import Ranks, assert_close_trees, assert_sharded_equals_dense
@@ -61,7 +62,7 @@ def test_where_each_leaf_is():
     assert names(places["small"]) == ([], ["dp", "fsdp_outer", "fsdp_inner"])
     assert [p.dtype for p in places.values()] == [torch.bfloat16] * 3 + [torch.float32]
     assert all(p.grad_dtype == torch.float32 for p in places.values())
-    assert names(fsdp.gathers(places)["dense"]) == (["fsdp_outer", "fsdp_inner"], [])
+    assert names(fsdp.gather_only(places)["dense"]) == (["fsdp_outer", "fsdp_inner"], [])
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_gradients_of_a_step_on_processes(four_ranks: Ranks):
 
 
 def test_buckets_are_bounded(monkeypatch):
-    monkeypatch.setattr(fsdp, "_BUCKET", 8 * (8 * 12 + 3))  # one matrix and a small leaf
+    monkeypatch.setattr(replicas, "_BUCKET", 8 * (8 * 12 + 3))  # one matrix and a small leaf
     mesh = Mesh(dp=2)
     part = partition(cases.SPECS, AxisRules(), mesh)
     mapped = shard_map(
@@ -241,7 +242,7 @@ def test_a_step_sums_micro_batches_in_the_reduce_dtype():
     )
     held = fsdp.enter_step({"w": torch.ones(4, dtype=torch.bfloat16)}, places)
     assert (
-        value_and_grad(lambda w: fsdp.gather(w, fsdp.gathers(places))["w"].sum())(held)[1][
+        value_and_grad(lambda w: fsdp.gather(w, fsdp.gather_only(places))["w"].sum())(held)[1][
             "w"
         ].dtype
         == torch.float32

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from k31fn.parallel.axis import Axes
+from k31fn.parallel.collectives import own_index
 from k31fn.parallel.pipeline.actions import Schedule
-from k31fn.parallel.pipeline.carry import Wire
+from k31fn.parallel.pipeline.carry import WireFormat
 from k31fn.parallel.pipeline.messages import Message, messages
-from k31fn.parallel.point_to_point import own_index, recv, send
+from k31fn.parallel.point_to_point import recv, send
 
-__all__ = ["Mail"]
+__all__ = ["Mailbox"]
 
 
-class Mail:
+class Mailbox:
     """Issues a rank's part of the pipeline's messages, in their order.
 
     Args:
@@ -27,7 +28,9 @@ class Mail:
         device: on which messages arrive.
     """
 
-    def __init__(self, schedule: Schedule, wire: Wire, axis: Axes, device: torch.device) -> None:
+    def __init__(
+        self, schedule: Schedule, wire: WireFormat, axis: Axes, device: torch.device
+    ) -> None:
         self.schedule, self.wire, self.axis, self.device = schedule, wire, axis, device
         self.index = own_index(axis)
         self._todo = deque(

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from k31fn import config, model, tree
-from k31fn.parallel import AxisRules, Mesh, partition, tile
+from k31fn.parallel import AxisRules, Mesh, partition
+from k31fn.parallel.partition import tile
 from k31fn.testing import Ranks, spawn_ranks
 from tests.parallel import cases_nccl as cases
 from tests.trainer import meshes, runs
