@@ -29,7 +29,7 @@ It runs where :func:`~k31fn.kernels.registry.use_impl` asks for it.
 
 import torch
 
-from k31fn.kernels.experts.buckets import buckets
+from k31fn.kernels.experts.buckets import bucketed
 from k31fn.kernels.experts.grouped import grouped_mm, grouped_mm_accepts, ragged
 from k31fn.kernels.experts.reference import ExpertOrder, sort_by_expert
 from k31fn.kernels.experts.reference import combine as _combine
@@ -45,6 +45,7 @@ dispatch = Op("dispatch", _dispatch)
 permute = Op("permute", _permute)
 combine = Op("combine", _combine)
 grouped_matmul = Op("grouped_matmul", _grouped_matmul)
+# `ragged` and `buckets` cut tensors by the counts, so they need them as Python numbers.
 _ON_HOST = (
     "the number of rows per expert is read on the host, and under vmap it differs between samples"
 )
@@ -60,6 +61,8 @@ grouped_matmul.register(
 )
 _DTYPES = (torch.bfloat16,)
 grouped_matmul.register(adapter("experts", "grouped_matmul", "npu_grouped_matmul", dtypes=_DTYPES))
+# On request: `dispatch` is the reference's gather with another gradient, and `combine` refuses the
+# float32 weights that the router gives beside rows in bfloat16.
 dispatch.register(
     adapter("experts", "dispatch", "npu_moe_token_permute_grad_v2", dtypes=_DTYPES, on_request=True)
 )
@@ -67,5 +70,5 @@ _UNPERMUTE = ("npu_moe_token_unpermute", "npu_moe_token_unpermute_grad")
 combine.register(adapter("experts", "combine", *_UNPERMUTE, dtypes=_DTYPES, on_request=True))
 grouped_matmul.register(Implementation("ragged", ("cpu", "cuda", "npu"), ragged, no_vmap=_ON_HOST))
 grouped_matmul.register(
-    Implementation("buckets", (), buckets, on_request=("cpu", "cuda", "npu"), no_vmap=_ON_HOST)
+    Implementation("buckets", (), bucketed, on_request=("cpu", "cuda", "npu"), no_vmap=_ON_HOST)
 )

@@ -28,6 +28,7 @@ def ragged(
             f"grouped_matmul: sizes={counts} add up to {sum(counts)}, but there are "
             f"{rows.shape[0]} rows"
         )
+    # No expert is left out: one without rows multiplies an empty slice, and its weights get zeros.
     return torch.cat([x @ e for x, e in zip(rows.split(counts), w.unbind(0), strict=True)])
 
 
@@ -48,6 +49,7 @@ def grouped_mm(
 
     Its own autograd, so that a frozen weight costs no gradient; it refuses expanded cotangents.
     """
+    # The library reads where each expert's rows end as 32-bit integers.
     product = F.grouped_mm(rows.contiguous(), w, offs=sizes.cumsum(0, dtype=torch.int32))
     return _with_contiguous_cotangent(product)
 
@@ -57,6 +59,7 @@ def _identity_fwd(x: Tensor) -> tuple[Tensor, tuple[()]]:
 
 
 def _identity_bwd(residuals: tuple[()], ct: Tensor) -> tuple[Tensor]:
+    # A sum hands its cotangent back expanded, with stride 0, which the library refuses.
     return (ct.contiguous(),)
 
 

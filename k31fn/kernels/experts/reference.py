@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 
 from k31fn.autodiff import custom_vjp
 from k31fn.precision import island, upcast
@@ -32,10 +33,13 @@ def sort_by_expert(topk_idx: Int[Tensor, "N G"], num_experts: int) -> ExpertOrde
     ``vmap``.
     """
     expert = topk_idx.flatten()
+    # Stable: a weight's gradient sums an expert's rows in token order, the same on every device.
     order = torch.argsort(expert, stable=True)
     rows = torch.arange(expert.shape[0], device=expert.device)
     inverse = torch.zeros_like(order).scatter(0, order, rows)
     sizes = torch.zeros(num_experts, dtype=torch.int64, device=expert.device)
+    # `bincount` does not run on meta tensors. Integers have the same sum in any order, so that a
+    # scatter may count.
     sizes = sizes.scatter_add(0, expert, torch.ones_like(expert))
     return ExpertOrder(order, inverse.view(topk_idx.shape), sizes)
 
@@ -46,6 +50,7 @@ def _permute_fwd(x: Tensor, index: Tensor, inverse: Tensor) -> tuple[Tensor, Any
 
 def _permute_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     index, inverse = residuals
+    # Through the rule again and not `index_select`, whose own gradient is a scatter of atomics.
     return _permute(ct, inverse, index), None, None
 
 
@@ -66,7 +71,9 @@ def _dispatch_fwd(x: Tensor, order: Tensor, inverse: Tensor) -> tuple[Tensor, An
 def _dispatch_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     order, inverse = residuals
     copies = _permute(ct, inverse.flatten(), order)
-    return copies.unflatten(0, inverse.shape).sum(1), None, None
+    # A token's copies are added in the order of its choices, wherever their rows lie.
+    copies = rearrange(copies, "(token choice) d -> token choice d", choice=inverse.shape[1])
+    return copies.sum(1), None, None
 
 
 def dispatch(
@@ -82,22 +89,24 @@ _dispatch = custom_vjp(_dispatch_fwd, _dispatch_bwd, name="dispatch")
 def _combine_fwd(
     rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Any]:
-    copies = rows.index_select(0, inverse.flatten()).unflatten(0, inverse.shape)
+    copies = rows.index_select(0, inverse.flatten())
+    copies = rearrange(copies, "(token choice) d -> token choice d", choice=inverse.shape[1])
     wide = weights.to(island(rows.dtype)).unsqueeze(-1)
     out = upcast(copies[:, 0]) * wide[:, 0]
-    for g in range(
-        1, inverse.shape[1]
-    ):  # several times faster on CPU than a batched product of such thin matrices
+    # One choice after another: several times faster on a CPU than a batched product of such thin
+    # matrices, and the sum has one order on every device.
+    for g in range(1, inverse.shape[1]):
         out = torch.addcmul(out, upcast(copies[:, g]), wide[:, g])
     return out.to(rows.dtype), (rows, weights, order, inverse)
 
 
 def _combine_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     rows, weights, order, inverse = residuals
-    of_rows = upcast(_dispatch(ct, order, inverse))
+    # All in the order of rows, so that `rows` is read as it lies and nothing of its size is moved.
+    token_ct = upcast(_dispatch(ct, order, inverse))
     weight_of_row = _permute(weights.flatten(), order, inverse.flatten())
-    d_rows = (of_rows * weight_of_row.unsqueeze(1)).to(rows.dtype)
-    d_weights = _permute((of_rows * upcast(rows)).sum(-1), inverse.flatten(), order)
+    d_rows = (token_ct * weight_of_row.unsqueeze(1)).to(rows.dtype)
+    d_weights = _permute((token_ct * upcast(rows)).sum(-1), inverse.flatten(), order)
     return d_rows, d_weights.to(weights.dtype).view(inverse.shape), None, None
 
 
@@ -124,21 +133,29 @@ def grouped_matmul(
     """
     num_rows, num_experts = rows.shape[0], w.shape[0]
     tile = max(-(-num_rows // num_experts), 1)
+    # Full tiles, and one that is not full for each expert: enough for any sizes, so that no shape
+    # depends on data.
     num_tiles = num_experts + num_rows // tile
-    row_end, tile_end = sizes.cumsum(0), ((sizes + tile - 1) // tile).cumsum(0)
+    row_end = sizes.cumsum(0)
+    tile_end = ((sizes + tile - 1) // tile).cumsum(0)
     row_start = row_end - sizes
     tile_start = torch.cat([torch.zeros_like(tile_end[:1]), tile_end[:-1]])
 
-    # Which rows lie in each tile; a tile's missing rows are zero.
+    # Which rows lie in each tile; a tile's missing rows are zero. The ends that a tile has passed
+    # count to its expert; one behind all rows takes the last expert, and nobody reads its product.
     tiles = torch.arange(num_tiles, device=rows.device)
     expert = (tiles[:, None] >= tile_end).sum(1).clamp(max=num_experts - 1)
     local = ((tiles - tile_start[expert]) * tile)[:, None] + torch.arange(tile, device=rows.device)
     source = (row_start[expert][:, None] + local).clamp(max=max(num_rows - 1, 0))
     present = local < sizes[expert][:, None]
-    gathered = rows.index_select(0, source.flatten()).unflatten(0, source.shape)
+    gathered = rows.index_select(0, source.flatten())
+    gathered = rearrange(gathered, "(tile row) i -> tile row i", row=tile)
     padded = torch.where(present[:, :, None], gathered, 0)
 
-    product = torch.matmul(padded, w.index_select(0, expert)).flatten(0, 1)
+    product = torch.matmul(padded, w.index_select(0, expert))
+    product = rearrange(product, "tile row o -> (tile row) o")
+
+    # Back from the tiles: where each row lies.
     row = torch.arange(num_rows, device=rows.device)
     of_row = (row[:, None] >= row_end).sum(1).clamp(max=num_experts - 1)
     return product.index_select(0, tile_start[of_row] * tile + row - row_start[of_row])
