@@ -35,6 +35,7 @@ class Config:
                     f"embedding.Config.{name}={getattr(self, name)}: must be at least 1; set "
                     f"{name} >= 1"
                 )
+        # `not >=` and not `<`: it refuses NaN too.
         if not self.init_std >= 0:
             raise ValueError(
                 f"embedding.Config.init_std={self.init_std}: a standard deviation; set init_std "
@@ -54,6 +55,8 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     apply.
     """
     return Params(
+        # Its rows are split over "vocab" and not its columns: a rank then looks up some tokens
+        # and is silent about the others, and the head can share the split.
         weight=ParamSpec(
             (cfg.vocab_size, cfg.hidden_size), ("vocab", "hidden"), Normal(cfg.init_std)
         )
@@ -77,26 +80,23 @@ def apply(
     if _functorch.forward_mode_active():
         raise RuntimeError(
             "embedding under forward-mode differentiation: k31fn layers are reverse-mode only; "
-            "use torch.func.jacrev "
-            "or k31fn.autodiff.hessian (reverse over reverse)"
+            "use torch.func.jacrev or k31fn.autodiff.hessian (reverse over reverse)"
         )
     if not active(sh.vocab):
         return _lookup(params.weight, tokens)
     num_rows = params.weight.shape[0]
     row = tokens - axis_index(sh.vocab) * num_rows
-    own = (row >= 0) & (row < num_rows)
-    found = torch.where(own[..., None], _lookup(params.weight, torch.where(own, row, 0)), 0)
-    return psum_scatter(
-        found, sh.sequence, 1
-    )  # one term of each sum is not zero: exact in any dtype
+    local = (row >= 0) & (row < num_rows)
+    # Other ranks' tokens read row 0, which exists on every rank, and are then made zero; with the
+    # value the gradient of row 0 is made zero too.
+    y = torch.where(local[..., None], _lookup(params.weight, torch.where(local, row, 0)), 0)
+    # One term of each sum is not zero: exact in any dtype.
+    return psum_scatter(y, sh.sequence, 1)
 
 
 def _lookup_fwd(weight: Tensor, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, int, torch.dtype]]:
-    return F.embedding(tokens, weight), (
-        tokens,
-        weight.shape[0],
-        weight.dtype,
-    )  # the table itself is not kept
+    # The table itself is not kept: under FSDP the gathered one may be freed.
+    return F.embedding(tokens, weight), (tokens, weight.shape[0], weight.dtype)
 
 
 def _lookup_bwd(residuals: tuple[Tensor, int, torch.dtype], ct: Tensor) -> tuple[Tensor, None]:
@@ -106,6 +106,7 @@ def _lookup_bwd(residuals: tuple[Tensor, int, torch.dtype], ct: Tensor) -> tuple
     the gradient of every frequent token would be lost.
     """
     tokens, num_rows, dtype = residuals
+    # -1: no row is left out as padding; False: a token is not divided by how often it occurs.
     total = torch.ops.aten.embedding_dense_backward(upcast(ct), tokens, num_rows, -1, False)
     return total.to(dtype), None
 
@@ -136,6 +137,6 @@ def check_tokens(
     allowed = f"[0, {vocab_size})" + (f" or {ignored}" if ignored is not None else "")
     raise ValueError(
         f"{name}[{row}, {position}]={int(tokens[row, position])}: must be in {allowed}, as is not "
-        "so for "
-        f"{int(bad.sum())} of {tokens.numel()}; does the tokenizer match vocab_size={vocab_size}?"
+        f"so for {int(bad.sum())} of {tokens.numel()}; does the tokenizer match "
+        f"vocab_size={vocab_size}?"
     )

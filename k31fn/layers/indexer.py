@@ -64,6 +64,7 @@ class Config:
                 )
         for name in ("norm_eps", "score_scale", "weight_scale", "init_std"):
             value = getattr(self, name)
+            # `not >` and not `<=`: it refuses NaN too.
             if value is not None and not value > 0:
                 raise ValueError(
                     f"indexer.Config.{name}={value} must be positive; leave it out for the default"
@@ -97,6 +98,7 @@ class IndexerOut(NamedTuple):
 def specs(cfg: Config) -> Params[ParamSpec]:
     """Declares the parameters."""
 
+    # Columns have no axis name, so that no rule splits the heads: see the module.
     def matrix(rows: int, columns: int, axis: str) -> ParamSpec:
         return ParamSpec(
             (rows, columns), (axis, ""), Normal(cfg.init_std), tags=frozenset({"matrix"})
@@ -125,12 +127,23 @@ def apply(
     """Projects each token; the scores are :func:`k31fn.kernels.indexer.index_scores` of the result.
 
     Gradients: to ``params`` only; ``x`` and ``cq`` receive exactly zero.
+
+    Args:
+        params: as :func:`specs` declares.
+        x: input of the attention layer.
+        cq: its query latent.
+        cfg: the indexer's config.
+        sh: sharding.
     """
+    # All heads of this rank's tokens: each weight is whole, and its gradient a sum over the ranks.
     params = tree.map(lambda w: pvary(w, sh.sequence), params)
-    x, cq = stop_gradient(x), stop_gradient(cq)
+    # The trunk is trained by the language model's loss alone, the indexer by its own.
+    x = stop_gradient(x)
+    cq = stop_gradient(cq)
     weight_scale = cfg.num_heads**-0.5 if cfg.weight_scale is None else cfg.weight_scale
     return IndexerOut(
         q=split_heads(linear(cq, params.w_q), cfg.num_heads, cfg.head_dim, "indexer w_q"),
         k=layer_norm(linear(x, params.w_k), params.k_norm_weight, params.k_norm_bias, cfg.norm_eps),
+        # An island as the equations say: the head weights multiply every score.
         w=linear(upcast(x), params.w_w) * weight_scale,
     )

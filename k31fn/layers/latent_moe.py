@@ -84,7 +84,8 @@ class Config:
                 f"expert_size={self.expert_size}: MXFP4 and "
                 "MXFP8 have groups of 32; make both multiples of 32"
             )
-        _ = self.router, self.norm, self.expert, self.shared  # each checks its fields
+        # Made here so that a bad value is refused now: each checks its fields in its own words.
+        _ = self.router, self.norm, self.expert, self.shared
 
     @property
     def router(self) -> router.Config:
@@ -143,13 +144,18 @@ class Output(NamedTuple):
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:
-    """Experts are split by expert; the projections of the latent are the same on every rank."""
-    init, matrix = Normal(cfg.init_std), frozenset({"matrix"})
+    """Declares the parameters: experts are split by expert and by their width, the projections of
+    the latent are whole on every rank.
+    """
+    init = Normal(cfg.init_std)
+    matrix = frozenset({"matrix"})
 
-    def of_experts(one: ParamSpec) -> ParamSpec:
-        axes = tuple("latent" if a == "hidden" else "expert_mlp" for a in one.axes)
+    def stacked(one_expert: ParamSpec) -> ParamSpec:
+        # An expert's width has an axis of its own: tensor-parallel ranks that split the experts
+        # among them have no ranks left to split the width over.
+        axes = tuple("latent" if axis == "hidden" else "expert_mlp" for axis in one_expert.axes)
         return ParamSpec(
-            (cfg.num_experts, *one.shape),
+            (cfg.num_experts, *one_expert.shape),
             ("experts", *axes),
             init,
             tags=frozenset({"expert", "matrix"}),
@@ -160,7 +166,7 @@ def specs(cfg: Config) -> Params[ParamSpec]:
         latent_down=ParamSpec(
             (cfg.hidden_size, cfg.latent_size), ("hidden", "latent"), init, tags=matrix
         ),
-        experts=tree.map(of_experts, mlp.specs(cfg.expert)),
+        experts=tree.map(stacked, mlp.specs(cfg.expert)),
         norm=norm.specs(cfg.norm, axis="latent"),
         latent_up=ParamSpec(
             (cfg.latent_size, cfg.hidden_size), ("latent", "hidden"), init, tags=matrix
@@ -178,8 +184,22 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Output:
-    """One layer. ``bias`` is the router's balance state, ``segments`` tells padding (None: there is
-    none).
+    """The layer, its stages in the order in which they run.
+
+    On a mesh ``x`` and ``y`` are this rank's tokens. Gradients: to ``params`` and ``x``; the route
+    is a decision and has none, its weights have.
+
+    Args:
+        params: as :func:`specs` declares.
+        x: normed input.
+        cfg: the layer's config.
+        bias: the router's balance state.
+        segments: tells padding, which is routed with weight zero; None: there is none.
+        sh: sharding.
+
+    Raises:
+        ValueError: the bias is of another number of experts, or the ranks of ``sh.experts`` do not
+            divide the experts.
     """
     routing = router.apply(params.router, x, cfg.router, bias=bias, segments=segments, sh=sh)
 
@@ -204,12 +224,14 @@ def apply(
         _experts(params.experts, wait(sending), exchange, cfg), exchange, sh.experts
     )
 
-    # Shared experts, last product, while the rows travel back.
+    # Shared experts, last product, while the rows travel back. Two halves and not one: each hides
+    # one journey, and in the backward, which runs in reverse, the other one.
     shared: Any = 0
     if isinstance(params.shared, mlp.Params):
         shared = mlp.outer(params.shared, hidden, sh=sh)
 
-    # Combine. The norm is not linear: the parts of the experts' width are summed before it.
+    # Combine. Rows are weighted where they are summed, in float32, so that they are rounded once.
+    # The norm is not linear: the parts of the experts' width are summed before it.
     rows = receive_back(returning, exchange, sh.experts)
     mixed = combine(rows, weights.flatten(0, 1), copies.order, copies.inverse)
     mixed = psum_scatter(mixed.unflatten(0, weights.shape[:2]), sh.expert_mlp, 1)
@@ -235,6 +257,7 @@ def _experts(
     product = quantised_grouped_linear if cfg.qat else grouped_linear
     gate = product(rows, params.w_gate, exchange.sizes)
     up = product(rows, params.w_up, exchange.sizes)
+    # No name for the activation, so that nothing keeps it through the last product.
     rows = product(situ_glu(gate, up, cfg.beta, cfg.linear_beta), params.w_down, exchange.sizes)
     return _reorder(rows, exchange.inverse, exchange.order)
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 
 from k31fn import _functorch
 from k31fn.autodiff import custom_vjp, weight_product
@@ -43,6 +44,8 @@ __all__ = [
 ]
 
 _SCALINGS: dict[str, Scaling] = {"fp8_rows": "rows", "fp8_blocks": "blocks"}
+# Ambient, so that a layer need not pass it on to each of its products; whoever replays a layer
+# enters it again.
 _PRODUCTS: contextvars.ContextVar[Products] = contextvars.ContextVar(
     "k31fn_products", default="exact"
 )
@@ -55,8 +58,8 @@ def use_products(kind: Products) -> Iterator[None]:
 
     ``fp8_rows`` and ``fp8_blocks``: by :func:`~k31fn.kernels.scaled_matmul.scaled_matmul`, where
     tokens, rows and columns are multiples of 16, or of 128. Other products, those of weights in
-    other leaves and of routed experts, and
-    of an input that is not bfloat16, are exact: computed in the dtype of the input.
+    other leaves and of routed experts, and of an input that is not bfloat16, are exact: computed in
+    the dtype of the input.
     """
     token = _PRODUCTS.set(kind)
     try:
@@ -76,33 +79,40 @@ def linear(x: Float[Tensor, "*rows I"], w: Any) -> Float[Tensor, "*rows2 O"]:
         ValueError: the last dim of ``x`` is not the weight's input dim.
         RuntimeError: under forward-mode differentiation.
     """
+    # torch.matmul alone would go through: a layer is to refuse forward mode on every device.
     if _functorch.forward_mode_active():
         raise RuntimeError(
             "linear under forward-mode differentiation: k31fn layers are reverse-mode only; use "
-            "torch.func.jacrev or "
-            "k31fn.autodiff.hessian (reverse over reverse)"
+            "torch.func.jacrev or k31fn.autodiff.hessian (reverse over reverse)"
         )
     if isinstance(w, LowRank):
-        return linear(x, w.base) + _scaled(linear(linear(x, w.a), w.b), w)
+        # The base first, here and below: the gradient of `x` adds its parts in the reverse order,
+        # which is part of the bits.
+        base = linear(x, w.base)
+        # From left to right: `a @ b` would be as large as the base.
+        update = linear(linear(x, w.a), w.b)
+        return base + _scaled(update, w)
     if isinstance(w, Quantized):
-        return (
-            linear(x, dequantize(w, x.dtype))
-            if w.format == "scaled"
-            else _frozen_product(False, x, w, ())
-        )
+        # Codes of "scaled" may be trained through their scales; packed bytes are frozen.
+        if w.format == "scaled":
+            return linear(x, dequantize(w, x.dtype))
+        return _frozen_product(False, x, w, ())
     _check_features("linear", x, w)
+    # Cast here, beside the product: a remat then keeps the weight and not its narrow copy.
     return weight_product(_product_of(x, w), x, w.to(x.dtype))
 
 
 def _product_of(x: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """The product that :func:`use_products` asks for, where it takes these sizes."""
-    scaling, features = _SCALINGS.get(_PRODUCTS.get()), x.shape[-1]
+    scaling = _SCALINGS.get(_PRODUCTS.get())
+    features = x.shape[-1]
     if scaling is None or x.dtype != torch.bfloat16 or w.ndim != 2:
         return torch.matmul
     if not fits(x.numel() // features, features, w.shape[1], scaling):
         return torch.matmul
 
     def product(x: Tensor, w: Tensor) -> Tensor:
+        # The op takes a matrix: all leading dims together are its rows.
         return scaled_matmul(x.reshape(-1, features), w, scaling, True).unflatten(0, x.shape[:-1])
 
     return product
@@ -113,9 +123,10 @@ def transposed_linear(y: Float[Tensor, "*rows O"], w: Any) -> Float[Tensor, "*ro
     formed either.
     """
     if isinstance(w, LowRank):
-        return transposed_linear(y, w.base) + _scaled(
-            transposed_linear(transposed_linear(y, w.b), w.a), w
-        )
+        # (a b)^T = b^T a^T: the transposed product begins with b.
+        base = transposed_linear(y, w.base)
+        update = transposed_linear(transposed_linear(y, w.b), w.a)
+        return base + _scaled(update, w)
     if isinstance(w, Quantized):
         if w.format != "scaled":
             return _frozen_product(True, y, w, ())
@@ -137,9 +148,9 @@ def grouped_linear(
         ValueError: ``w`` has another number of experts or of input features.
     """
     if isinstance(w, LowRank):
-        return grouped_linear(x, w.base, sizes) + _scaled(
-            grouped_linear(grouped_linear(x, w.a, sizes), w.b, sizes), w
-        )
+        base = grouped_linear(x, w.base, sizes)
+        update = grouped_linear(grouped_linear(x, w.a, sizes), w.b, sizes)
+        return base + _scaled(update, w)
     if isinstance(w, Quantized):
         if w.format != "scaled":
             return _frozen_product(False, x, w, sizes)
@@ -150,6 +161,7 @@ def grouped_linear(
             f"got {list(w.shape)}"
         )
     _check_features("grouped_linear", x, w)
+    # The sizes are captured and no argument: they have no gradient to be put off.
     return weight_product(lambda x, w: grouped_matmul(x, w, sizes), x, w.to(x.dtype))
 
 
@@ -172,8 +184,7 @@ def dequantize(w: Quantized[Tensor], dtype: torch.dtype) -> Float[Tensor, "*expe
     ):
         raise ValueError(
             f"Quantized: scales {list(w.scales.shape)} do not fit codes {list(w.codes.shape)}: "
-            "needed is one scale per "
-            "group of rows, [..., in / group, out]"
+            "needed is one scale per group of rows, [..., in / group, out]"
         )
     return w.codes.to(dtype) * w.scales.to(dtype).repeat_interleave(rows // groups, dim=-2)
 
@@ -181,14 +192,14 @@ def dequantize(w: Quantized[Tensor], dtype: torch.dtype) -> Float[Tensor, "*expe
 def scale_columns(w: Quantized[Tensor]) -> Quantized[Tensor]:
     """The same weight with scales for each of its columns, so that columns can be taken apart."""
     repeats = w.codes.shape[-1] // w.scales.shape[-1]
-    return (
-        w
-        if repeats == 1
-        else dataclasses.replace(w, scales=w.scales.repeat_interleave(repeats, dim=-1))
-    )
+    if repeats == 1:
+        return w
+    # The scales of blocks are few: repeated they are still a small part of the codes' bytes.
+    return dataclasses.replace(w, scales=w.scales.repeat_interleave(repeats, dim=-1))
 
 
 def _scaled(update: Tensor, w: LowRank[Any]) -> Tensor:
+    # A multiplication by 1 would be one more pass over the tokens.
     return update if w.scale == 1 else update * w.scale
 
 
@@ -199,12 +210,15 @@ def _frozen_fwd(
     dense = dense.mT if transposed else dense
     _check_features("linear", x, dense)
     y = grouped_matmul(x, dense, sizes) if isinstance(sizes, Tensor) else torch.matmul(x, dense)
+    # The bytes are kept and not `dense`, and not `x` either: no gradient of the weight is taken.
     return y, (w, sizes, x.shape)
 
 
 def _frozen_bwd(transposed: bool, residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     w, sizes, shape = residuals
+    # Again a product with the frozen weight, so that it is decoded anew and any order has a rule.
     dx = _frozen_product(not transposed, ct, w, sizes)
+    # Where leading dims of the weight batched against none of `x`, their cotangents are summed.
     return (dx if dx.shape == shape else dx.sum_to_size(shape)), None, None
 
 
@@ -216,13 +230,15 @@ _frozen_product = custom_vjp(
 def split_heads(
     x: Float[Tensor, "*rows HK"], num_heads: int, head_dim: int, name: str
 ) -> Float[Tensor, "*rows H {head_dim}"]:
-    """The columns of a projection by head; a rank may hold an equal share of the ``num_heads``.
+    """The columns of a projection by head, ``h K + k`` for dim ``k`` of head ``h``; a rank may hold
+    an equal share of the ``num_heads``.
 
     Raises:
         ValueError: the columns are not whole heads, or their number does not divide ``num_heads``:
             the weights are those of another config.
     """
-    return x.unflatten(-1, (_local_heads(x, num_heads, head_dim, name), head_dim))
+    local_heads = _local_heads(x, num_heads, head_dim, name)
+    return rearrange(x, "... (h k) -> ... h k", h=local_heads)
 
 
 def per_head(w: Any, num_heads: int, dims: Sequence[int], name: str) -> tuple[Any, ...]:
@@ -236,26 +252,30 @@ def per_head(w: Any, num_heads: int, dims: Sequence[int], name: str) -> tuple[An
         ValueError: as in :func:`split_heads`.
     """
     if isinstance(w, LowRank):
-        parts = (per_head(leaf, num_heads, dims, name) for leaf in (w.base, w.b))
-        return tuple(dataclasses.replace(w, base=base, b=b) for base, b in zip(*parts, strict=True))
+        # `a` has no columns by head: all heads share it.
+        bases = per_head(w.base, num_heads, dims, name)
+        bs = per_head(w.b, num_heads, dims, name)
+        pairs = zip(bases, bs, strict=True)
+        return tuple(dataclasses.replace(w, base=base, b=b) for base, b in pairs)
     if isinstance(w, Quantized):
+        # A block of codes may lie across two heads, so each column first gets scales of its own.
         w = scale_columns(w)
-        parts = (per_head(leaf, num_heads, dims, name) for leaf in (w.codes, w.scales))
-        return tuple(
-            dataclasses.replace(w, codes=c, scales=scale) for c, scale in zip(*parts, strict=True)
-        )
-    by_head = w.unflatten(-1, (_local_heads(w, num_heads, sum(dims), name), sum(dims)))
-    return by_head.transpose(-3, -2).split(list(dims), dim=-1)
+        codes = per_head(w.codes, num_heads, dims, name)
+        scales = per_head(w.scales, num_heads, dims, name)
+        pairs = zip(codes, scales, strict=True)
+        return tuple(dataclasses.replace(w, codes=c, scales=scale) for c, scale in pairs)
+    local_heads = _local_heads(w, num_heads, sum(dims), name)
+    return rearrange(w, "... i (h k) -> ... h i k", h=local_heads).split(list(dims), dim=-1)
 
 
 def _local_heads(x: Tensor, num_heads: int, head_dim: int, name: str) -> int:
+    """The heads that the columns of ``x`` hold."""
     local, rest = divmod(x.shape[-1], head_dim)
     if rest or not local or num_heads % local:
         raise ValueError(
             f"{name}: {x.shape[-1]} columns do not divide into num_heads={num_heads} heads of "
-            f"{head_dim}; the "
-            f"parameters are of another config: {num_heads} heads have {num_heads * head_dim} "
-            "columns"
+            f"{head_dim}; the parameters are of another config: {num_heads} heads have "
+            f"{num_heads * head_dim} columns"
         )
     return local
 
@@ -268,6 +288,6 @@ def _check_features(name: str, x: Tensor, w: Any) -> None:
     if w.ndim < 2 or x.shape[-1] != w.shape[-2]:
         raise ValueError(
             f"{name}: x {list(x.shape)} has {x.shape[-1]} features, the weight [..., in, "
-            f"out]={list(w.shape)} does not "
-            "take them; weights are stored [in, out], the transpose of torch.nn.Linear's"
+            f"out]={list(w.shape)} does not take them; weights are stored [in, out], the transpose "
+            "of torch.nn.Linear's"
         )

@@ -75,25 +75,35 @@ def linear_cross_entropy(
         Sum and count over the slice, equal on the ranks of ``sh.vocab``; without any valid label
         the sum and every gradient are exactly 0.
     """
-    dtype, num_columns = hidden.dtype, _num_columns(w_head)
+    dtype = hidden.dtype
+    num_columns = _num_columns(w_head)
+    # Its gradient is a sum over the ranks' columns, taken in float32 as over the pieces below.
     hidden = all_gather(hidden, sh.sequence, 1, grad_dtype=island(dtype))
     widths = _piece_widths(num_columns, labels.numel(), island(dtype).itemsize, logits_bytes)
+    # A label outside of this rank's columns, or of a piece, picks nothing.
     column = labels - axis_index(sh.vocab) * num_columns
 
     def statistics(x: Tensor, w: Any, piece_labels: Tensor) -> Statistics:
-        with use_products("exact"):  # logits are not to be rounded to three bits
+        # Logits are not to be rounded to the three bits of FP8, whatever the layers' products are.
+        with use_products("exact"):
             return cross_entropy(linear(x.to(dtype), w), piece_labels)
 
     if len(widths) == 1:
         lse, picked = statistics(hidden, w_head, column)
     else:
-        wide, start, parts = upcast(hidden), 0, []
+        # Wide outside of the pieces and narrow inside: the pieces' gradients are added in float32.
+        wide = upcast(hidden)
+        start = 0
+        parts: list[Statistics] = []
         for width, w in zip(widths, _columns(w_head, widths), strict=True):
+            # remat: else the logits of all pieces would live on to the backward together.
             parts.append(remat(statistics)(wide, w, column - start))
             start += width
         lse = torch.logsumexp(torch.stack([part.lse for part in parts]), 0)
         picked = torch.stack([part.picked for part in parts]).sum(0)
     if active(sh.vocab):
+        # log-sum-exp over the ranks by hand; the greatest is a constant of the derivative, whose
+        # value it does not change. Both sums travel together.
         top = pmax(lse, sh.vocab)
         total, picked = psum(torch.stack([torch.exp(lse - top), picked]), sh.vocab)
         lse = top + torch.log(total)
@@ -105,10 +115,14 @@ def mean(total: Float[Tensor, ""], denominator: Tensor | int | float) -> Float[T
     """``total / denominator``; 0, with zero gradient, where the denominator is 0."""
     denominator = torch.as_tensor(denominator, device=total.device)
     some = denominator != 0
+    # Two `where`: the inner one keeps 0 / 0 out of the derivative, which the outer one cannot.
     return torch.where(some, total / torch.where(some, denominator, 1), 0)
 
 
 def _piece_widths(num_columns: int, num_tokens: int, itemsize: int, logits_bytes: int) -> list[int]:
+    """As few widths as the bound allows; they differ by at most one and add up to
+    ``num_columns``.
+    """
     most = max(1, logits_bytes // max(1, num_tokens * itemsize))
     pieces = -(-num_columns // most)
     return [num_columns // pieces + (i < num_columns % pieces) for i in range(pieces)]
@@ -128,6 +142,7 @@ def _columns(w: Any, widths: Sequence[int]) -> list[Any]:
         pairs = zip(_columns(w.base, widths), w.b.split(widths, -1), strict=True)
         return [dataclasses.replace(w, base=base, b=b) for base, b in pairs]
     if isinstance(w, Quantized):
+        # A piece may end inside a block of codes.
         w = scale_columns(w)
         pairs = zip(w.codes.split(widths, -1), w.scales.split(widths, -1), strict=True)
         return [dataclasses.replace(w, codes=codes, scales=scales) for codes, scales in pairs]

@@ -42,6 +42,7 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"mlp.Config.{name}={getattr(self, name)}: a width is at least 1")
         for name in ("beta", "linear_beta"):
+            # `not >` and not `<=`, here and below: it refuses NaN too.
             if not getattr(self, name) > 0:
                 raise ValueError(
                     f"mlp.Config.{name}={getattr(self, name)}: a bound is positive; K3 has 4.0 "
@@ -62,12 +63,15 @@ class Params(Generic[Leaf]):
 
 def specs(cfg: Config) -> Params[ParamSpec]:
     """The three matrices; the inner width is split under tensor parallelism."""
+    D, F = cfg.hidden_size, cfg.intermediate_size
+    init = Normal(cfg.init_std)
     matrix = frozenset({"matrix"})
-    wide, init = (cfg.hidden_size, cfg.intermediate_size), Normal(cfg.init_std)
+    # Gate and up are two leaves and not one of twice the width: a rank's share of either is a
+    # block of its columns, and Muon orthogonalises each by itself.
     return Params(
-        w_gate=ParamSpec(wide, ("hidden", "mlp"), init, tags=matrix),
-        w_up=ParamSpec(wide, ("hidden", "mlp"), init, tags=matrix),
-        w_down=ParamSpec(wide[::-1], ("mlp", "hidden"), init, tags=matrix),
+        w_gate=ParamSpec((D, F), ("hidden", "mlp"), init, tags=matrix),
+        w_up=ParamSpec((D, F), ("hidden", "mlp"), init, tags=matrix),
+        w_down=ParamSpec((F, D), ("mlp", "hidden"), init, tags=matrix),
     )
 
 
@@ -79,7 +83,7 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T D"]:
-    """Tokens are independent: ``segments`` changes nothing.
+    """``situ(x W_gate, x W_up) W_down``. Tokens are independent: ``segments`` changes nothing.
 
     On a mesh ``x`` and ``y`` are this rank's tokens.
     """
@@ -93,6 +97,8 @@ def inner(
     """``situ(x W_gate, x W_up)``: the columns that this rank has, of all tokens of the slice of the
     context.
     """
+    # The weights' columns are split over the ranks, so each one's are needed by all tokens. They
+    # need no pvary: a rank has columns of its own, whose gradient is whole.
     x = all_gather(x, sh.sequence, 1)
     return situ_glu(linear(x, params.w_gate), linear(x, params.w_up), cfg.beta, cfg.linear_beta)
 
@@ -104,4 +110,5 @@ def outer(
 
     Between :func:`inner` and this, a caller may do something else.
     """
+    # A rank's columns give a part of every token's sum; of the sum each keeps its own tokens.
     return psum_scatter(linear(h, params.w_down), sh.sequence, 1)

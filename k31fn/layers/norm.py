@@ -28,6 +28,7 @@ class Config:
             raise ValueError(
                 f"norm.Config.dim={self.dim}: a norm needs at least one feature; set dim >= 1"
             )
+        # `not >` and not `<=`: it refuses NaN too.
         if not self.eps > 0:
             raise ValueError(
                 f"norm.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, such as "
@@ -44,6 +45,7 @@ class Params(Generic[Leaf]):
 
 def specs(cfg: Config, *, axis: str = "hidden") -> Params[ParamSpec]:
     """The weight, ones at first. ``axis`` is the logical axis that the norm runs over."""
+    # Without decay: pulling a scale towards 0 would fade out the layer behind it.
     return Params(
         weight=ParamSpec((cfg.dim,), (axis,), Constant(1.0), tags=frozenset({"no_decay"}))
     )
@@ -57,9 +59,11 @@ def apply(
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "*rows D"]:
-    """Normalises each token by itself: ``segments`` change nothing.
+    """``w * x * rsqrt(mean(x^2) + eps)`` over the last dim, statistics in float32.
 
-    On a mesh ``x`` are this rank's tokens.
+    Each token is normalised by itself: ``segments`` change nothing. On a mesh ``x`` are this rank's
+    tokens.
     """
     del segments
+    # The weight is whole on every rank and meets its tokens only: pvary sums its gradient.
     return rms_norm(x, pvary(params.weight, sh.sequence), cfg.eps)

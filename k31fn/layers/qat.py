@@ -33,7 +33,8 @@ def quantised_grouped_linear(
     if not isinstance(w, Tensor):
         raise ValueError(
             f"qat: the weight is a {type(w).__name__}; quantisation-aware training trains plain "
-            "weights, adapters have "
-            "a frozen base: set moe.qat=False, or merge the adapters first"
+            "weights, adapters have a frozen base: set moe.qat=False, or merge the adapters first"
         )
+    # Transposed there and back: the format's groups of 32 lie along the last dim, and those of a
+    # weight run along `in`, the dim that is summed over.
     return grouped_linear(mxfp8.fake_quantise(x), mxfp4.fake_quantise(w.mT).mT, sizes)

@@ -29,9 +29,9 @@ from k31fn.typing import Bool, Float, Int, Leaf, Tensor
 __all__ = ["NUM_BINS", "Config", "Params", "Routing", "apply", "specs"]
 
 NUM_BINS = 1000
-"""Of the histogram of required biases."""
+"""Bins of the histogram of required biases."""
 
-_TINY = 1e-20  # K3's guard of the renormalisation
+_TINY = 1e-20  # K3's guard of the renormalisation: scores that all underflow give zeros, not NaN
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.hidden_size < 1:
             raise ValueError(f"router.Config.hidden_size={self.hidden_size}: a width is at least 1")
+        # All experts may not be chosen: `_choose` ranks one more than it takes.
         if not 0 < self.top_k < self.num_experts:
             raise ValueError(
                 f"router.Config.top_k={self.top_k} must be in 1..num_experts-1 "
@@ -78,7 +79,7 @@ class Routing(NamedTuple):
     Attributes:
         topk_idx: chosen experts, best first. Padding has weight zero and is dealt out evenly, to
             load no expert.
-        weights: float32 (float64 in a float64 run).
+        weights: of the chosen experts, zero for padding; float32 (float64 in a float64 run).
         load: tokens that chose each expert; padding not counted.
         histogram: counts of required biases, see :mod:`k31fn.kernels.histogram`; padding not
             counted.
@@ -91,8 +92,9 @@ class Routing(NamedTuple):
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:
-    """The weight, the same on every rank: each must route alike."""
+    """Declares the weight, whole on every rank: a token is routed where it lies."""
     shape = (cfg.hidden_size, cfg.num_experts)
+    # The experts' axis has no name, so that no rule splits it: top-k needs the scores of all.
     return Params(
         ParamSpec(shape, ("hidden", ""), Normal(cfg.init_std), tags=frozenset({"matrix"}))
     )
@@ -110,6 +112,9 @@ def apply(
     """Routes each token by itself; on a mesh, this rank's tokens, which its ``load`` and
     ``histogram`` count.
 
+    ``p_j = scale s_j / (sum_chosen s + 1e-20)``, ``s = sigmoid(x W_r)``. Gradients: of the weights
+    to ``params`` and ``x``; the choice and the counts have none.
+
     The choice, and the next best expert, are one :func:`~k31fn.autodiff.decision`: made once, kept
     by every remat. The counts are a :func:`~k31fn.autodiff.report`: made once, and not kept.
 
@@ -126,16 +131,21 @@ def apply(
             "balance state of another "
             "config: take that of model.init_balance(cfg) or of the checkpoint of this model"
         )
+    # Whole on every rank, for this rank's tokens: pvary sums its gradient over the ranks.
     weight = tree.map(lambda w: pvary(w, sh.sequence), params.weight)
+    # The product too is an island: scores rounded to bfloat16 tie often, and choose otherwise.
     scores = torch.sigmoid(linear(upcast(x), weight))
     valid = torch.ones_like(x[..., 0], dtype=torch.bool)
     if segments is not None:
+        # Segments are those of the slice of the context, tokens are split once more.
         valid = pslice(segments.ids, sh.sequence, 1) > 0
     topk_idx, next_best = decision("router", _choose, scores, bias, valid, cfg)
     shapes = (cfg.num_experts,), (cfg.num_experts, NUM_BINS)
+    # No gradient reads counts, so a remat need neither keep them nor count again.
     load, histogram = report(
         functools.partial(_count, cfg), shapes, scores, bias, valid, topk_idx, next_best
     )
+    # Without the bias, which only chooses: a weight that it moved would train it.
     chosen = scores.gather(-1, topk_idx)
     weights = chosen / (chosen.sum(-1, keepdim=True) + _TINY) * cfg.scale
     return Routing(topk_idx, torch.where(valid[..., None], weights, 0), load, histogram)
@@ -147,11 +157,13 @@ def _choose(
     valid: Bool[Tensor, "B T"],
     cfg: Config,
 ) -> tuple[Int[Tensor, "B T G"], Int[Tensor, "B T 1"]]:
+    """The chosen experts, and the next best one: its biased score is the cutoff of balancing."""
     ranked = topk(_biased(scores, bias), cfg.top_k + 1)
-    copy = torch.arange(valid.numel() * cfg.top_k, device=scores.device).view(
-        *valid.shape, cfg.top_k
-    )
+    # Padding goes round all experts, so that it lengthens no expert's rows more than another's.
+    copy = torch.arange(valid.numel() * cfg.top_k, device=scores.device)
+    copy = copy.view(*valid.shape, cfg.top_k)
     topk_idx = torch.where(valid[..., None], ranked[..., :-1], copy % cfg.num_experts)
+    # A view would keep the whole ranking alive for as long as the decision is kept.
     return topk_idx, ranked[..., -1:].clone()
 
 
@@ -171,10 +183,12 @@ def _count(
     next_best: Int[Tensor, "B T 1"],
 ) -> tuple[Int[Tensor, "E"], Int[Tensor, "E num_bins"]]:
     """Load and histogram (:class:`Routing`)."""
+    # 32 bits are what `report` takes, and enough for the tokens of a step.
     counts = torch.zeros(cfg.num_experts, dtype=torch.int32, device=scores.device)
     real = valid.to(torch.int32)[..., None].expand(topk_idx.shape)
     load = counts.scatter_add(0, topk_idx.flatten(), real.flatten())
     if not cfg.balanced:
+        # Expanded: zeros that nobody counts take no memory.
         return load, torch.zeros_like(load)[:, None].expand(-1, NUM_BINS)
     cutoff = _biased(scores, bias).gather(-1, next_best).flatten()
     return load, required_bias_histogram(

@@ -57,6 +57,7 @@ class Config:
             raise ValueError(
                 f"short_conv.Config.channels={self.channels} must be positive; set it to 1 or more"
             )
+        # A single tap would be a scale, and its history empty.
         if self.width < 2:
             raise ValueError(
                 f"short_conv.Config.width={self.width} must be at least 2: one tap sees no other "
@@ -81,6 +82,7 @@ class State:
 def specs(cfg: Config, *, axis: str = "heads") -> Params[ParamSpec]:
     """The taps. ``axis`` is the logical axis of the channels."""
     tags = frozenset({"no_decay"})
+    # float32 in a bfloat16 model too: few numbers, whose small updates bfloat16 would round away.
     return Params(
         ParamSpec((cfg.channels, cfg.width), (axis, "conv"), cfg.init, torch.float32, tags)
     )
@@ -102,12 +104,10 @@ def apply(
     Raises:
         ValueError: a slice has fewer than ``width - 1`` tokens.
     """
-    packing = (
-        whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device)
-        if segments is None
-        else segments
-    )
-    return short_conv(x, params.weight, packing.ids, *histories((x,), cfg, packing, sh))
+    if segments is None:
+        segments = whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device)
+    (history,) = histories((x,), cfg, segments, sh)
+    return short_conv(x, params.weight, segments.ids, history)
 
 
 def histories(
@@ -115,14 +115,18 @@ def histories(
 ) -> tuple[Float[Tensor, "B history channels"] | tuple[()], ...]:
     """The histories of several inputs before this rank's slice over ``sh.context``, in one message;
     ``()``: zeros.
+
+    Raises:
+        ValueError: the slice has fewer than ``width - 1`` tokens.
     """
     if axis_size(sh.context) == 1:
+        # No slice before this one. `()` and not zeros, which the op would have to read.
         return ((),) * len(inputs)
-    kept = cfg.width - 1
-    tails = torch.cat([x[:, -kept:] for x in inputs], dim=-1)
-    return left_halo(tails, kept, segments.position, sh.context).split(
-        [x.shape[-1] for x in inputs], dim=-1
-    )
+    num_before = cfg.width - 1
+    # A message costs its latency more than its bytes: those of q, k and v travel as one.
+    tails = torch.cat([x[:, -num_before:] for x in inputs], dim=-1)
+    before = left_halo(tails, num_before, segments.position, sh.context)
+    return before.split([x.shape[-1] for x in inputs], dim=-1)
 
 
 def init_state(
@@ -138,6 +142,7 @@ def extend(
     """:func:`apply` on the next T tokens of one document per row; any cuts of a document give the
     same outputs.
     """
+    # One document: the op then takes the history as the tokens before the first.
     ids = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
     return short_conv(x, params.weight, ids, state.history), State(advance(state.history, x, cfg))
 
@@ -148,7 +153,9 @@ def advance(
     cfg: Config,
 ) -> Float[Tensor, "B history channels"]:
     """The last W-1 inputs after ``x``, in the dtype of ``history``; ``()`` stands for zeros."""
-    kept = cfg.width - 1
+    num_before = cfg.width - 1
     if isinstance(history, tuple):
-        history = x.new_zeros(x.shape[0], kept, x.shape[2])
-    return torch.cat([history, x[:, -kept:].to(history.dtype)], dim=1)[:, -kept:]
+        history = x.new_zeros(x.shape[0], num_before, x.shape[2])
+    # Old ones stay where fewer than W-1 are new, as in decoding token by token.
+    inputs = torch.cat([history, x[:, -num_before:].to(history.dtype)], dim=1)
+    return inputs[:, -num_before:]

@@ -102,7 +102,7 @@ def _combine_fwd(
 
 def _combine_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     rows, weights, order, inverse = residuals
-    # All in the order of rows, so that `rows` is read as it lies and nothing of its size is moved.
+    # All in the order of rows, so that `rows` is read as it lies.
     token_ct = upcast(_dispatch(ct, order, inverse))
     weight_of_row = _permute(weights.flatten(), order, inverse.flatten())
     d_rows = (token_ct * weight_of_row.unsqueeze(1)).to(rows.dtype)
