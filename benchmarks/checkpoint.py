@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31fn.checkpoint import Checkpointer, Held, Layout, files
+from k31fn.checkpoint import Checkpointer, Holders, StateLayout, step_folders
 from k31fn.parallel import Mesh, P, each_rank
 
 BLOCKED_S, TIMES_ORBAX = 0.5, 1.3
@@ -72,7 +72,7 @@ def with_orbax(state: dict[str, Tensor], folder: Path, which: str) -> list[tuple
         import ml_dtypes
         import orbax.checkpoint as ocp
 
-        from k31fn.checkpoint import arrays as writer
+        from k31fn.checkpoint import orbax_arrays as writer
 
     def as_numpy(x: Tensor) -> Any:
         return (
@@ -97,7 +97,7 @@ def with_orbax(state: dict[str, Tensor], folder: Path, which: str) -> list[tuple
         began = time.perf_counter()
         save(folder / str(step))
         saved = time.perf_counter() - began
-        files.flush_tree(folder / str(step))
+        step_folders.flush_tree(folder / str(step))
         times.append((saved, time.perf_counter() - began))
         shutil.rmtree(folder / str(step - 1), ignore_errors=True)
     shutil.rmtree(folder)
@@ -130,8 +130,8 @@ def with_ranks(state: dict[str, Tensor], folder: Path, ranks: int) -> list[tuple
     split over them.
     """
     mesh = Mesh(fsdp=ranks)
-    held = {name: Held(P("fsdp")) for name, x in state.items() if x.ndim}
-    layout = Layout({name: x.to("meta") for name, x in state.items()}, held, mesh)
+    held = {name: Holders(P("fsdp")) for name, x in state.items() if x.ndim}
+    layout = StateLayout({name: x.to("meta") for name, x in state.items()}, held, mesh)
 
     def go(axes: Any, rank: int) -> list[tuple[float, float]]:
         mine = {name: x.chunk(ranks)[rank] if x.ndim else x for name, x in state.items()}

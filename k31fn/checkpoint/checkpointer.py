@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,34 +13,19 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.checkpoint import files, process, structure
-from k31fn.checkpoint.layout import Layout
+from k31fn.checkpoint import state_tree, step_folders
+from k31fn.checkpoint.background_saver import BackgroundSaver
+from k31fn.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from k31fn.checkpoint.lock import lock
-from k31fn.checkpoint.session import Session
-from k31fn.checkpoint.together import (
-    CheckpointError,
-    DamagedCheckpointError,
-    NotSavedError,
-    Together,
-)
+from k31fn.checkpoint.rank_group import RankGroup
+from k31fn.checkpoint.shared_buffer import pack
+from k31fn.checkpoint.state_layout import StateLayout
+from k31fn.checkpoint.writer_session import WriterSession
 from k31fn.parallel.mesh import MeshAxes
 
 __all__ = ["Checkpointer"]
 
 _ONE_RANK = MeshAxes()
-_PAUSES_S = 0.01, 0.5  # between two looks at the writers: the shortest and the longest; else
-_PAUSE = 0.05  # of the time that was waited so far
-
-
-@dataclass
-class _Saving:
-    """A save under way: each rank's writer writes its part; when all are through, the first one's
-    commits.
-    """
-
-    step: int
-    commit: dict[str, Any]  # the fields of that request; only the first rank's say everything
-    committing: bool = False
 
 
 class Checkpointer:
@@ -94,26 +76,29 @@ class Checkpointer:
                 "keeps none"
             )
         self.directory = Path(directory)
-        self._together = Together(axes)
+        self._ranks = RankGroup(axes)
         self._lock: tuple[int, ...] = ()
-        self._together.all(lambda: self._enter(read_only, on_wait))
-        self._token = "" if read_only else str(self._together.share(secrets.token_hex(4))[0])
+        self._ranks.run_on_all(lambda: self._lock_directory(read_only, on_wait))
+        # One for all ranks, drawn anew by each run: what a rank that outlived its run still writes
+        # lies in a folder of another name.
+        self._token = "" if read_only else str(self._ranks.from_first(secrets.token_hex(4)))
         setup = {
             "directory": str(self.directory.resolve()),
-            "rank": self._together.rank,
-            "ranks": self._together.size,
+            "rank": self._ranks.rank,
+            "ranks": self._ranks.size,
             "token": self._token,
-            "keep": files.Keep(keep, keep_every, keep_best),
+            "keep": step_folders.Retention(keep, keep_every, keep_best),
         }
-        self._session = Session(setup, self._lock)
-        self._saving: _Saving | None = None
+        # The writer inherits the lock: it lasts until the last save of a killed run is written.
+        self._session = WriterSession(setup, self._lock)
+        self._saver = BackgroundSaver(self.directory, self._token, self._ranks, self._session)
 
-    def _enter(self, read_only: bool, on_wait: Callable[[str], object]) -> None:
+    def _lock_directory(self, read_only: bool, on_wait: Callable[[str], object]) -> None:
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(
                 f"directory={str(self.directory)!r} is a file; checkpoints need a folder"
             )
-        if self._together.first and not read_only:
+        if self._ranks.first and not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = (lock(self.directory, on_wait),)
 
@@ -127,7 +112,7 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self.close(together=error is None or self._together.size == 1)
+            self.close(together=error is None or self._ranks.size == 1)
         except CheckpointError as failure:
             if error is None:
                 raise
@@ -149,18 +134,18 @@ class Checkpointer:
                 self.wait()
         finally:
             self._session.close(wait=together)
-            self._saving = None
+            self._saver.drop()
             for descriptor in self._lock:
                 os.close(descriptor)
             self._lock = ()
 
     def steps(self) -> list[int]:
         """The complete steps, ascending."""
-        return files.complete_steps(self.directory)
+        return step_folders.complete_steps(self.directory)
 
     def set_aside(self) -> list[str]:
         """The names of damaged steps that :meth:`latest` set aside, now or before."""
-        return files.set_aside(self.directory)
+        return step_folders.set_aside(self.directory)
 
     def latest(self, *, on_damage: Callable[[str], object] | None = None) -> int | None:
         """The newest complete step, or None if there is none.
@@ -177,15 +162,15 @@ class Checkpointer:
         """
         if on_damage:
             self.wait()
-        together = self._together
-        for step in reversed(together.share(self.steps())[0]):
+        # The first rank's list: a network file system may show another rank an older folder.
+        for step in reversed(self._ranks.from_first(self.steps())):
             try:
-                together.all(lambda step=step: self._check(step, bool(on_damage)))
+                self._ranks.run_on_all(lambda step=step: self._check(step, bool(on_damage)))
             except DamagedCheckpointError as error:
                 if not on_damage:
                     raise
-                notes = together.share(together.all(lambda step=step: self._set_aside(step)))
-                on_damage(f"{error}{notes[0]}")
+                note = self._ranks.run_on_all(lambda step=step: self._set_aside(step))
+                on_damage(f"{error}{self._ranks.from_first(note)}")
             else:
                 return step
         return None
@@ -193,7 +178,7 @@ class Checkpointer:
     def _check(self, step: int, values: bool) -> None:
         self._manifest(step)
         if values:
-            self._ask("verify", step, share=[self._together.rank, self._together.size])
+            self._ask("verify", step, share=[self._ranks.rank, self._ranks.size])
 
     def metadata(self, step: int) -> dict[str, Any]:
         """What was given to :meth:`save` at that step.
@@ -204,7 +189,7 @@ class Checkpointer:
         """
         return self._manifest(step)["metadata"]
 
-    def prepare(self, state: Any, layout: Layout | None = None) -> None:
+    def prepare(self, state: Any, layout: StateLayout | None = None) -> None:
         """Starts the writer and has it provide the memory for copies of such a state, so that no
         save waits for either.
 
@@ -217,15 +202,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is not so much memory, or the save before failed.
         """
-        self.wait()
-        self._together.all(lambda: self._prepare(state, layout))
-
-    def _prepare(self, state: Any, layout: Layout | None) -> None:
-        own = structure.owned(structure.named_tensors(state, "state"), layout, self._together.axes)
-        self._session.hold(
-            process.pack({name: (x.dtype, box) for name, (x, box) in own.items()}), {}
-        )
-        self._session.begin("touch", awaited=False)
+        self._saver.prepare(state, layout)
 
     def save(
         self,
@@ -233,7 +210,7 @@ class Checkpointer:
         state: Any,
         metadata: Mapping[str, Any] | None = None,
         *,
-        layout: Layout | None = None,
+        layout: StateLayout | None = None,
         scores: Mapping[int, float] | None = None,
     ) -> None:
         """Saves a tree of tensors; returns when they are copied, the files are written in the
@@ -261,35 +238,7 @@ class Checkpointer:
             )
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r} must be an int of at least 0")
-        self.wait()
-        header = self._together.all(lambda: self._copy(step, state, metadata or {}, layout))
-        scored = {str(s): float(v) for s, v in (scores or {}).items() if s in self.steps()}
-        self._together.all(lambda: self._session.begin("write", step=step, header=header))
-        self._saving = _Saving(step, {"header": header, "scores": scored})
-        if self._together.size == 1:
-            self._commit(self._saving)  # queued behind the write
-        elif self._together.first:
-            self._session.then("will", awaited=False, step=step, **self._saving.commit)
-
-    def _copy(
-        self, step: int, state: Any, metadata: Mapping[str, Any], layout: Layout | None
-    ) -> tuple[int, int]:
-        named = structure.named_tensors(state, "state")
-        if step in self.steps():
-            raise ValueError(
-                f"step={step} is complete in {self.directory} and is not overwritten; saved: "
-                f"{self.steps()}"
-            )
-        own = structure.owned(named, layout, self._together.axes)
-        header: dict[str, Any] = {"metadata": structure.check_metadata(metadata)}
-        if self._together.first:
-            whole = named if layout is None else dict(tree.flatten_with_paths(layout.whole))
-            header["tensors"] = {name: structure.declared(x) for name, x in whole.items()}
-        slots = process.pack({name: (x.dtype, box) for name, (x, box) in own.items()})
-        rooms, place = self._session.hold(slots, header)
-        for name, room in rooms.items():
-            room.copy_(own[name][0].detach())
-        return place
+        self._saver.save(step, state, metadata or {}, layout=layout, scores=scores or {})
 
     def wait(self) -> None:
         """Waits for the save under way, if there is one: afterwards it is complete, on disk.
@@ -297,14 +246,7 @@ class Checkpointer:
         Raises:
             NotSavedError: it failed. Said once; the next save starts afresh.
         """
-        began, (shortest, longest) = time.monotonic(), _PAUSES_S
-        while self._saving is not None:
-            if self._together.size == 1:
-                self._go_on(self._saving)
-                continue
-            self.poll()  # so that the ranks hear of each other meanwhile
-            pause = min(max(shortest, _PAUSE * (time.monotonic() - began)), longest)
-            time.sleep(pause if self._saving else 0.0)
+        self._saver.wait()
 
     def poll(self) -> None:
         """Takes the save under way, if there is one, as far as it goes without waiting for a
@@ -316,43 +258,7 @@ class Checkpointer:
         Raises:
             CheckpointError: as :meth:`wait`.
         """
-        while self._saving is not None:
-            ready = not self._expects(self._saving) or self._session.answered()
-            if not all(self._together.share(ready)):
-                return
-            self._go_on(self._saving)
-
-    def _expects(self, saving: _Saving) -> bool:
-        return self._together.first or not saving.committing
-
-    def _commit(self, saving: _Saving) -> None:
-        if self._together.first:
-            self._session.then("commit", step=saving.step, **saving.commit)
-
-    def _go_on(self, saving: _Saving) -> None:
-        """Waits for the answers to one request: the write's, then the commit's."""
-        answer = self._session.answer() if self._expects(saving) else process.Answer()
-        error = self._together.failures(answer.error)
-        if not error and not saving.committing:
-            if self._together.size > 1:
-                self._commit(saving)
-            saving.committing = True
-            return
-        self._saving = None
-        if error:
-            self._give_up(saving, error)
-
-    def _give_up(self, saving: _Saving, error: str) -> None:
-        if self._together.size == 1 and not saving.committing:
-            self._session.answer()  # to the commit that was queued, which has failed in turn
-        step, complete = saving.step, self._together.share(self.steps())[0]
-        became = "is saved, but cleaning up after it failed" if step in complete else "is not saved"
-        if self._together.first and self._together.size > 1:
-            shutil.rmtree(files.unfinished(self.directory, step, self._token), ignore_errors=True)
-        text = (
-            f"{self.directory}: step {step} {became}: {error}; complete steps: {complete or 'none'}"
-        )
-        raise NotSavedError(text, error)
+        self._saver.poll()
 
     def restore(
         self,
@@ -361,7 +267,7 @@ class Checkpointer:
         *,
         partial: bool = False,
         device: torch.device | str | None = None,
-        layout: Layout | None = None,
+        layout: StateLayout | None = None,
     ) -> Any:
         """The tree that was saved at ``step`` on whatever mesh, or this rank's part of it, in new
         tensors, bit by bit.
@@ -383,33 +289,34 @@ class Checkpointer:
             CheckpointError: a writer failed, or an earlier save that was still under way.
         """
         self.wait()
-        read = self._together.all(lambda: self._read(step, like, partial, layout))
+        read = self._ranks.run_on_all(lambda: self._read(step, like, partial, layout))
 
         def place(name: str, x: Tensor) -> Tensor:
             target = device or (x.device if not x.is_meta else "cpu")
+            # A copy also on the CPU: what was read lies in the memory that the next save uses.
             return read[name].to(target, copy=True)
 
         return tree.map_with_path(place, like)
 
     def _read(
-        self, step: int, like: Any, partial: bool, layout: Layout | None
+        self, step: int, like: Any, partial: bool, layout: StateLayout | None
     ) -> dict[str, Tensor]:
-        wanted = structure.named_tensors(like, "like")
-        parts = structure.parts_of(wanted, layout, self._together.axes)
+        wanted = state_tree.named_tensors(like, "like")
+        parts = state_tree.parts_of(wanted, layout, self._ranks.axes)
         whole = wanted if layout is None else dict(tree.flatten_with_paths(layout.whole))
-        whole = {name: whole[name] for name in wanted} if partial else whole
-        structure.check_alike(
-            self.directory / str(step), self._manifest(step)["tensors"], whole, partial
-        )
-        slots = process.pack({name: (x.dtype, parts[name].box) for name, x in wanted.items()})
+        if partial:
+            whole = {name: whole[name] for name in wanted}
+        saved = self._manifest(step)["tensors"]
+        state_tree.check_alike(self.directory / str(step), saved, whole, partial)
+        slots = pack({name: (x.dtype, parts[name].box) for name, x in wanted.items()})
         read, header = self._session.hold(slots, {})
         self._ask("read", step, header=header)
         return read
 
     def _manifest(self, step: int) -> dict[str, Any]:
         try:
-            return files.read_manifest(self.directory, step)
-        except files.DamagedError as error:
+            return step_folders.read_manifest(self.directory, step)
+        except step_folders.DamagedError as error:
             if step in self.steps():
                 raise DamagedCheckpointError(f"{self.directory / str(step)}: {error}") from error
             complete = self.steps() or "none"
@@ -425,8 +332,10 @@ class Checkpointer:
             raise type(error)(f"{self.directory / str(step)}: {error}") from None
 
     def _set_aside(self, step: int) -> str:
-        if not self._together.first or not self._token:
+        """Renames a damaged step, on the first rank; gives a note of it."""
+        if not self._ranks.first or not self._token:
             return ""
+        # The same step may have been set aside before, by a run that was started again.
         names = (f"{step}.damaged{n or ''}" for n in range(1000))
         name = next(n for n in names if not (self.directory / n).exists())
         os.rename(self.directory / str(step), self.directory / name)

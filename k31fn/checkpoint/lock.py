@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from k31fn.checkpoint.together import CheckpointError
+from k31fn.checkpoint.errors import CheckpointError
 
 __all__ = ["lock"]
 
-_WAIT_S = 30.0
+_WAIT_S = 30.0  # longer than the writer of a killed run waits for parts (`writer._WILL_S`)
 
 
 def lock(directory: Path, on_wait: Callable[[str], object]) -> int:
@@ -30,10 +30,8 @@ def lock(directory: Path, on_wait: Callable[[str], object]) -> int:
         OSError: the directory cannot be written.
     """
     descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    deadline, held = (
-        time.monotonic() + _WAIT_S,
-        f"{directory}: another process is writing checkpoints here",
-    )
+    deadline = time.monotonic() + _WAIT_S
+    busy = f"{directory}: another process is writing checkpoints here"
     waits = False
     while True:
         try:
@@ -43,10 +41,10 @@ def lock(directory: Path, on_wait: Callable[[str], object]) -> int:
             if time.monotonic() > deadline:
                 os.close(descriptor)
                 raise CheckpointError(
-                    f"{held}; end that run, or start one in another folder"
+                    f"{busy}; end that run, or start one in another folder"
                 ) from None
             if not waits:
-                on_wait(f"{held}; waiting for its end, {_WAIT_S:.0f} s at most")
+                on_wait(f"{busy}; waiting for its end, {_WAIT_S:.0f} s at most")
             waits = True
             time.sleep(0.1)
         except OSError as error:

@@ -161,7 +161,9 @@ def axes_of(places: Sequence[Placement]) -> tuple[Axis, ...]:
 
     In the order of the mesh.
     """
-    axes = {axis for place in places for axis in (*place.axes, *place.vary)}
+    axes: set[Axis] = set()
+    for place in places:
+        axes.update(place.axes, place.vary)
     return tuple(sorted(axes, key=lambda a: a.host.names.index(a.name) if a.host else 0))
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from k31fn import lora, tree
-from k31fn.checkpoint import Checkpointer, Layout
+from k31fn.checkpoint import Checkpointer, StateLayout
 from k31fn.config import Recipe
 from k31fn.trainer import folder
 from k31fn.trainer.adapter_base import check_source
@@ -145,7 +145,7 @@ def load_parameters(
         dict(tree.flatten_with_paths(abstract_state(folder.recipe_of(Path(run))))),
     )
     whole = {there: theirs[there] for there in names.values()}
-    layout = Layout(
+    layout = StateLayout(
         whole, {there: held[name] for name, there in names.items() if name in held}, recipe.mesh
     )
     like = {t: mine[name].to(theirs[t].dtype) for name, t in names.items() if name in mine}

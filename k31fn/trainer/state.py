@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k31fn import balance, model, optim, params, random, tree
-from k31fn.checkpoint import Held, Layout
+from k31fn.checkpoint import Holders, StateLayout
 from k31fn.config import Recipe
 from k31fn.model.stages import select
 from k31fn.parallel.mesh import MeshAxes
@@ -165,18 +165,18 @@ def _guard(recipe: Recipe, device: torch.device | str) -> Any:
     )
 
 
-def held_by(recipe: Recipe) -> dict[str, Held]:
+def held_by(recipe: Recipe) -> dict[str, Holders]:
     """Which ranks hold each tensor of the whole state; by path, without those that all ranks hold
     whole.
     """
     table, weights = make_schedule(recipe, recipe.mesh.pp), {}
     layout, parts = lay_out(recipe, _ONE_RANK), cut(recipe.model, table)
     for path, spec in tree.flatten_with_paths(layout.partition):
-        weights[path] = Held(spec)
+        weights[path] = Holders(spec)
     for rank in range(table.num_ranks if table.num_ranks > 1 else 0):
         own = select(layout.partition, [parts[s] for s in table.stages_of(rank)])
         for path, spec in tree.flatten_with_paths(own):
-            weights[path] = Held(spec, (*weights[path].stages, rank))
+            weights[path] = Holders(spec, (*weights[path].stages, rank))
     found = {}
     for path in tree.paths(abstract_state(recipe)):
         names = path.split(".")
@@ -189,6 +189,6 @@ def held_by(recipe: Recipe) -> dict[str, Held]:
     return found
 
 
-def layout_of(recipe: Recipe) -> Layout:
+def layout_of(recipe: Recipe) -> StateLayout:
     """How what a checkpoint holds lies on the recipe's mesh."""
-    return Layout(saved(abstract_state(recipe), recipe), held_by(recipe), recipe.mesh)
+    return StateLayout(saved(abstract_state(recipe), recipe), held_by(recipe), recipe.mesh)

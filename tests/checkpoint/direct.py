@@ -9,15 +9,15 @@ import threading
 import warnings
 from typing import Any
 
-from k31fn.checkpoint import process, session
+from k31fn.checkpoint import writer_process, writer_session
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks that are threads
 
 
-class Direct(session.Session):
+class Direct(writer_session.WriterSession):
     """Does what is asked at once, in order; answers wait as those of a process do."""
 
-    answers: list[tuple[bool, process.Answer]]
+    answers: list[tuple[bool, writer_process.WriterAnswer]]
 
     def begin(self, operation: str, *, awaited: bool = True, **fields: Any) -> None:
         self._check_open()
@@ -28,7 +28,7 @@ class Direct(session.Session):
         if operation != "will":  # of a process that ends
             self._do(operation, fields, awaited)
 
-    def answer(self) -> process.Answer:
+    def answer(self) -> writer_process.WriterAnswer:
         while not self.answers[0][0]:
             self.answers.pop(0)
         return self.answers.pop(0)[1]
@@ -41,6 +41,8 @@ class Direct(session.Session):
             warnings.simplefilter("ignore")
             from k31fn.checkpoint import writer
 
-            setup = writer.Setup(**{**self._setup, "buffer": self._buffer.descriptor})
+            setup = writer.WriterSetup(**{**self._setup, "buffer": self._buffer.descriptor})
             request = json.loads(json.dumps({"op": operation, **fields}))
-            self.answers.append((awaited, process.Answer(**writer.answer(setup, request))))
+            self.answers.append(
+                (awaited, writer_process.WriterAnswer(**writer.answer(setup, request)))
+            )

@@ -16,15 +16,15 @@ from k31fn.checkpoint import (
     Checkpointer,
     CheckpointError,
     DamagedCheckpointError,
-    Held,
-    Layout,
+    Holders,
+    StateLayout,
     checkpointer,
-    files,
     lock,
-    process,
-    reading,
+    step_folders,
+    stored_blocks,
+    writer_process,
 )
-from k31fn.checkpoint.blocks import Box, cut
+from k31fn.checkpoint.boxes import Box, cut
 from k31fn.parallel import Mesh, P, each_rank
 from k31fn.parallel.partition import tile
 from tests.checkpoint.direct import Direct
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("orbax"), reason="n
 
 @pytest.fixture(autouse=True)
 def direct(monkeypatch):
-    monkeypatch.setattr(checkpointer, "Session", Direct)
+    monkeypatch.setattr(checkpointer, "WriterSession", Direct)
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def small_blocks(monkeypatch):
     """Of 400 bytes: larger tensors have several, cut along different dimensions; and files of few
     blocks.
     """
-    monkeypatch.setattr(files, "BLOCK_BYTES", 400)
-    monkeypatch.setattr("k31fn.checkpoint.arrays._FILE_BYTES", 2000)
+    monkeypatch.setattr(step_folders, "BLOCK_BYTES", 400)
+    monkeypatch.setattr("k31fn.checkpoint.orbax_arrays._FILE_BYTES", 2000)
 
 
 def state():
@@ -65,25 +65,25 @@ def state():
 
 
 HELD = {
-    "w": Held(P(("tp", "fsdp"), "cp")),
-    "narrow": Held(P(None, "fsdp")),
-    "experts": Held(P("ep", None, "efsdp")),
-    "first": Held(P(), stages=(0,)),
-    "last": Held(P("tp"), stages=(1,)),
+    "w": Holders(P(("tp", "fsdp"), "cp")),
+    "narrow": Holders(P(None, "fsdp")),
+    "experts": Holders(P("ep", None, "efsdp")),
+    "first": Holders(P(), stages=(0,)),
+    "last": Holders(P("tp"), stages=(1,)),
 }
 
 
 def layout(mesh):
     """Without pipeline stages, all ranks hold what a stage would."""
-    held = HELD if mesh.pp > 1 else {name: Held(h.spec) for name, h in HELD.items()}
-    return Layout(tree.map(lambda x: x.to("meta"), state()), held, mesh)
+    held = HELD if mesh.pp > 1 else {name: Holders(h.spec) for name, h in HELD.items()}
+    return StateLayout(tree.map(lambda x: x.to("meta"), state()), held, mesh)
 
 
 def local(mesh, coordinate):
     """What a rank holds: an independent cut of the whole."""
     mine = {}
     for name, x in state().items():
-        h = layout(mesh).held.get(name, Held())
+        h = layout(mesh).holders.get(name, Holders())
         if not h.stages or coordinate["pp"] in h.stages:
             mine[name] = x[tile(h.spec, x.shape, mesh, coordinate)]
     return mine
@@ -173,19 +173,21 @@ def test_a_rank_reads_the_blocks_that_it_wants_and_no_others(tmp_path, monkeypat
     """Of a matrix that one rank wrote, a quarter of the rows or of the columns is a quarter of the
     bytes.
     """
-    monkeypatch.setattr(files, "BLOCK_BYTES", 4 << 10)
+    monkeypatch.setattr(step_folders, "BLOCK_BYTES", 4 << 10)
     whole = {"x": torch.arange(128 * 128, dtype=torch.float32).reshape(128, 128)}
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, whole)
     read = []
-    load = reading.load
+    load = stored_blocks.load
     monkeypatch.setattr(
-        reading,
+        stored_blocks,
         "load",
         lambda folder, blocks: load(folder, [b for b in blocks if not read.append(b)]),
     )
     for spec in (P("fsdp"), P(None, "fsdp")):
-        lay = Layout(tree.map(lambda x: x.to("meta"), whole), {"x": Held(spec)}, Mesh(fsdp=4))
+        lay = StateLayout(
+            tree.map(lambda x: x.to("meta"), whole), {"x": Holders(spec)}, Mesh(fsdp=4)
+        )
 
         def go(axes, coordinate, lay=lay, spec=spec):
             part = whole["x"][tile(spec, (128, 128), lay.mesh, coordinate)]
@@ -258,7 +260,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path, monkeypatch):
 
     def sometimes_full(self, operation, fields, awaited):
         if operation == "write" and full["on"] and self._setup["rank"] == 1:
-            self.answers.append((awaited, process.Answer("No space left on device")))
+            self.answers.append((awaited, writer_process.WriterAnswer("No space left on device")))
         else:
             do(self, operation, fields, awaited)
 
@@ -289,9 +291,9 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path, monkeypatch):
 def test_parts_that_do_not_make_up_a_tensor_are_not_a_checkpoint(tmp_path, monkeypatch):
     """A part that nobody wrote, or two ranks: the commit fails."""
     for writes, message in ((False, "do not make up"), (True, "do not make up")):
-        parts = Layout.parts
+        parts = StateLayout.parts
         monkeypatch.setattr(
-            Layout,
+            StateLayout,
             "parts",
             lambda self, axes, parts=parts, writes=writes: {
                 n: p._replace(writes=writes if n == "key" else p.writes)
@@ -300,7 +302,7 @@ def test_parts_that_do_not_make_up_a_tensor_are_not_a_checkpoint(tmp_path, monke
         )
         with pytest.raises(CheckpointError, match=f"step 1 is not saved: .*{message} 'key'"):
             save(tmp_path, Mesh(fsdp=2))
-        monkeypatch.setattr(Layout, "parts", parts)
+        monkeypatch.setattr(StateLayout, "parts", parts)
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
 
 
@@ -345,7 +347,7 @@ def test_without_a_layout_all_ranks_hold_the_same(tmp_path):
             return bits(ckpt.restore(1, state()))
 
     assert each_rank(go, Mesh(dp=2, tp=2), lambda _: ()) == [bits(state())] * 4
-    shards = [t["shards"] for t in files.read_manifest(tmp_path, 1)["tensors"].values()]
+    shards = [t["shards"] for t in step_folders.read_manifest(tmp_path, 1)["tensors"].values()]
     assert {s[0]["rank"] for s in shards if s} == {0, 1, 2, 3}
 
 
@@ -360,19 +362,23 @@ def test_two_runs_in_one_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("keep", "scores", "stays"),
     [
-        (files.Keep(2), {}, [40, 50]),
-        (files.Keep(1, every=20), {}, [20, 40, 50]),
-        (files.Keep(1, best=2), {10: 3.0, 20: 1.0, 30: float("nan"), 40: 2.0}, [20, 40, 50]),
+        (step_folders.Retention(2), {}, [40, 50]),
+        (step_folders.Retention(1, every=20), {}, [20, 40, 50]),
         (
-            files.Keep(1, best=1),
+            step_folders.Retention(1, best=2),
+            {10: 3.0, 20: 1.0, 30: float("nan"), 40: 2.0},
+            [20, 40, 50],
+        ),
+        (
+            step_folders.Retention(1, best=1),
             {10: 1.0, 20: 2.0, 30: 3.0, 40: 4.0, 50: 5.0},
             [10, 50],
         ),  # ever worse
-        (files.Keep(2, every=30, best=9), {60: 0.0}, [30, 40, 50]),
+        (step_folders.Retention(2, every=30, best=9), {60: 0.0}, [30, 40, 50]),
     ],
 )
 def test_what_stays(keep, scores, stays):
-    assert sorted(files.kept_steps([10, 20, 30, 40, 50], scores, keep)) == stays
+    assert sorted(step_folders.kept_steps([10, 20, 30, 40, 50], scores, keep)) == stays
 
 
 def test_retention_with_scores_that_come_after_the_save(tmp_path):

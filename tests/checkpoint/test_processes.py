@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from k31fn.checkpoint import Checkpointer, CheckpointError, Held, Layout
+from k31fn.checkpoint import Checkpointer, CheckpointError, Holders, StateLayout
 from k31fn.parallel import Mesh, P, each_rank
 
 pytestmark = [
@@ -34,7 +34,7 @@ def layout(size=SIZE):
         "x": torch.empty(size, device="meta"),
         "step": torch.empty((), dtype=torch.int64, device="meta"),
     }
-    return Layout(whole, {"x": Held(P("fsdp"))}, MESH)
+    return StateLayout(whole, {"x": Holders(P("fsdp"))}, MESH)
 
 
 def part(step, size=SIZE):

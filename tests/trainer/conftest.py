@@ -34,4 +34,4 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     writers.
     """
     pytest.importorskip("orbax.checkpoint")
-    monkeypatch.setattr(checkpointer, "Session", Direct)
+    monkeypatch.setattr(checkpointer, "WriterSession", Direct)

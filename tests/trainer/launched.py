@@ -18,7 +18,7 @@ _HARM = """
 import ctypes, os, signal, time
 from pathlib import Path
 from k31fn import config, data
-from k31fn.checkpoint import Checkpointer
+from k31fn.checkpoint.background_saver import BackgroundSaver
 
 
 def train():
@@ -40,7 +40,7 @@ def train():
 
 
 def in_save(what, step):
-    copy = Checkpointer._copy
+    copy = BackgroundSaver._copy
 
     def killed(self, number, *args):
         if number == step and what == "save-before":
@@ -51,7 +51,7 @@ def in_save(what, step):
             harm("SIGKILL")
         return place
 
-    Checkpointer._copy = killed
+    BackgroundSaver._copy = killed
 
 
 def harm(what):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from k31fn import config, trainer, tree
-from k31fn.checkpoint import Held
+from k31fn.checkpoint import Holders
 from k31fn.parallel import Mesh, MeshAxes, all_gather, axes_of_process, each_rank
 from k31fn.parallel.partition import tile
 from tests.trainer import runs
@@ -48,7 +48,7 @@ def whole_state(axes: MeshAxes, made: config.Recipe, state: trainer.TrainState) 
     held, mine = trainer.held_by(made), dict(tree.flatten_with_paths(state))
 
     def put_together(path: str, like: Tensor) -> Tensor:
-        h = held.get(path, Held())
+        h = held.get(path, Holders())
         parts = [tile(h.spec, like.shape, made.mesh, c) for c in made.mesh.coordinates()]
         own = mine.get(path)
         if own is None:

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k31fn.checkpoint import arrays, files
-from k31fn.checkpoint.blocks import Box, cut
+from k31fn.checkpoint import orbax_arrays, step_folders
+from k31fn.checkpoint.boxes import Box, cut
 
-__all__ = ["Block", "blocks_of", "load"]
+__all__ = ["StoredBlock", "blocks_of", "load"]
 
-_AT_ONCE = 256 << 20  # bytes read before they are put in their places
+_AT_ONCE = 256 << 20  # bytes in memory at once; orbax reads the blocks of a call side by side
 _NAMED = 3  # damaged blocks that a message names
 
 
-class Block(NamedTuple):
+class StoredBlock(NamedTuple):
     """A piece of a tensor as it lies on disk.
 
     Attributes:
@@ -42,7 +42,7 @@ class Block(NamedTuple):
         return f"{self.name!r} {self.box}, block {self.key!r} of {self.rank}/state"
 
 
-def blocks_of(manifest: Mapping[str, Any], wanted: Mapping[str, Box]) -> Iterator[Block]:
+def blocks_of(manifest: Mapping[str, Any], wanted: Mapping[str, Box]) -> Iterator[StoredBlock]:
     """The blocks of a step that have something of what is wanted, by tensor."""
     for name, box in wanted.items():
         tensor = manifest["tensors"][name]
@@ -52,63 +52,69 @@ def blocks_of(manifest: Mapping[str, Any], wanted: Mapping[str, Box]) -> Iterato
             pieces = cut(whole, dtype.itemsize, manifest["block_bytes"])
             for number, (piece, digest) in enumerate(zip(pieces, shard["sha256"], strict=True)):
                 if piece.overlap(box).numel:
-                    yield Block(name, f"{name}.{number}", shard["rank"], piece, dtype, digest)
+                    yield StoredBlock(name, f"{name}.{number}", shard["rank"], piece, dtype, digest)
 
 
-def load(folder: Path, blocks: Iterable[Block]) -> Iterator[tuple[Block, np.ndarray]]:
+def load(folder: Path, blocks: Iterable[StoredBlock]) -> Iterator[tuple[StoredBlock, np.ndarray]]:
     """Each block that is what was written, a few at a time.
 
     Raises:
         DamagedError: at the end, if some were not; names them.
     """
-    damaged, cause = [], ""
+    damaged: list[StoredBlock] = []
+    first_cause = ""
+    # By the rank that wrote them: each has an orbax checkpoint of its own.
     by_rank = itertools.groupby(sorted(blocks, key=lambda b: b.rank), key=lambda b: b.rank)
-    for rank, group in by_rank:
-        for batch in _batches(group):
-            found, said = _read(folder / str(rank) / "state", batch)
-            cause = cause or said
-            seen = dict(zip(found, arrays.digests(found.values()), strict=True))
+    for rank, of_rank in by_rank:
+        for batch in _batches(of_rank):
+            arrays, cause = _read(folder / str(rank) / "state", batch)
+            first_cause = first_cause or cause
+            digests = dict(zip(arrays, orbax_arrays.digests(arrays.values()), strict=True))
             for block in batch:
-                array = found.get(block.key)
-                if array is None or _differs(array, seen[block.key], block):
+                array = arrays.get(block.key)
+                if array is None or _differs(array, digests[block.key], block):
                     damaged.append(block)
                 else:
                     yield block, array
+    # At the end, so that one message names all of them.
     if damaged:
+        names = "; ".join(str(block) for block in damaged[:_NAMED])
         others = f" and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else ""
-        raise files.DamagedError(f"damaged: {'; '.join(map(str, damaged[:_NAMED]))}{others}{cause}")
+        raise step_folders.DamagedError(f"damaged: {names}{others}{first_cause}")
 
 
-def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    batch, size = [], 0
+def _batches(blocks: Iterable[StoredBlock]) -> Iterator[list[StoredBlock]]:
+    batch: list[StoredBlock] = []
+    size = 0
     for block in blocks:
         batch.append(block)
         size += block.box.numel * block.dtype.itemsize
         if size >= _AT_ONCE:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
 
-def _read(path: Path, blocks: list[Block]) -> tuple[dict[str, np.ndarray], str]:
-    """Those that can be read, by key, and why others cannot."""
+def _read(path: Path, blocks: list[StoredBlock]) -> tuple[dict[str, np.ndarray], str]:
+    """The blocks that can be read, by key, and why others cannot."""
     keys = [b.key for b in blocks]
     try:
-        return arrays.restore(path, keys), ""
-    except (
-        Exception
-    ) as error:  # orbax and tensorstore raise many kinds; read one by one to tell which are hit
+        return orbax_arrays.restore(path, keys), ""
+    except Exception as error:  # orbax and tensorstore raise many kinds
+        # Retention or another run may have deleted the step meanwhile: that is no damage.
         if not path.parents[1].exists():
             raise FileNotFoundError(
                 f"step {path.parents[1].name} was removed while it was read"
             ) from error
-        found = {}
+        # One by one, which tells the blocks that are hit from those beside them in a file.
+        readable: dict[str, np.ndarray] = {}
         for key in keys:
             with contextlib.suppress(Exception):
-                found |= arrays.restore(path, [key])
-        return found, f" ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+                readable |= orbax_arrays.restore(path, [key])
+        return readable, f" ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
 
 
-def _differs(array: np.ndarray, digest: str, block: Block) -> bool:
+def _differs(array: np.ndarray, digest: str, block: StoredBlock) -> bool:
     return (array.dtype, array.shape, digest) != (block.dtype, block.box.shape, block.sha256)

@@ -5,14 +5,15 @@ Each rank writes what it owns in a folder of its own; when all are through, the 
 manifest and renames::
 
     30/manifest.json          dtype and shape of each tensor, who wrote which part of it, a SHA-256
-                              of each block, the
-                              caller's metadata, and a SHA-256 of all that
-    30/0/state/           what rank 0 wrote: an ordinary orbax checkpoint of {"TENSOR.BLOCK": array}
+                              of each block, the caller's metadata, and a SHA-256 of all that
+    30/0/state/               what rank 0 wrote: an ordinary orbax checkpoint of
+                              {"TENSOR.BLOCK": array}
     30/1/state/               what rank 1 wrote
     40.a1b2c3d4.unfinished/   being written by one run of training, or left by a killed one;
                               the next removes it
     10.removed/               being deleted by retention; the next writer removes what is left
-    20.damaged/             set aside by ``Checkpointer.latest(on_damage=...)``; never touched again
+    20.damaged/               set aside by ``Checkpointer.latest(on_damage=...)``; never touched
+                              again
 
 A step's name exists only when it is complete. The number in an unfinished name is drawn by each run
 of training: a rank that outlives its run writes where no other does.
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "BLOCK_BYTES",
     "DamagedError",
-    "Keep",
+    "Retention",
     "all_parts",
     "commit",
     "complete_steps",
@@ -47,7 +48,8 @@ __all__ = [
     "unfinished",
 ]
 
-MANIFEST, SHARDS = "manifest.json", "shards.json"
+MANIFEST = "manifest.json"
+SHARDS = "shards.json"  # of one rank, until the manifest has it
 BLOCK_BYTES = 16 << 20  # larger parts are written, checked and read in pieces of at most this size
 
 Json = dict[str, Any]
@@ -57,7 +59,7 @@ class DamagedError(Exception):
     """What was read is not what was written."""
 
 
-class Keep(NamedTuple):
+class Retention(NamedTuple):
     """Which complete steps stay.
 
     Attributes:
@@ -79,6 +81,7 @@ def unfinished(directory: Path, step: int, token: str) -> Path:
 def complete_steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints, ascending. Reads no file."""
     names = os.listdir(directory) if directory.is_dir() else []
+    # "007" and other digits than ours are no names that a step gets.
     return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n)
 
 
@@ -112,6 +115,8 @@ def finish_part(folder: Path, shards: Json) -> None:
     """
     new = folder / f"{SHARDS}.new"
     new.write_text(json.dumps(shards))
+    # Data first, then the name that says it is there, then the folder that has the name: in any
+    # other order a power failure could leave the name without the data.
     flush_tree(folder)
     os.rename(new, folder / SHARDS)
     _flush(folder)
@@ -140,25 +145,29 @@ def commit(
         DamagedError: the parts do not make up the tensors.
     """
     folder = unfinished(directory, step, token)
-    entries = {name: {**t, "shards": []} for name, t in tensors.items()}
+    entries = {name: {**tensor, "shards": []} for name, tensor in tensors.items()}
     for rank in range(ranks):
         file = folder / str(rank) / SHARDS
         for name, shard in json.loads(file.read_bytes()).items():
             entries[name]["shards"].append({"rank": rank, **shard})
         file.unlink()
-    for name, t in entries.items():
-        there = {tuple(s["start"]): math.prod(s["shape"]) for s in t["shards"]}
-        if sum(there.values()) != math.prod(t["shape"]) or len(there) != len(t["shards"]):
+    for name, entry in entries.items():
+        sizes = {tuple(shard["start"]): math.prod(shard["shape"]) for shard in entry["shards"]}
+        # Parts are tiles of one grid, so equal starts are the only way in which two can overlap.
+        overlap = len(sizes) != len(entry["shards"])
+        if overlap or sum(sizes.values()) != math.prod(entry["shape"]):
             raise DamagedError(f"the parts that the ranks have written do not make up {name!r}")
     manifest = {"step": step, "metadata": metadata, "block_bytes": BLOCK_BYTES, "tensors": entries}
     (folder / MANIFEST).write_bytes(_dump({**manifest, "sha256": _digest(manifest)}))
+    # The rename makes the step complete, so all that it names is on disk before it. The parent
+    # comes last: only then does the step survive a power failure.
     _flush(folder / MANIFEST)
     _flush(folder)
     os.rename(folder, directory / str(step))
     _flush(directory)
 
 
-def kept_steps(steps: Sequence[int], scores: Mapping[int, float], keep: Keep) -> set[int]:
+def kept_steps(steps: Sequence[int], scores: Mapping[int, float], keep: Retention) -> set[int]:
     """Which of ``steps``, ascending, stay."""
     stay = set(steps[-keep.last :])
     if keep.every:
@@ -168,27 +177,25 @@ def kept_steps(steps: Sequence[int], scores: Mapping[int, float], keep: Keep) ->
     return stay
 
 
-def retire(directory: Path, saved: int, scores: Mapping[int, float], keep: Keep) -> None:
-    """Deletes what does not stay; never ``saved``. Renamed first: half a step must not look
-    complete.
-    """
+def retire(directory: Path, saved: int, scores: Mapping[int, float], keep: Retention) -> None:
+    """Deletes what does not stay; never ``saved``, though an older step may have a better score."""
     steps = complete_steps(directory)
     for old in sorted(set(steps) - kept_steps(steps, scores, keep) - {saved}):
+        # Renamed first: a step that is half deleted must not look complete.
         removed = directory / f"{old}.removed"
         os.rename(directory / str(old), removed)
         shutil.rmtree(removed)
 
 
 def remove_leftovers(directory: Path, token: str) -> None:
-    """What killed writers left.
+    """Deletes what killed writers left.
 
     The lock on the folder says that no other run of training is at work there.
     """
     for name in os.listdir(directory):
         if re.fullmatch(r"\d+\.(removed|(\w+\.)?unfinished)", name) and f".{token}." not in name:
-            shutil.rmtree(
-                directory / name, ignore_errors=True
-            )  # a rank of a killed run may still add to it
+            # Errors are ignored since a rank of a killed run may still add to it.
+            shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def flush_tree(folder: Path) -> None:

@@ -9,29 +9,31 @@ from typing import Any
 
 from torch import Tensor
 
-from k31fn.checkpoint.process import Answer, Buffer, Slot, WriterProcess
-from k31fn.checkpoint.together import CheckpointError, DamagedCheckpointError
+from k31fn.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from k31fn.checkpoint.shared_buffer import BufferSlot, SharedBuffer
+from k31fn.checkpoint.writer_process import WriterAnswer, WriterProcess
 
-__all__ = ["Session"]
+__all__ = ["WriterSession"]
 
 
-class Session:
+class WriterSession:
     """Requests to one writer.
 
     Args:
-        setup: the fields of :class:`k31fn.checkpoint.writer.Setup` but the buffer.
+        setup: the fields of :class:`k31fn.checkpoint.writer.WriterSetup` but the buffer.
         lock: descriptors that a writer inherits.
     """
 
     def __init__(self, setup: Mapping[str, Any], lock: tuple[int, ...]) -> None:
-        self._setup, self._lock = setup, lock
-        self._buffer = Buffer()
+        self._setup = setup
+        self._lock = lock
+        self._buffer = SharedBuffer()
         self.writer: WriterProcess | None = None
 
     def hold(
-        self, slots: Mapping[str, Slot], header: Mapping[str, Any]
+        self, slots: Mapping[str, BufferSlot], header: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], tuple[int, int]]:
-        """As :meth:`Buffer.hold`.
+        """Tensors in the shared memory, and the header behind them (:meth:`SharedBuffer.hold`).
 
         Raises:
             ValueError: the session is closed.
@@ -47,13 +49,14 @@ class Session:
             ) from error
 
     def begin(self, operation: str, *, awaited: bool = True, **fields: Any) -> None:
-        """Asks for something; nobody waits any more for what was asked before.
+        """Sends a request, and starts a writer if none runs; gives up answers to earlier ones.
 
         Raises:
             ValueError: the session is closed.
             CheckpointError: the writer cannot be started.
         """
         self._check_open()
+        # A writer that was killed costs the save that it was at, not the next one.
         if self.writer is not None and not self.writer.running():
             self._stop()
         if self.writer is None:
@@ -68,12 +71,12 @@ class Session:
         self.writer.request(op=operation, awaited=awaited, **fields)
 
     def then(self, operation: str, *, awaited: bool = True, **fields: Any) -> None:
-        """Asks for something after what was asked before, of the same writer."""
+        """Sends a request to the writer that the one before went to."""
         assert self.writer is not None
         self.writer.request(op=operation, awaited=awaited, **fields)
 
     def ask(self, operation: str, **fields: Any) -> None:
-        """Asks for something and waits for it.
+        """Sends a request and waits for its answer.
 
         Raises:
             DamagedCheckpointError: what was read is not what was saved.
@@ -85,13 +88,13 @@ class Session:
             kind = DamagedCheckpointError if answer.damaged else CheckpointError
             raise kind(answer.error)
 
-    def answer(self) -> Answer:
+    def answer(self) -> WriterAnswer:
         """Waits for the next answer."""
         assert self.writer is not None
         return self.writer.answer()
 
     def answered(self) -> bool:
-        """Whether it is there."""
+        """Whether the next answer is there."""
         assert self.writer is not None
         return self.writer.answered()
 

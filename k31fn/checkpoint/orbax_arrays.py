@@ -14,27 +14,30 @@ from orbax.checkpoint.type_handlers import NumpyHandler, create_type_handler_reg
 
 __all__ = ["digests", "restore", "save", "write"]
 
-_FILE_BYTES = (
-    128 << 20
-)  # orbax starts another file at this size, and flushes one while it writes the next
+# orbax starts another file at this size, and flushes one while it writes the next.
+_FILE_BYTES = 128 << 20
 # Nobody else changes the arrays while they are written; a copy would cost as much memory again, and
 # half of the time.
 _BORROW = create_type_handler_registry((np.ndarray, NumpyHandler(deepcopy_host_arrays=False)))
 
 
 def digests(arrays: Iterable[np.ndarray]) -> list[str]:
-    """SHA-256 of the bytes of each array; hashlib lets go of the GIL, so on several cores."""
+    """SHA-256 of the bytes of each array.
+
+    In threads: hashlib lets go of the GIL, so several cores work.
+    """
     with ThreadPoolExecutor() as pool:
         return list(pool.map(_digest, arrays))
 
 
 def save(path: Path, arrays: dict[str, np.ndarray]) -> list[str]:
-    """As :func:`write`, and gives their digests, taken meanwhile from the same memory."""
+    """Writes arrays as :func:`write` does, and gives their digests, taken meanwhile."""
     with ThreadPoolExecutor() as pool:
-        found = pool.map(_digest, arrays.values())
+        pending = pool.map(_digest, arrays.values())
+        # A rank may own nothing, and orbax refuses an empty tree.
         if arrays:
             write(path, arrays)
-        return list(found)
+        return list(pending)
 
 
 def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -48,9 +51,9 @@ def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
 def restore(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Reads some of the arrays, and nothing else but the list of them."""
     as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-    args = ocp.args.PyTreeRestore(
-        item=dict.fromkeys(as_numpy, 0), restore_args=as_numpy, partial_restore=True
-    )
+    # ``partial_restore``: else orbax wants a place for every array that was saved.
+    item = dict.fromkeys(as_numpy, 0)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
     with _checkpointer() as checkpointer:
         return checkpointer.restore(path, args=args)
 
@@ -60,6 +63,6 @@ def _digest(array: np.ndarray) -> str:
 
 
 def _checkpointer() -> Any:
-    """Not compressed: random mantissas shrink by 8% and take three times as long."""
+    """Orbax's, without compression: random mantissas shrink by 8% and take three times as long."""
     how: Any = {"use_ocdbt": True, "use_zarr3": True, "use_compression": False}
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**how, type_handler_registry=_BORROW))

@@ -30,18 +30,22 @@ class Box(NamedTuple):
 
     def overlap(self, other: Box) -> Box:
         """What both have of the same array; of no elements if they are apart."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
-        stop = [min(a + n, b + m) for a, n, b, m in ends]
-        return Box(start, tuple(max(0, b - a) for a, b in zip(start, stop, strict=True)))
+        start: list[int] = []
+        shape: list[int] = []
+        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            first = max(a, b)
+            start.append(first)
+            shape.append(max(0, min(a + n, b + m) - first))
+        return Box(tuple(start), tuple(shape))
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
         """Where it lies in an array that holds ``outer``."""
-        pairs = zip(self.start, self.shape, outer.start, strict=True)
-        return tuple(slice(a - b, a - b + n) for a, n, b in pairs)
+        first = _minus(self.start, outer.start)
+        return tuple(slice(a, a + n) for a, n in zip(first, self.shape, strict=True))
 
     def __str__(self) -> str:
-        return f"[{', '.join(f'{a}:{a + n}' for a, n in zip(self.start, self.shape, strict=True))}]"
+        ranges = [f"{a}:{a + n}" for a, n in zip(self.start, self.shape, strict=True)]
+        return f"[{', '.join(ranges)}]"
 
 
 def cut(box: Box, itemsize: int, most: int) -> Iterator[Box]:
@@ -59,10 +63,10 @@ def cut(box: Box, itemsize: int, most: int) -> Iterator[Box]:
     while math.prod(sizes) * itemsize > most and max(sizes, default=1) > 1:
         longest = sizes.index(max(sizes))
         sizes[longest] = -(-sizes[longest] // 2)
-    for offset in itertools.product(
-        *(range(0, n, size) for n, size in zip(box.shape, sizes, strict=True))
-    ):
-        yield Box(_plus(box.start, offset), tuple(map(min, sizes, _minus(box.shape, offset))))
+    offsets = [range(0, n, size) for n, size in zip(box.shape, sizes, strict=True)]
+    for offset in itertools.product(*offsets):
+        rest = _minus(box.shape, offset)  # the last block of a dimension may be smaller
+        yield Box(_plus(box.start, offset), tuple(map(min, sizes, rest)))
 
 
 def _plus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:

@@ -5,41 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from k31fn.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from k31fn.parallel.backends.processes import exchange_json
 from k31fn.parallel.collectives import axis_size, own_index
 from k31fn.parallel.mesh import MeshAxes
 
-__all__ = ["CheckpointError", "DamagedCheckpointError", "NotSavedError", "Together"]
+__all__ = ["RankGroup"]
 
 _T = TypeVar("_T")
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. Nothing that was complete before has been lost."""
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A complete checkpoint no longer holds what was saved."""
-
-
-class NotSavedError(CheckpointError):
-    """A step was not saved, or what comes after saving it failed.
-
-    Attributes:
-        cause: what failed, without the step.
-    """
-
-    def __init__(self, text: str, cause: str) -> None:
-        super().__init__(text)
-        self.cause = cause
-
-
+# Errors travel as the name of their kind; any other, such as OSError, arrives as CheckpointError.
 _KINDS: dict[str, type[Exception]] = {
-    k.__name__: k for k in (CheckpointError, DamagedCheckpointError, ValueError)
+    kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointError, ValueError)
 }
 
 
-class Together:
+class RankGroup:
     """The ranks of one checkpoint, seen from one of them.
 
     Attributes:
@@ -50,16 +31,21 @@ class Together:
 
     def __init__(self, axes: MeshAxes) -> None:
         self.axes = axes
-        self.rank, self.size = own_index(axes.atoms), axis_size(axes.atoms)
+        self.rank = own_index(axes.atoms)
+        self.size = axis_size(axes.atoms)
 
     @property
     def first(self) -> bool:
         """Whether this is the first rank."""
         return self.rank == 0
 
-    def share(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Each rank's value, JSON data, in their order. Every rank must call it."""
         return exchange_json(value, self.axes.atoms) if self.size > 1 else [value]
+
+    def from_first(self, value: Any) -> Any:
+        """The first rank's value. Every rank must call it."""
+        return self.gather(value)[0]
 
     def failures(self, error: str) -> str:
         """What failed on any rank, with its place in the mesh; empty if nothing did.
@@ -68,22 +54,26 @@ class Together:
         """
         if self.size == 1:
             return error
-        coordinate = {a.name: own_index(a) for a in self.axes.atoms}
-        said = self.share([coordinate, error])
-        if error and all(text == error for _, text in said):
+        coordinate = {axis.name: own_index(axis) for axis in self.axes.atoms}
+        reports = self.gather([coordinate, error])
+        # All ranks looked at one folder and found one thing: said once, without a place.
+        if error and all(text == error for _, text in reports):
             return error
-        return "; ".join(
-            f"rank {rank} at {where}: {text}" for rank, (where, text) in enumerate(said) if text
-        )
+        lines = []
+        for rank, (place, text) in enumerate(reports):
+            if text:
+                lines.append(f"rank {rank} at {place}: {text}")
+        return "; ".join(lines)
 
-    def all(self, f: Callable[[], _T]) -> _T:
+    def run_on_all(self, f: Callable[[], _T]) -> _T:
         """``f()``, which must not communicate, on every rank.
 
         Raises:
             Exception: it failed on one. On a single rank that error; on several, on each of them,
                 an error of the kind of the first one, with what all said.
         """
-        error, value = None, []
+        error: Exception | None = None
+        value: list[_T] = []  # of one element once it is there, since it may be None
         try:
             value.append(f())
         except (CheckpointError, ValueError, OSError) as e:
@@ -92,8 +82,9 @@ class Together:
             if error is not None:
                 raise error
             return value[0]
-        kinds = self.share(type(error).__name__ if error is not None else "")
-        if any(kinds):
-            kind = _KINDS.get(next(k for k in kinds if k), CheckpointError)
+        name = "" if error is None else type(error).__name__
+        kinds = [kind for kind in self.gather(name) if kind]
+        if kinds:
+            kind = _KINDS.get(kinds[0], CheckpointError)
             raise kind(self.failures("" if error is None else str(error))) from error
         return value[0]

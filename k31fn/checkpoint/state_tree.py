@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ from typing import Any
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.checkpoint.blocks import Box
-from k31fn.checkpoint.layout import Layout, Part
+from k31fn.checkpoint.boxes import Box
+from k31fn.checkpoint.state_layout import StateLayout, TensorPart
 from k31fn.parallel.mesh import MeshAxes
 
 __all__ = ["check_alike", "check_metadata", "declared", "named_tensors", "owned", "parts_of"]
 
-_INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+_INTEGERS = (
+    "bool",
+    *("int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+)
 _FLOATS = (
     "float8_e4m3fn",
     "float8_e5m2",
@@ -41,24 +46,24 @@ def named_tensors(state: Any, argument: str) -> dict[str, Tensor]:
         ValueError: a leaf that cannot be saved, two of one path, or none at all.
     """
     pairs = tree.flatten_with_paths(state)
-    named = dict(pairs)
-    wrong = [f"{n!r} is a {type(x).__name__}" for n, x in pairs if not isinstance(x, Tensor)]
-    wrong += [
-        f"{n!r} is {x.dtype}"
-        for n, x in pairs
-        if isinstance(x, Tensor) and str(x.dtype)[len("torch.") :] not in _DTYPES
-    ]
-    if argument == "state":
-        wrong += [
-            f"{n!r} is a meta tensor" for n, x in pairs if isinstance(x, Tensor) and x.is_meta
-        ]
+    wrong: list[str] = []
+    for path, leaf in pairs:
+        if not isinstance(leaf, Tensor):
+            wrong.append(f"{path!r} is a {type(leaf).__name__}")
+        elif str(leaf.dtype).removeprefix("torch.") not in _DTYPES:
+            wrong.append(f"{path!r} is {leaf.dtype}")
+        elif argument == "state" and leaf.is_meta:
+            wrong.append(f"{path!r} is a meta tensor")
     if wrong:
         raise ValueError(
             f"{argument} must hold tensors of supported dtypes; other values go into metadata: "
             f"{_few(wrong)}"
         )
+    named = dict(pairs)
     if len(named) < len(pairs):
-        twice = sorted({n for i, (n, _) in enumerate(pairs) if n in dict(pairs[:i])})
+        # A key "a.b" and a key "b" inside "a" are one path.
+        counts = Counter(path for path, _ in pairs)
+        twice = sorted(path for path, count in counts.items() if count > 1)
         raise ValueError(
             f"{argument} has two leaves of one path: {_few(twice)}; rename a key that has a dot "
             "in it"
@@ -86,7 +91,9 @@ def declared(x: Tensor) -> dict[str, Any]:
     return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
 
 
-def parts_of(named: Mapping[str, Tensor], layout: Layout | None, axes: MeshAxes) -> dict[str, Part]:
+def parts_of(
+    named: Mapping[str, Tensor], layout: StateLayout | None, axes: MeshAxes
+) -> dict[str, TensorPart]:
     """What each of a rank's tensors is of the whole one.
 
     Args:
@@ -97,43 +104,37 @@ def parts_of(named: Mapping[str, Tensor], layout: Layout | None, axes: MeshAxes)
     Raises:
         ValueError: a tensor that the layout does not give this rank, or in another shape or dtype.
     """
-    parts = (layout or Layout(dict(named))).parts(axes)
-    if missing := [n for n in named if n not in parts]:
-        raise ValueError(
-            f"the layout gives this rank no {_few(list(map(repr, missing)))}; leave it out of the "
-            "tree"
-        )
-    wrong = [
-        n
-        for n, x in named.items()
-        if (tuple(x.shape), x.dtype) != (parts[n].box.shape, parts[n].dtype)
-    ]
+    parts = (layout or StateLayout(dict(named))).parts(axes)
+    missing = [repr(name) for name in named if name not in parts]
+    if missing:
+        raise ValueError(f"the layout gives this rank no {_few(missing)}; leave it out of the tree")
+    wrong: list[str] = []
+    for name, x in named.items():
+        part = parts[name]
+        if (tuple(x.shape), x.dtype) != (part.box.shape, part.dtype):
+            expected = f"its part of the layout {part.dtype} {list(part.box.shape)}"
+            wrong.append(f"{name!r} is {x.dtype} {list(x.shape)}, {expected}")
     if wrong:
-        shapes = [
-            (n, named[n].dtype, list(named[n].shape), parts[n].dtype, list(parts[n].box.shape))
-            for n in wrong
-        ]
-        texts = [
-            f"{n!r} is {mine} {a}, its part of the layout {other} {b}"
-            for n, mine, a, other, b in shapes
-        ]
-        raise ValueError(f"tensors are not what the layout gives this rank: {_few(texts)}")
+        raise ValueError(f"tensors are not what the layout gives this rank: {_few(wrong)}")
     return {name: parts[name] for name in named}
 
 
 def owned(
-    named: Mapping[str, Tensor], layout: Layout | None, axes: MeshAxes
+    named: Mapping[str, Tensor], layout: StateLayout | None, axes: MeshAxes
 ) -> dict[str, tuple[Tensor, Box]]:
-    """What this rank writes of its tensors. Empty ones are nobody's: the manifest says all that
-    they are.
+    """The tensors that this rank writes, and what each is of the whole one.
+
+    Empty ones are nobody's: the manifest says all that they are.
 
     Raises:
         ValueError: as :func:`parts_of`.
     """
     parts = parts_of(named, layout, axes)
-    return {
-        name: (x, parts[name].box) for name, x in named.items() if parts[name].writes and x.numel()
-    }
+    owned: dict[str, tuple[Tensor, Box]] = {}
+    for name, x in named.items():
+        if parts[name].writes and x.numel():
+            owned[name] = (x, parts[name].box)
+    return owned
 
 
 def check_alike(
@@ -145,10 +146,14 @@ def check_alike(
         ValueError: they differ in names (``partial``: some are not there), shapes or dtypes; lists
             all differences.
     """
-    differences = [f"{n!r} is not in it" for n in wanted if n not in saved]
-    differences += [] if partial else [f"{n!r} is only in it" for n in saved if n not in wanted]
-    for name in (n for n in wanted if n in saved):
-        theirs, ours = saved[name], declared(wanted[name])
+    differences = [f"{name!r} is not in it" for name in wanted if name not in saved]
+    if not partial:
+        differences += [f"{name!r} is only in it" for name in saved if name not in wanted]
+    for name, x in wanted.items():
+        if name not in saved:
+            continue
+        theirs = saved[name]
+        ours = declared(x)
         if (theirs["dtype"], theirs["shape"]) != (ours["dtype"], ours["shape"]):
             expected = f"expected {ours['dtype']} {ours['shape']}"
             differences.append(f"{name!r} is {theirs['dtype']} {theirs['shape']}, {expected}")
@@ -159,4 +164,6 @@ def check_alike(
 
 
 def _few(items: list[str]) -> str:
-    return "; ".join(items[:20]) + (f"; and {len(items) - 20} more" if len(items) > 20 else "")
+    """The first 20, and how many more there are."""
+    text = "; ".join(items[:20])
+    return f"{text}; and {len(items) - 20} more" if len(items) > 20 else text

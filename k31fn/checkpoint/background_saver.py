@@ -1,0 +1,184 @@
+"""The save under way: copied for the writers, written by them, committed by the first one's."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from k31fn import tree
+from k31fn.checkpoint import state_tree, step_folders
+from k31fn.checkpoint.errors import NotSavedError
+from k31fn.checkpoint.rank_group import RankGroup
+from k31fn.checkpoint.shared_buffer import pack
+from k31fn.checkpoint.state_layout import StateLayout
+from k31fn.checkpoint.writer_process import WriterAnswer
+from k31fn.checkpoint.writer_session import WriterSession
+
+__all__ = ["BackgroundSaver"]
+
+# Pauses between two looks at the writers are a twentieth of the time waited so far: a short save is
+# noticed at once, and a long one costs the ranks few exchanges.
+_SHORTEST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+_PAUSE_FRACTION = 0.05
+
+
+@dataclass
+class _PendingSave:
+    """A save that the writers were asked for.
+
+    Each rank's writer writes its part; when all are through, the first one's commits the step.
+
+    Attributes:
+        step: its number.
+        commit: the fields of that request; only the first rank's say everything.
+        committing: whether all parts are written.
+    """
+
+    step: int
+    commit: dict[str, Any]
+    committing: bool = False
+
+
+class BackgroundSaver:
+    """One save at a time, of all ranks together.
+
+    Args:
+        directory: of the checkpoints.
+        token: of this run, in the name of an unfinished step.
+        ranks: that save together.
+        session: with this rank's writer.
+    """
+
+    def __init__(
+        self, directory: Path, token: str, ranks: RankGroup, session: WriterSession
+    ) -> None:
+        self._directory = directory
+        self._token = token
+        self._ranks = ranks
+        self._session = session
+        self._pending: _PendingSave | None = None
+
+    def drop(self) -> None:
+        """Leaves a save under way to the writers: nobody here waits for it any more."""
+        self._pending = None
+
+    def prepare(self, state: Any, layout: StateLayout | None) -> None:
+        """As :meth:`Checkpointer.prepare`."""
+        self.wait()
+        self._ranks.run_on_all(lambda: self._provide_memory(state, layout))
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metadata: Mapping[str, Any],
+        *,
+        layout: StateLayout | None,
+        scores: Mapping[int, float],
+    ) -> None:
+        """As :meth:`Checkpointer.save`."""
+        self.wait()
+        header = self._ranks.run_on_all(lambda: self._copy(step, state, metadata, layout))
+        complete = step_folders.complete_steps(self._directory)
+        scored = {str(s): float(score) for s, score in scores.items() if s in complete}
+        self._ranks.run_on_all(lambda: self._session.begin("write", step=step, header=header))
+        pending = _PendingSave(step, {"header": header, "scores": scored})
+        self._pending = pending
+        if self._ranks.size == 1:
+            # Queued behind the write, so that the step becomes complete without a call of ours.
+            self._request_commit(pending)
+        elif self._ranks.first:
+            # If the training processes die before they can tell each other that all parts are
+            # written, this writer looks for them itself.
+            self._session.then("will", awaited=False, step=step, **pending.commit)
+
+    def wait(self) -> None:
+        """As :meth:`Checkpointer.wait`."""
+        began = time.monotonic()
+        while self._pending is not None:
+            if self._ranks.size == 1:
+                self._advance(self._pending)
+                continue
+            self.poll()  # rather than wait for this rank's writer: the ranks hear of each other
+            pause = _PAUSE_FRACTION * (time.monotonic() - began)
+            pause = min(max(_SHORTEST_PAUSE_S, pause), _LONGEST_PAUSE_S)
+            time.sleep(pause if self._pending else 0.0)
+
+    def poll(self) -> None:
+        """As :meth:`Checkpointer.poll`."""
+        while self._pending is not None:
+            ready = not self._awaits_writer(self._pending) or self._session.answered()
+            if not all(self._ranks.gather(ready)):
+                return
+            self._advance(self._pending)
+
+    def _provide_memory(self, state: Any, layout: StateLayout | None) -> None:
+        named = state_tree.named_tensors(state, "state")
+        owned = state_tree.owned(named, layout, self._ranks.axes)
+        self._session.hold(pack({name: (x.dtype, box) for name, (x, box) in owned.items()}), {})
+        self._session.begin("touch", awaited=False)
+
+    def _copy(
+        self, step: int, state: Any, metadata: Mapping[str, Any], layout: StateLayout | None
+    ) -> tuple[int, int]:
+        """Copies what this rank owns into the writer's memory; gives the header's place there."""
+        named = state_tree.named_tensors(state, "state")
+        complete = step_folders.complete_steps(self._directory)
+        if step in complete:
+            raise ValueError(
+                f"step={step} is complete in {self._directory} and is not overwritten; saved: "
+                f"{complete}"
+            )
+        owned = state_tree.owned(named, layout, self._ranks.axes)
+        header: dict[str, Any] = {"metadata": state_tree.check_metadata(metadata)}
+        if self._ranks.first:
+            whole = named if layout is None else dict(tree.flatten_with_paths(layout.whole))
+            header["tensors"] = {name: state_tree.declared(x) for name, x in whole.items()}
+        slots = pack({name: (x.dtype, box) for name, (x, box) in owned.items()})
+        copies, place = self._session.hold(slots, header)
+        # The caller may change its tensors as soon as we return, so the writer never sees them.
+        for name, copy in copies.items():
+            copy.copy_(owned[name][0].detach())
+        return place
+
+    def _awaits_writer(self, pending: _PendingSave) -> bool:
+        """Whether this rank's writer has something to answer: only the first one's commits."""
+        return self._ranks.first or not pending.committing
+
+    def _request_commit(self, pending: _PendingSave) -> None:
+        if self._ranks.first:
+            self._session.then("commit", step=pending.step, **pending.commit)
+
+    def _advance(self, pending: _PendingSave) -> None:
+        """Waits for the answers to one request: the write's, then the commit's."""
+        answer = self._session.answer() if self._awaits_writer(pending) else WriterAnswer()
+        error = self._ranks.failures(answer.error)
+        if not error and not pending.committing:
+            if self._ranks.size > 1:
+                self._request_commit(pending)
+            pending.committing = True
+            return
+        self._pending = None
+        if error:
+            self._give_up(pending, error)
+
+    def _give_up(self, pending: _PendingSave, error: str) -> None:
+        if self._ranks.size == 1 and not pending.committing:
+            self._session.answer()  # to the commit that was queued, which has failed in turn
+        step = pending.step
+        complete = self._ranks.from_first(step_folders.complete_steps(self._directory))
+        became = "is saved, but cleaning up after it failed" if step in complete else "is not saved"
+        if self._ranks.first and self._ranks.size > 1:
+            # A single writer removes its own; of several, some have written whole parts.
+            unfinished = step_folders.unfinished(self._directory, step, self._token)
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise NotSavedError(
+            f"{self._directory}: step {step} {became}: {error}; complete steps: "
+            f"{complete or 'none'}",
+            error,
+        )
