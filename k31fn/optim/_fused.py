@@ -19,9 +19,8 @@ def supports(x: Tensor) -> bool:
     strides.
     """
     key = torch._C._dispatch_key_for_device(x.device.type)
-    return x.is_contiguous() and torch._C._dispatch_has_kernel_for_dispatch_key(
-        "aten::_fused_adamw_", key
-    )
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key)
+    return x.is_contiguous() and has_kernel
 
 
 def adamw_(
@@ -49,8 +48,8 @@ def adamw_(
         list(grads),
         list(mu),
         list(nu),
-        [],
-        [step] * len(params),
+        [],  # largest values of nu, which AMSGrad would use
+        [step] * len(params),  # the kernel reads one per tensor
         lr=lr,  # pyright: ignore[reportArgumentType]  # a tensor selects another overload
         beta1=beta1,
         beta2=beta2,
@@ -58,5 +57,5 @@ def adamw_(
         eps=eps,
         amsgrad=False,
         maximize=False,
-        found_inf=skip,
+        found_inf=skip,  # meant for overflows under loss scaling; it skips for any reason
     )

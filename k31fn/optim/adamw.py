@@ -42,7 +42,7 @@ def adamw(
     beta2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.1,
-    storage: Storage = Storage(),  # noqa: B008 (frozen)
+    storage: Storage = Storage(),  # noqa: B008 (frozen, so one default for all calls is safe)
     where: Where | None = None,
 ) -> Transform:
     """AdamW on the leaves for which ``where(path, spec)`` holds (None: all) and that are not
@@ -68,13 +68,17 @@ def adamw(
         raise ValueError(f"eps={eps} must be positive, weight_decay={weight_decay} not negative")
     storage.check_decay(beta1=beta1, beta2=beta2)
     leaves = Leaves(specs, where)
-    decays = [0.0 if "no_decay" in spec.tags else weight_decay for spec in leaves.specs]
+    decays = leaves.decays(weight_decay)
 
     def init(params: Any) -> AdamWState:
-        masters = leaves.masters(params, kept := leaves.init_masters(params))
+        copies = leaves.init_masters(params)
+        masters = leaves.masters(params, copies)
         device = masters[0].device if masters else None
-        mu, nu = (leaves.to_tree([storage.zeros(m) for m in masters]) for _ in range(2))
-        return AdamWState(torch.zeros((), dtype=torch.float32, device=device), mu, nu, kept)
+        # float32, on the device: the fused kernel reads it there, and it must not be waited for.
+        step = torch.zeros((), dtype=torch.float32, device=device)
+        mu = leaves.to_tree(list(map(storage.zeros, masters)))
+        nu = leaves.to_tree(list(map(storage.zeros, masters)))
+        return AdamWState(step, mu, nu, copies)
 
     def update(
         grads: Any,
@@ -87,31 +91,32 @@ def adamw(
     ) -> tuple[Any, AdamWState]:
         masters = leaves.masters(params, state.master)
         numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
-        gradients = [g.to(m.dtype) for g, m in zip(leaves.of_grads(grads), masters, strict=True)]
-        moments: list[tuple[Any, ...]] = list(
-            zip(tree.leaves(state.mu), tree.leaves(state.nu), strict=True)
-        )
+        gradients = [g.to(p.dtype) for g, p in zip(leaves.of_grads(grads), masters, strict=True)]
+        mus = tree.leaves(state.mu)
+        nus = tree.leaves(state.nu)
         step = state.step + 1
+        take_steps = _step_in_place if donate else _step_apart
+        # A donated step writes in place, which autograd must not see.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not donate):
             stepped: list[Tensor] = []
-            for some in _together(masters, moments):
-                rows = []
-                for i in some:
-                    fetched = (storage.fetch(kept, masters[i]) for kept in moments[i])
-                    rows.append((masters[i], gradients[i], *fetched, decays[i]))
-                new = (_step_in_place if donate else _step_apart)(rows, step, numbers, skip)
-                for i, (p, *fresh) in zip(some, new, strict=True):
-                    stepped.append(p)
-                    pairs = zip(moments[i], fresh, strict=True)
-                    moments[i] = tuple(storage.store(kept, x, donate=donate) for kept, x in pairs)
-            params, kept = leaves.with_masters(params, stepped, donate=donate)
-            (step,) = _keep(skip, (step,), (state.step,))
+            # Group by group: moments on the host are fetched for one leaf at a time.
+            for group in _groups(masters, mus):
+                rows: list[_Row] = []
+                for i in group:
+                    p = masters[i]
+                    mu = storage.fetch(mus[i], p)
+                    nu = storage.fetch(nus[i], p)
+                    rows.append((p, gradients[i], mu, nu, decays[i]))
+                new_rows = take_steps(rows, step, numbers, skip)
+                for i, (new_p, new_mu, new_nu) in zip(group, new_rows, strict=True):
+                    stepped.append(new_p)
+                    mus[i] = storage.store(mus[i], new_mu, donate=donate)
+                    nus[i] = storage.store(nus[i], new_nu, donate=donate)
+            params, copies = leaves.with_masters(params, stepped, donate=donate)
+            (step,) = _unless(skip, (step,), (state.step,))
             step = state.step.copy_(step) if donate else step
         storage.settle(masters[0].device if masters else None)
-        mu, nu = (
-            leaves.to_tree(list(x)) for x in (zip(*moments, strict=True) if moments else ((), ()))
-        )
-        return params, AdamWState(step, mu, nu, kept)
+        return params, AdamWState(step, leaves.to_tree(mus), leaves.to_tree(nus), copies)
 
     return Transform(init, update, frozenset(leaves.paths))
 
@@ -120,19 +125,20 @@ _Row = tuple[Tensor, Tensor, Tensor, Tensor, float]  # parameter, gradient, mu, 
 _New = tuple[Tensor, Tensor, Tensor]  # parameter, mu, nu
 
 
-def _together(masters: Sequence[Tensor], moments: Sequence[tuple[Any, ...]]) -> list[list[int]]:
-    """Numbers of leaves that are stepped at once, in order: all, but each alone whose moments have
-    to be fetched.
+def _groups(masters: Sequence[Tensor], mus: Sequence[Tensor]) -> list[list[int]]:
+    """Numbers of leaves that are stepped at once, in order.
+
+    All of them, but each alone whose moments have to be fetched: so only one leaf's are there.
     """
     groups: list[list[int]] = []
-    together = False
-    for i, (p, (mu, _)) in enumerate(zip(masters, moments, strict=True)):
-        here = mu.dtype == p.dtype and mu.device == p.device
-        if here and together:
+    was_at_hand = False
+    for i, (p, mu) in enumerate(zip(masters, mus, strict=True)):
+        at_hand = mu.dtype == p.dtype and mu.device == p.device
+        if at_hand and was_at_hand:
             groups[-1].append(i)
         else:
             groups.append([i])
-        together = here
+        was_at_hand = at_hand
     return groups
 
 
@@ -151,14 +157,14 @@ def _step(
 ) -> _New:
     """New parameter, mu and nu, from plain operations."""
     t = step.to(p.dtype)
-    correction1 = (
-        -torch.expm1(t * math.log(beta1)) if beta1 else 1.0
-    )  # 1 - beta^t would lose half the digits at t = 1
+    # 1 - beta^t, which as it stands would lose half the digits at t = 1.
+    correction1 = -torch.expm1(t * math.log(beta1)) if beta1 else 1.0
     correction2 = -torch.expm1(t * math.log(beta2)) if beta2 else 1.0
     mu = torch.lerp(mu, g, 1 - beta1)
     nu = beta2 * nu + (1 - beta2) * g * g
     v = nu / correction2
-    root = torch.where(v > 0, v, 1).sqrt() * (v > 0)  # sqrt has no derivative at 0
+    # sqrt has no derivative at 0: the root of 1 is taken there and put out, with its derivative.
+    root = torch.where(v > 0, v, 1).sqrt() * (v > 0)
     return (1 - lr * decay) * p - (lr / correction1) * mu / (root + eps), mu, nu
 
 
@@ -166,7 +172,11 @@ def _step_apart(
     rows: Sequence[_Row], step: Tensor, numbers: dict[str, Any], skip: Tensor | None
 ) -> list[_New]:
     """The step number ``step`` of these leaves; nothing is written into."""
-    return [_keep(skip, _step(*row, step, **numbers), (row[0], row[2], row[3])) for row in rows]
+    new_rows = []
+    for p, g, mu, nu, decay in rows:
+        new = _step(p, g, mu, nu, decay, step, **numbers)
+        new_rows.append(_unless(skip, new, (p, mu, nu)))
+    return new_rows
 
 
 def _step_in_place(
@@ -175,26 +185,29 @@ def _step_in_place(
     """The same in place, fused where the device has the kernel, one call for all leaves of a
     kind.
     """
-    kinds: dict[Any, list[_Row]] = {}
+    # The kernel takes tensors of one device and dtype, and one decay.
+    kinds: dict[tuple[Any, ...], list[_Row]] = {}
     for p, g, mu, nu, decay in rows:
         if _fused.supports(p) and mu.is_contiguous() and nu.is_contiguous():
-            kinds.setdefault((p.device, p.dtype, decay), []).append(
-                (p, g.contiguous(), mu, nu, decay)
-            )
+            row = (p, g.contiguous(), mu, nu, decay)
+            kinds.setdefault((p.device, p.dtype, decay), []).append(row)
             continue
         old = (p, mu, nu)
-        for tensor, new in zip(
-            old, _keep(skip, _step(p, g, mu, nu, decay, step, **numbers), old), strict=True
-        ):
-            tensor.copy_(new)
-    found = None if skip is None else skip.to(torch.float32)
+        new = _unless(skip, _step(p, g, mu, nu, decay, step, **numbers), old)
+        for old_tensor, new_tensor in zip(old, new, strict=True):
+            old_tensor.copy_(new_tensor)
+    skip_number = None if skip is None else skip.to(torch.float32)
     for (_, _, decay), group in kinds.items():
-        p, g, mu, nu, _ = zip(*group, strict=True)
-        _fused.adamw_(p, g, mu, nu, step, weight_decay=decay, skip=found, **numbers)
+        params, grads, mus, nus, _ = zip(*group, strict=True)
+        _fused.adamw_(
+            params, grads, mus, nus, step, weight_decay=decay, skip=skip_number, **numbers
+        )
+    # The tensors that were given, which now hold what is new.
     return [(p, mu, nu) for p, _, mu, nu, _ in rows]
 
 
-def _keep(skip: Tensor | None, new: Any, old: tuple[Tensor, ...]) -> Any:
+def _unless(skip: Tensor | None, new: Any, old: tuple[Tensor, ...]) -> Any:
+    """``new``, or ``old`` where ``skip`` says so: chosen on the device, without a wait."""
     if skip is None:
         return new
     return tuple(torch.where(skip, o, n) for n, o in zip(new, old, strict=True))

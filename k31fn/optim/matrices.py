@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class Matrices:
         row_axes = dims[-2]
         between_heads, through_heads = _split_column_axes(dims[-1], columns, head_dim)
         # Ranks that differ along these axes have other matrices and nothing to exchange.
-        apart = [axis for dim in dims[:-2] for axis in dim] + list(between_heads)
+        apart = {*itertools.chain(*dims[:-2]), *between_heads}
         group = tuple(axis for axis in axes if axis not in apart)
         return cls(math.prod(batch), rows, columns, head_dim, row_axes, through_heads, group)
 

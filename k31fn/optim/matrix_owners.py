@@ -80,8 +80,7 @@ class MatrixOwners:
         """
         self.leaves = list(leaves)
         self.groups: list[GroupRounds] = []
-        every_index = itertools.product(*(range(axis.size) for axis in axes))
-        self.cost: dict[tuple[int, ...], int] = dict.fromkeys(every_index, 0)
+        self.cost: dict[tuple[int, ...], int] = dict.fromkeys(_indices(axes), 0)
         self._axes = axes
         self._limit = max(_LEAST, *(math.prod(leaf.shape) for leaf in leaves), 0)
         coordinate = {axis.name: own_index(axis) for axis in axes}
@@ -98,13 +97,15 @@ class MatrixOwners:
         blocks: list[MatrixBlock] = []
         for leaf in leaves:
             blocks += self._cut(leaf, num_ranks(group))
+        # The largest first: small ones fill the gaps that they leave. Equal ones by their number.
         blocks.sort(key=lambda block: (-self._cost(block), block))
         members = _coordinates(group)
         for others in _coordinates(tuple(axis for axis in self._axes if axis not in group)):
             dealt = self._deal_among(members, others, blocks)
             if all(coordinate[name] == index for name, index in others.items()):
+                # Other sets are dealt out only for their cost, which later groups go on from.
                 rank = members.index({axis.name: coordinate[axis.name] for axis in group})
-                rounds = [self._pack(owned) for owned in dealt]
+                rounds = list(map(self._pack, dealt))
                 self.groups.append(GroupRounds(group, members, rank, rounds))
 
     def _deal_among(
@@ -114,12 +115,14 @@ class MatrixOwners:
 
         Adds their cost to what these ranks had to do before.
         """
-        keys = []
-        for member in members:
+        keys: list[tuple[int, ...]] = []
+        busy: list[tuple[int, int]] = []
+        for number, member in enumerate(members):
             indices = others | member
-            keys.append(tuple(indices[axis.name] for axis in self._axes))
+            key = tuple(indices[axis.name] for axis in self._axes)
+            keys.append(key)
+            busy.append((self.cost[key], number))
         # The least busy rank is on top; of equally busy ones the first, on every rank alike.
-        busy = [(self.cost[key], number) for number, key in enumerate(keys)]
         heapq.heapify(busy)
         dealt: list[list[MatrixBlock]] = [[] for _ in members]
         for block in blocks:
@@ -135,6 +138,7 @@ class MatrixOwners:
         matrices = self.leaves[leaf]
         count = matrices.count
         size = math.prod(matrices.shape) * matrices.matrices_per_piece
+        # At least one matrix: the largest may not fit in a round but must be done.
         step = max(1, min(-(-count // ranks), self._limit // size))
         return [MatrixBlock(leaf, a, min(a + step, count)) for a in range(0, count, step)]
 
@@ -167,5 +171,9 @@ class MatrixOwners:
 def _coordinates(axes: tuple[Axis, ...]) -> list[dict[str, int]]:
     """The indices of all ranks of these axes, in the order of ranks."""
     names = [axis.name for axis in axes]
-    every_index = itertools.product(*(range(axis.size) for axis in axes))
-    return [dict(zip(names, index, strict=True)) for index in every_index]
+    return [dict(zip(names, index, strict=True)) for index in _indices(axes)]
+
+
+def _indices(axes: tuple[Axis, ...]) -> list[tuple[int, ...]]:
+    """The same as tuples in the order of ``axes``."""
+    return list(itertools.product(*(range(axis.size) for axis in axes)))

@@ -66,6 +66,7 @@ def on_every_rank(
     for axis, dim in moves:
         x = all_gather_invariant(x, axis, dim)
     y = matrices.join_heads(f(matrices.split_heads(x)), x.shape[0])
+    # Undone in the opposite order, so that each cut finds what its gather had joined.
     for axis, dim in reversed(moves):
         y = pslice(y, axis, dim)
     return y
@@ -76,7 +77,9 @@ def _stay(
 ) -> Iterator[tuple[MatrixBlock, Tensor]]:
     """Blocks that no other rank has anything of, and what becomes of them."""
     for owned in rounds.blocks[0]:
-        blocks = [parts[b.leaf][owners.leaves[b.leaf].piece(b, {})] for b in owned]
+        blocks = []
+        for block in owned:
+            blocks.append(parts[block.leaf][owners.leaves[block.leaf].piece(block, {})])
         yield from zip(owned, _work(f, blocks, owners, owned), strict=True)
 
 
@@ -124,11 +127,13 @@ def _assemble(
     """This rank's blocks ``[batch rows columns]`` out of what their holders sent."""
     # The order of :func:`_send_parts`: by source, and of each source by block.
     arrivals: list[tuple[dict[str, int], MatrixBlock]] = []
+    sizes: list[int] = []
     for source in rounds.members:
         for block in owned:
-            if owners.leaves[block.leaf].sends(source, rounds.coordinate):
+            matrices = owners.leaves[block.leaf]
+            if matrices.sends(source, rounds.coordinate):
                 arrivals.append((source, block))
-    sizes = [owners.leaves[block.leaf].piece_size(block, source) for source, block in arrivals]
+                sizes.append(matrices.piece_size(block, source))
     grids: dict[MatrixBlock, dict[int, dict[int, Tensor]]] = {
         block: defaultdict(dict) for block in owned
     }
@@ -157,13 +162,13 @@ def _work(
         by_shape[owners.leaves[block.leaf].shape].append(number)
     results = list(blocks)
     for numbers in by_shape.values():
-        leaves = [owners.leaves[owned[number].leaf] for number in numbers]
-        heads = [
-            leaf.split_heads(blocks[number]) for leaf, number in zip(leaves, numbers, strict=True)
-        ]
-        y = f(_cat(heads, 0)).split([len(x) for x in heads])
-        for leaf, number, part in zip(leaves, numbers, y, strict=True):
-            results[number] = leaf.join_heads(part, blocks[number].shape[0])
+        heads: list[Tensor] = []
+        for number in numbers:
+            heads.append(owners.leaves[owned[number].leaf].split_heads(blocks[number]))
+        y = f(_cat(heads, 0)).split(list(map(len, heads)))
+        for number, part in zip(numbers, y, strict=True):
+            matrices = owners.leaves[owned[number].leaf]
+            results[number] = matrices.join_heads(part, blocks[number].shape[0])
     return results
 
 
@@ -176,6 +181,7 @@ def _send_back(
     pieces, send, recv = [], [], []
     for rank, holder in enumerate(rounds.members):
         sent = received = 0
+        # To every holder, replicas too; most have a part of the block, the rest get no elements.
         for block, y in zip(owned, results, strict=True):
             matrices = owners.leaves[block.leaf]
             pieces.append(y[matrices.piece_in_block(block, holder)].flatten())
@@ -192,11 +198,14 @@ def _receive_back(
 ) -> Iterator[tuple[MatrixBlock, Tensor]]:
     """This rank's pieces of all blocks of a round."""
     blocks: list[MatrixBlock] = []
+    sizes: list[int] = []
+    # The order of :func:`_send_back`: by owner, and of each owner by block.
     for rank in range(len(rounds.members)):
-        blocks += rounds.owned(rank, k)
-    shapes = [owners.leaves[block.leaf].piece_shape(block, rounds.coordinate) for block in blocks]
-    sizes = [owners.leaves[block.leaf].piece_size(block, rounds.coordinate) for block in blocks]
-    for block, shape, piece in zip(blocks, shapes, received.split(sizes), strict=True):
+        for block in rounds.owned(rank, k):
+            blocks.append(block)
+            sizes.append(owners.leaves[block.leaf].piece_size(block, rounds.coordinate))
+    for block, piece in zip(blocks, received.split(sizes), strict=True):
+        shape = owners.leaves[block.leaf].piece_shape(block, rounds.coordinate)
         yield block, piece.view(shape)
 
 

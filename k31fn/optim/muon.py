@@ -88,15 +88,14 @@ def muon(
     if not (0 <= momentum < 1 and weight_decay >= 0 and ns_steps >= 1):
         raise ValueError(
             f"momentum={momentum} must be in [0, 1), weight_decay={weight_decay} at least 0, "
-            f"ns_steps={ns_steps} "
-            "at least 1"
+            f"ns_steps={ns_steps} at least 1"
         )
     storage.check_decay(momentum=momentum)
     leaves = Leaves(specs, lambda path, spec: "matrix" in spec.tags)
     heads = [_head_dim(path, spec) for path, spec in zip(leaves.paths, leaves.specs, strict=True)]
     places = leaves.of_params(placements) if placements else [None] * len(heads)
-    decays = [0.0 if "no_decay" in spec.tags else weight_decay for spec in leaves.specs]
     orthogonal = _Orthogonal(heads, places, ns_steps, ns_dtype)
+    decays = leaves.decays(weight_decay)
     rule = _Muon(leaves, momentum, decays, storage, ns_dtype, orthogonal)
     return Transform(rule.init, rule.update, frozenset(leaves.paths))
 
@@ -115,7 +114,7 @@ class _Muon:
     def init(self, params: Any) -> MuonState:
         copies = self.leaves.init_masters(params)
         masters = self.leaves.masters(params, copies)
-        return MuonState(self.leaves.to_tree([self.storage.zeros(m) for m in masters]), copies)
+        return MuonState(self.leaves.to_tree(list(map(self.storage.zeros, masters))), copies)
 
     def update(
         self,
@@ -130,6 +129,7 @@ class _Muon:
         leaves = self.leaves
         masters = leaves.masters(params, state.master)
         stored_momenta = tree.leaves(state.momentum)
+        # A pipeline stage may have no matrix.
         if not masters:
             return params, state
         # A donated step writes in place, which autograd must not see.
@@ -178,16 +178,18 @@ class _Orthogonal:
         """``0.2 sqrt(max(rows, columns)) U V^T``: for each leaf its number and this rank's part, as
         they come.
         """
-        matrices = []
+        matrices: list[Matrices] = []
+        flat: list[Tensor] = []
         for x, head_dim, place in zip(parts, self._heads, self._places, strict=True):
             matrices.append(Matrices.of(x.shape, head_dim, place, self._axes))
-        flat = [x.reshape(-1, *x.shape[-2:]) for x in parts]
+            flat.append(x.reshape(-1, *x.shape[-2:]))  # what comes before is a batch of matrices
         # A token: the mesh is simulated by vmap, whose ranks cannot do different things.
         if any(a.host is not None and a.host.token(a.name) is not None for a in self._axes):
             results: Iterable[tuple[int, Tensor]] = (
                 (i, on_every_rank(self._work, x, matrices[i])) for i, x in enumerate(flat)
             )
         else:
+            # Once: parts have the same shapes at every step.
             if self._owners is None:
                 self._owners = MatrixOwners(matrices, self._axes)
             results = on_owners(self._work, flat, self._owners)
@@ -230,6 +232,7 @@ def orthogonalize(
 def _working_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is not None:
         return dtype
+    # Tensor cores are what Newton-Schulz is for; a float64 run stays float64.
     return torch.bfloat16 if x.dtype == torch.float32 and not (x.is_cpu or x.is_meta) else x.dtype
 
 

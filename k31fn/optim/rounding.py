@@ -61,9 +61,8 @@ def rounded(
 
     def init(params: Any) -> RoundedState:
         device = tree.leaves(params)[0].device
-        return RoundedState(
-            torch.zeros((), dtype=torch.int64, device=device), inner.init(widen(params))
-        )
+        updates = torch.zeros((), dtype=torch.int64, device=device)
+        return RoundedState(updates, inner.init(widen(params)))
 
     def update(
         grads: Any,
@@ -74,28 +73,33 @@ def rounded(
         skip: Bool[Tensor, ""] | None = None,
         donate: bool = True,
     ) -> tuple[Any, RoundedState]:
-        wide, kept = inner.update(
+        wide, inner_state = inner.update(
             grads, state.inner, widen(params), lr=lr, skip=skip, donate=donate
         )
+        # A key of each update: with one for all, an element would be rounded the same way at every
+        # step, and small steps would not add up.
         key = random.fold_in(random.key(seed, device=state.updates.device), state.updates)
         stepped = dict(tree.flatten_with_paths(wide))
 
         def narrow(path: str, p: Tensor) -> Tensor:
             x = stepped[path]
             if x.dtype == p.dtype:
-                return x
+                return x  # float32 islands, which `inner` steps as they are
+            # Meta tensors have no values to draw for: only shapes are asked for.
             new = x.to(p.dtype) if x.is_meta else _round(path, x, p.dtype)
             return p.copy_(new) if donate else new
 
         def _round(path: str, x: Tensor, dtype: torch.dtype) -> Tensor:
             spec = by_path[path]
             place = None if tile is None else tile(path, spec)
-            own = declared.leaf_key(key, path)
-            return random.stochastic_round(
-                x, dtype, own, shape=None if tile is None else spec.shape, tile=place
-            )
+            shape = None if tile is None else spec.shape
+            leaf_key = declared.leaf_key(key, path)
+            return random.stochastic_round(x, dtype, leaf_key, shape=shape, tile=place)
 
+        # A skipped step is drawn from the same key again, which changes no bit: what is exactly a
+        # bfloat16 number is rounded to itself.
         taken = torch.ones_like(state.updates) if skip is None else (~skip).to(torch.int64)
-        return tree.map_with_path(narrow, params), RoundedState(state.updates + taken, kept)
+        new_state = RoundedState(state.updates + taken, inner_state)
+        return tree.map_with_path(narrow, params), new_state
 
     return Transform(init, update, inner.paths)

@@ -29,7 +29,7 @@ def warmup_cosine(
     _check(step, peak, num_steps, warmup_steps, final_fraction)
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    top = max(warmup_steps - 1, 0)
+    top = max(warmup_steps - 1, 0)  # the step that has the peak
     progress = min((step - top) / max(num_steps - 1 - top, 1), 1.0)
     return peak * (final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * progress)) / 2)
 
@@ -67,15 +67,14 @@ def warmup_stable_decay(
     if not 0 <= decay_steps <= num_steps - warmup_steps:
         raise ValueError(
             f"decay_steps={decay_steps} must be in [0, {num_steps - warmup_steps}]: "
-            f"num_steps={num_steps} without "
-            f"warmup_steps={warmup_steps}"
+            f"num_steps={num_steps} without warmup_steps={warmup_steps}"
         )
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    done = min(step, num_steps - 1) - (num_steps - 1 - decay_steps)
-    return (
-        peak * (1 - (1 - final_fraction) * done / decay_steps) if decay_steps and done > 0 else peak
-    )
+    done = min(step, num_steps - 1) - (num_steps - 1 - decay_steps)  # steps of the decay, from 1
+    if not decay_steps or done <= 0:
+        return peak
+    return peak * (1 - (1 - final_fraction) * done / decay_steps)
 
 
 def _check(

@@ -34,8 +34,9 @@ class SpikeState:
 
 
 def init_spikes(*, device: torch.device | str, dtype: torch.dtype = torch.float32) -> SpikeState:
-    """Before the first step."""
+    """The state before the first step."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
+    # A clone: with one tensor for two leaves, a write into one would change the other.
     return SpikeState(torch.zeros(2, _WINDOW, dtype=dtype, device=device), zero, zero.clone())
 
 
@@ -50,6 +51,7 @@ def is_spike(
     median. False before 32 steps.
     """
     new = torch.stack([loss, norm]).to(state.values.dtype)
+    # Before the ring is full, its last places hold no steps.
     known = torch.arange(_WINDOW, device=new.device) < state.count
     middle = _median(state.values, known)
     deviation = 1.4826 * _median((state.values - middle[:, None]).abs(), known)
@@ -77,16 +79,19 @@ def remember(
         skip: whether it was skipped, for this reason or another.
     """
     new = torch.stack([loss, norm]).to(state.values.dtype)
-    here = torch.arange(_WINDOW, device=new.device) == state.count % _WINDOW
-    values = torch.where(here & ~skip, new[:, None], state.values)
+    # Selected on the device: the host does not know whether the step was taken.
+    next_place = torch.arange(_WINDOW, device=new.device) == state.count % _WINDOW
+    values = torch.where(next_place & ~skip, new[:, None], state.values)
+    # A step that was skipped for another reason neither adds to a row of spikes nor ends it.
     in_a_row = torch.where(spike, state.in_a_row + 1, torch.where(skip, state.in_a_row, 0))
-    anew = in_a_row >= _IN_A_ROW
-    count = torch.where(anew, 0, state.count + (~skip).to(state.count.dtype))
-    return SpikeState(values, count, torch.where(anew, 0, in_a_row))
+    forget = in_a_row >= _IN_A_ROW
+    count = torch.where(forget, 0, state.count + (~skip).to(state.count.dtype))
+    return SpikeState(values, count, torch.where(forget, 0, in_a_row))
 
 
 def _median(rows: Float[Tensor, "2 W"], known: Bool[Tensor, "W"]) -> Float[Tensor, "2"]:
     """The lower median of the known values of each row; infinite if none is."""
+    # Not torch.median: how many values are known is a number on the device, so no shape.
     ordered = torch.where(known, rows, torch.inf).sort(dim=1).values
     index = ((known.sum() - 1) // 2).clamp(min=0)
     return ordered.gather(1, index.expand(2, 1)).squeeze(1)

@@ -51,34 +51,37 @@ class Storage:
             if self.dtype == torch.bfloat16 and value > _SLOWEST:
                 raise ValueError(
                     f"{name}={value} with state in bfloat16, which rounds changes below 2^-9 "
-                    "away: the mean would "
-                    f"stand still; use at most {_SLOWEST}, or keep the state in float32"
+                    f"away: the mean would stand still; use at most {_SLOWEST}, or keep the state "
+                    "in float32"
                 )
 
     def zeros(self, like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """What is kept before the first step, of a value like this one."""
+        """What is stored before the first step, of a value like this one."""
         if not self._away(like):
             return torch.zeros_like(like, dtype=self._dtype(like))
         return self._empty(like).zero_()
 
-    def fetch(self, kept: Float[Tensor, "..."], like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """What was kept, where ``like`` is and in its dtype; ``kept`` itself if it is so
-        already.
-        """
-        return kept.to(like.device, like.dtype, non_blocking=True)
+    def fetch(
+        self, stored: Float[Tensor, "..."], like: Float[Tensor, "..."]
+    ) -> Float[Tensor, "..."]:
+        """What was stored, where ``like`` is and in its dtype; itself if it is so already."""
+        # The copy is queued before the step that reads it, on the same stream.
+        return stored.to(like.device, like.dtype, non_blocking=True)
 
     def store(
-        self, kept: Float[Tensor, "..."], new: Float[Tensor, "..."], *, donate: bool
+        self, stored: Float[Tensor, "..."], new: Float[Tensor, "..."], *, donate: bool
     ) -> Float[Tensor, "..."]:
-        """Keeps ``new``: in the place of ``kept`` if that is given up."""
+        """Stores ``new``: in the place of ``stored`` if that is given up."""
         dtype = self._dtype(new)
         if not donate:
             return new.to("cpu" if self._away(new) else new.device, dtype)
-        if kept is new:
-            return kept
-        if kept.dtype != dtype or kept.is_cpu != (new.is_cpu or self._away(new)):
-            kept = self._empty(new) if self._away(new) else torch.empty_like(new, dtype=dtype)
-        return kept.copy_(new, non_blocking=True)
+        if stored is new:
+            return stored
+        # A run resumed with another storage has its old one in the state: it is replaced once.
+        if stored.dtype != dtype or stored.is_cpu != (new.is_cpu or self._away(new)):
+            stored = self._empty(new) if self._away(new) else torch.empty_like(new, dtype=dtype)
+        # Without a wait for each leaf: `settle` waits once, at the end of the step.
+        return stored.copy_(new, non_blocking=True)
 
     def settle(self, device: torch.device | None) -> None:
         """Waits until what was stored has reached the host, so that anyone may read it."""
@@ -86,10 +89,13 @@ class Storage:
             devices.synchronize(device)
 
     def _dtype(self, x: Tensor) -> torch.dtype:
+        # In a float64 run float32 means float64.
         return self.dtype if self.dtype == torch.bfloat16 else precision.island(x.dtype)
 
     def _away(self, x: Tensor) -> bool:
+        """Whether it is stored elsewhere than where it is used."""
         return self.host and not (x.is_cpu or x.is_meta)
 
     def _empty(self, like: Tensor) -> Tensor:
+        # Pinned: only such memory is copied while the device computes.
         return torch.empty(like.shape, dtype=self._dtype(like), device="cpu", pin_memory=True)

@@ -87,14 +87,16 @@ def combine(specs: Any, *transforms: Transform) -> Transform:
         ValueError: a leaf is stepped by two of them, or a leaf that is not ``frozen`` by none.
     """
     trained = {path for path, spec in tree.flatten_with_paths(specs) if "frozen" not in spec.tags}
-    seen: set[str] = set()
+    stepped: set[str] = set()
     for index, transform in enumerate(transforms):
-        if twice := sorted(seen & transform.paths):
+        twice = sorted(stepped & transform.paths)
+        if twice:
             raise ValueError(
                 f"transforms[{index}] steps leaves that one before it steps too: {twice[:5]}"
             )
-        seen |= transform.paths
-    if missed := sorted(trained - seen):
+        stepped |= transform.paths
+    missed = sorted(trained - stepped)
+    if missed:
         raise ValueError(
             f"no transform steps {missed[:5]} ({len(missed)} leaves); tag them frozen if that is "
             "meant"
@@ -112,13 +114,16 @@ def combine(specs: Any, *transforms: Transform) -> Transform:
         skip: Bool[Tensor, ""] | None = None,
         donate: bool = True,
     ) -> tuple[Any, Any]:
-        states = []
-        for transform, own in zip(transforms, state, strict=True):
-            params, new = transform.update(grads, own, params, lr=lr, skip=skip, donate=donate)
-            states.append(new)
-        return params, tuple(states)
+        # One after the other on the same tree: they step different leaves.
+        new_states = []
+        for transform, old_state in zip(transforms, state, strict=True):
+            params, new_state = transform.update(
+                grads, old_state, params, lr=lr, skip=skip, donate=donate
+            )
+            new_states.append(new_state)
+        return params, tuple(new_states)
 
-    return Transform(init, update, frozenset(seen))
+    return Transform(init, update, frozenset(stepped))
 
 
 def non_finite(values: Any) -> Bool[Tensor, ""]:
@@ -126,6 +131,7 @@ def non_finite(values: Any) -> Bool[Tensor, ""]:
 
     The norm of all gradients is enough to look at: it is infinite or NaN if one of them is.
     """
+    # One flag per leaf, joined on the device: nobody waits for a leaf before the next is looked at.
     return torch.stack([~torch.isfinite(x).all() for x in tree.leaves(values)]).any()
 
 
@@ -142,18 +148,22 @@ class Leaves:
     """
 
     def __init__(self, specs: Any, where: Where | None) -> None:
-        """Those whose ``where(path, spec)`` holds (None: all) and that are not frozen."""
+        """Chooses those whose ``where(path, spec)`` holds (None: all) and that are not frozen."""
         pairs = tree.flatten_with_paths(specs)
         self._all = [path for path, _ in pairs]
         self._structure = tree.flatten(specs)[1]
-        chosen = (
-            i
-            for i, (p, s) in enumerate(pairs)
-            if "frozen" not in s.tags and (where is None or where(p, s))
-        )
-        self._index = list(chosen)
-        self.paths = [pairs[i][0] for i in self._index]
-        self.specs: list[ParamSpec] = [pairs[i][1] for i in self._index]
+        self._index: list[int] = []  # of the chosen ones among all leaves
+        self.paths: list[str] = []
+        self.specs: list[ParamSpec] = []
+        for i, (path, spec) in enumerate(pairs):
+            if "frozen" not in spec.tags and (where is None or where(path, spec)):
+                self._index.append(i)
+                self.paths.append(path)
+                self.specs.append(spec)
+
+    def decays(self, weight_decay: float) -> list[float]:
+        """The weight decay of each stepped leaf: none where it is tagged ``no_decay``."""
+        return [0.0 if "no_decay" in spec.tags else weight_decay for spec in self.specs]
 
     def of_params(self, params: Any) -> list[Any]:
         """The stepped leaves of a tree like the parameters.
@@ -163,10 +173,9 @@ class Leaves:
         """
         values, structure = tree.flatten(params)
         if structure != self._structure:
-            tree.map(
-                lambda *_: 0, tree.unflatten(self._structure, self._all), params
-            )  # raises and says where
-        return [values[i] for i in self._index]
+            # Only for its error, which says where the two differ.
+            tree.map(lambda *_: 0, tree.unflatten(self._structure, self._all), params)
+        return self._pick(values)
 
     def of_grads(self, grads: Any) -> list[Tensor]:
         """The gradients of the stepped leaves; the tree may lack others.
@@ -176,28 +185,38 @@ class Leaves:
         """
         values, structure = tree.flatten(grads, allow_none=True)
         if structure == self._structure:
-            found = [values[i] for i in self._index]
+            candidates = self._pick(values)
         else:
+            # Paths take longer than positions, so only where positions do not agree.
             by_path = dict(tree.flatten_with_paths(grads, allow_none=True))
-            found = [by_path.get(path) for path in self.paths]
-        missing = [path for path, g in zip(self.paths, found, strict=True) if g is None]
+            candidates = [by_path.get(path) for path in self.paths]
+        gradients: list[Tensor] = []
+        missing: list[str] = []
+        for path, gradient in zip(self.paths, candidates, strict=True):
+            if gradient is None:
+                missing.append(path)
+            else:
+                gradients.append(gradient)
         if missing:
             raise ValueError(
                 f"grads have no leaf {missing[0]!r} ({len(missing)} missing); tag it frozen to "
                 "leave it out"
             )
-        return [g for g in found if g is not None]
+        return gradients
 
     def to_tree(self, values: Sequence[Any]) -> Any:
-        """A tree with the structure of the parameters that holds these at the stepped leaves,
-        ``()`` elsewhere.
-        """
+        """A tree like the parameters that holds these at the stepped leaves, ``()`` elsewhere."""
+        # () and not None, which is no node of a tree to torch.func.
         full: list[Any] = [()] * len(self._all)
         for i, value in zip(self._index, values, strict=True):
             full[i] = value
         return tree.unflatten(self._structure, full)
 
-    def replace(self, params: Any, values: Sequence[Tensor]) -> Any:
+    def _pick(self, values: Sequence[Any]) -> list[Any]:
+        """The values of the stepped leaves, out of those of all leaves."""
+        return [values[i] for i in self._index]
+
+    def _replace(self, params: Any, values: Sequence[Tensor]) -> Any:
         """``params`` with these in place of the stepped leaves."""
         full, structure = tree.flatten(params)
         for i, value in zip(self._index, values, strict=True):
@@ -206,30 +225,37 @@ class Leaves:
 
     def init_masters(self, params: Any) -> Any:
         """A float32 copy of each stepped leaf that is narrower, ``()`` for the others."""
-        return self.to_tree(
-            [() if _wide(p) else precision.upcast(p) for p in self.of_params(params)]
-        )
+        copies: list[Any] = []
+        for p in self.of_params(params):
+            # A wide leaf needs no second copy of itself.
+            copies.append(() if _wide(p) else precision.upcast(p))
+        return self.to_tree(copies)
 
-    def masters(self, params: Any, kept: Any) -> list[Tensor]:
-        """What is stepped: the leaf itself, or its master in ``kept``."""
-        copies = iter(tree.leaves(kept))
-        return [p if _wide(p) else next(copies) for p in self.of_params(params)]
+    def masters(self, params: Any, copies: Any) -> list[Tensor]:
+        """What is stepped: the leaf itself, or its master among ``copies``."""
+        remaining = iter(tree.leaves(copies))  # wide leaves have none, so positions differ
+        masters: list[Tensor] = []
+        for p in self.of_params(params):
+            masters.append(p if _wide(p) else next(remaining))
+        return masters
 
     def with_masters(
         self, params: Any, masters: Sequence[Tensor], *, donate: bool
     ) -> tuple[Any, Any]:
-        """``(params, kept)`` after ``masters`` were stepped."""
-        before = self.of_params(params)
-        kept = self.to_tree([() if _wide(p) else m for p, m in zip(before, masters, strict=True)])
-        if donate:
-            for p, m in zip(before, masters, strict=True):
-                if m is not p:
-                    p.copy_(m)
-            return params, kept
-        return self.replace(
-            params, [m.to(p.dtype) for p, m in zip(before, masters, strict=True)]
-        ), kept
+        """``(params, copies)`` after ``masters`` were stepped."""
+        copies: list[Any] = []
+        new_params: list[Tensor] = []
+        for p, master in zip(self.of_params(params), masters, strict=True):
+            copies.append(() if _wide(p) else master)
+            if not donate:
+                new_params.append(master.to(p.dtype))
+            elif master is not p:  # a wide leaf was stepped itself
+                p.copy_(master)
+        if not donate:
+            params = self._replace(params, new_params)
+        return params, self.to_tree(copies)
 
 
 def _wide(x: Tensor) -> bool:
+    """Whether it needs no master: steps are taken in its own dtype."""
     return precision.island(x.dtype) == x.dtype
