@@ -39,7 +39,7 @@ from torch import Tensor
 from benchmarks.measure import told
 from k31fn import config, model, params, random, tree
 from k31fn import device as devices
-from k31fn.autodiff import keepable, value_and_grad, vjp
+from k31fn.autodiff import keep, value_and_grad, vjp
 from k31fn.kernels.mhc_pre import SINKHORN_EPS, sinkhorn
 from k31fn.layers import attn_res, mhc, norm, plain_residual
 from k31fn.model.layers import Remat, run_steps
@@ -142,7 +142,7 @@ def _layer(
 
         def sublayer(h: Tensor, name: str = name) -> tuple[Tensor, Any]:
             x = norm.apply(p["norm"], h, norm.Config(h.shape[-1]))
-            return keepable(name, _branch)(p["branch"], x)
+            return keep(name, _branch)(p["branch"], x)
 
         carry, _ = connect(
             p["mix"], carry, cfg, sublayer, opens_block=opens and name == "attention"

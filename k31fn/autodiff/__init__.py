@@ -4,8 +4,8 @@
   transform.
 * :func:`vjp`, :func:`value_and_grad`: what training uses. ``torch.func.grad`` always builds the
   graph of the backward as well; these do not, and give the same numbers.
-* :func:`remat`: keep a function's inputs only and run it again in the backward; :func:`saveable`
-  ops and :func:`keepable` functions inside may be kept.
+* :func:`remat`: keep a function's inputs only and run it again in the backward; :func:`keep` marks
+  functions inside that do not run again.
 * :func:`decision`: an integer choice (a route, a top-k set) made once and kept by every enclosing
   :func:`remat`; :func:`report`: integers that a function only tells (counts), which no remat keeps
   or makes again.
@@ -21,20 +21,14 @@ context in its forward and replays in it, and the backward of a :class:`custom_v
 variables given to :func:`carry` as its forward did.
 """
 
-from k31fn.autodiff.carried import carry
+from k31fn.autodiff.ambient import carry
 from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
-from k31fn.autodiff.deferred import weight_product
-from k31fn.autodiff.remat import (
-    decision,
-    keepable,
-    record_decisions,
-    remat,
-    replay_decisions,
-    report,
-    saveable,
-)
-from k31fn.autodiff.split import SplitWork, check_split, split_vjp
+from k31fn.autodiff.keep import keep
+from k31fn.autodiff.remat import remat
+from k31fn.autodiff.replay import decision, record_decisions, replay_decisions, report
+from k31fn.autodiff.split_vjp import SplitWork, check_split, split_vjp
 from k31fn.autodiff.transforms import hessian, value_and_grad, vjp
+from k31fn.autodiff.weight_grads import weight_product
 
 __all__ = [
     "SplitWork",
@@ -43,12 +37,11 @@ __all__ = [
     "custom_vjp",
     "decision",
     "hessian",
-    "keepable",
+    "keep",
     "record_decisions",
     "remat",
     "replay_decisions",
     "report",
-    "saveable",
     "split_vjp",
     "stop_gradient",
     "value_and_grad",

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from k31fn import _functorch, tree
-from k31fn.autodiff.captured import refuse_captured
-from k31fn.autodiff.carried import Carried
+from k31fn.autodiff.ambient import CarriedVariables
+from k31fn.autodiff.captured_tensors import refuse_captured
 
-__all__ = ["custom_vjp", "differentiable", "stop_gradient"]
+__all__ = ["custom_vjp", "differentiable", "differentiable_leaves", "runs_rule", "stop_gradient"]
 
 
-class _Call:
+class _VjpCall:
     """What one call of a rule knows besides its tensors; travels through ``Function.apply`` as a
     plain object.
     """
 
     __slots__ = (
         "args_def",
-        "carried",
         "constants",
         "num_out",
         "out_def",
@@ -30,38 +29,38 @@ class _Call:
         "res_source",
         "rule",
         "static",
+        "variables",
     )
 
     rule: custom_vjp
     static: tuple[Any, ...]
     args_def: Any
-    carried: Carried
+    variables: CarriedVariables
     constants: list[Any]  # per leaf of the arguments: the Python value, or _TENSOR
     out_def: Any
     num_out: int
     res_def: Any
-    res_source: list[
-        tuple[str, Any]
-    ]  # per leaf of the residuals: ("input", i) | ("output", i) | ("constant", value)
+    # per leaf of the residuals: ("input", i) | ("output", i) | ("constant", value)
+    res_source: list[tuple[str, Any]]
 
     def needs(self, wanted: Container[int]) -> tuple[Any, ...]:
         """Per differentiable argument a tree: whether this leaf's gradient is used."""
-        index = iter(range(len(self.constants)))
-        return tree.unflatten(
-            self.args_def, [c is _TENSOR and next(index) in wanted for c in self.constants]
-        )
+        needed: list[bool] = []
+        number = 0  # among the tensors, as in wanted
+        for constant in self.constants:
+            is_tensor = constant is _TENSOR
+            needed.append(is_tensor and number in wanted)
+            number += is_tensor
+        return tree.unflatten(self.args_def, needed)
 
     def args(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The rule's positional arguments with these tensor leaves."""
-        it = iter(tensors)
-        trees = list(
-            tree.unflatten(self.args_def, [next(it) if c is _TENSOR else c for c in self.constants])
-        )
-        static = list(self.static)
-        total = len(trees) + len(static)
-        return [
-            static.pop(0) if i in self.rule.nondiff_argnums else trees.pop(0) for i in range(total)
-        ]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if c is _TENSOR else c for c in self.constants]
+        trees = tree.unflatten(self.args_def, leaves)
+        total = len(trees) + len(self.static)
+        traced, static = iter(trees), iter(self.static)
+        return [next(static if i in self.rule.nondiff_argnums else traced) for i in range(total)]
 
 
 _TENSOR = object()
@@ -78,82 +77,81 @@ class _Forward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(call: _VjpCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         out, residuals = call.rule.fwd(*call.args(tensors))
-        inputs = {id(t): i for i, t in enumerate(tensors)}
         outputs, call.out_def = tree.flatten(out)
-        if wrong := [o for o in outputs if not isinstance(o, Tensor)]:
-            raise ValueError(
-                f"{call.rule.name}: its output has the leaf {wrong[0]!r}; every leaf must be a "
-                "tensor"
-            )
-        positions = {id(o): i for i, o in enumerate(outputs) if id(o) not in inputs}
+        for leaf in outputs:
+            if not isinstance(leaf, Tensor):
+                raise ValueError(
+                    f"{call.rule.name}: its output has the leaf {leaf!r}; every leaf must be a "
+                    "tensor"
+                )
+        input_index = {id(t): i for i, t in enumerate(tensors)}
+        output_index = {id(o): i for i, o in enumerate(outputs) if id(o) not in input_index}
         # autograd marks the objects that it is given; it must not be an input or a constant that
         # the rule captured
-        outputs = _batch_alike([o.view_as(o) if id(o) in inputs else o.detach() for o in outputs])
+        outputs = [o.view_as(o) if id(o) in input_index else o.detach() for o in outputs]
+        outputs = _batch_alike(outputs)
         call.num_out = len(outputs)
         values, call.res_def = tree.flatten(residuals)
         call.res_source = []
         for value in values:
             if not isinstance(value, Tensor):
                 call.res_source.append(("constant", value))
-            elif id(value) in inputs:
-                call.res_source.append(("input", inputs[id(value)]))
+            elif id(value) in input_index:
+                call.res_source.append(("input", input_index[id(value)]))
             else:
-                if id(value) not in positions:
-                    positions[id(value)] = len(outputs)
+                if id(value) not in output_index:
+                    output_index[id(value)] = len(outputs)
                     outputs.append(value.detach())
-                call.res_source.append(("output", positions[id(value)]))
+                call.res_source.append(("output", output_index[id(value)]))
         return tuple(outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         call, *tensors = inputs
         ctx.call = call
+        ctx.runs_rule = True  # the context is the node of the graph: see runs_rule()
+        # Without this a residual's missing cotangent would be zeros, and look like a second
+        # derivative through it.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for o in output if not differentiable(o)])
         sources = {"input": tensors, "output": output}
-        ctx.save_for_backward(
-            *[sources[kind][i] for kind, i in call.res_source if kind != "constant"]
-        )
+        saved = [sources[kind][i] for kind, i in call.res_source if kind != "constant"]
+        ctx.save_for_backward(*saved)
         ctx.inputs = [(t.shape, differentiable(t)) for t in tensors]
         ctx.outputs = [(o.shape, o.dtype, o.device) for o in output[: call.num_out]]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        call: _Call = ctx.call
+        call: _VjpCall = ctx.call
         if any(c is not None for c in cotangents[call.num_out :]):
             raise RuntimeError(
                 f"{call.rule.name}: a second derivative needs the gradient of a residual that is "
-                "neither an input nor "
-                "an output of the function; save inputs and outputs only, or use the reference "
-                "implementation"
+                "neither an input nor an output of the function; save inputs and outputs only, or "
+                "use the reference implementation"
             )
-        filled = [
-            torch.zeros(shape, dtype=dtype, device=device)
-            if c is None and dtype.is_floating_point
-            else c
-            for c, (shape, dtype, device) in zip(
-                cotangents[: call.num_out], ctx.outputs, strict=True
-            )
-        ]
+        filled: list[Tensor | None] = []
+        for ct, (shape, dtype, device) in zip(cotangents[: call.num_out], ctx.outputs, strict=True):
+            absent = ct is None and dtype.is_floating_point
+            filled.append(torch.zeros(shape, dtype=dtype, device=device) if absent else ct)
         needed = ctx.needs_input_grad[1:]
-        wanted = [
-            i for i, (_, differentiable) in enumerate(ctx.inputs) if differentiable and needed[i]
-        ]
+        wanted = [i for i, (_, has_grad) in enumerate(ctx.inputs) if has_grad and needed[i]]
         if call.rule.opaque:
-            some = _OpaqueBackward.apply(call, wanted, len(filled), *filled, *ctx.saved_tensors)
+            wanted_grads = _OpaqueBackward.apply(
+                call, wanted, len(filled), *filled, *ctx.saved_tensors
+            )
         else:
-            some = _run_backward(call, wanted, filled, ctx.saved_tensors)
+            wanted_grads = _run_backward(call, wanted, filled, ctx.saved_tensors)
         grads: list[Tensor | None] = [None] * len(ctx.inputs)
-        for i, g in zip(wanted, some, strict=True):
-            if g is not None and g.shape != ctx.inputs[i][0]:
+        for i, grad in zip(wanted, wanted_grads, strict=True):
+            shape = ctx.inputs[i][0]
+            if grad is not None and grad.shape != shape:
                 raise ValueError(
-                    f"{call.rule.name}: bwd returned a gradient of shape {tuple(g.shape)} for an "
-                    "input of shape "
-                    f"{tuple(ctx.inputs[i][0])}"
+                    f"{call.rule.name}: bwd returned a gradient of shape {tuple(grad.shape)} for "
+                    f"an input of shape {tuple(shape)}"
                 )
-            grads[i] = g
+            grads[i] = grad
         return (None, *grads)
 
     @staticmethod
@@ -168,16 +166,15 @@ def _batch_alike(outputs: list[Tensor]) -> list[Tensor]:
     also with the part that comes from an unbatched output, whose cotangent is the sum already:
     counted once per sample (torch 2.11, 2.13).
     """
-    batched = next(
-        (o for o in outputs if differentiable(o) and _functorch.is_batched_here(o)), None
-    )
-    if batched is None:
+    batched = [o for o in outputs if differentiable(o) and _functorch.is_batched_here(o)]
+    if not batched:
         return outputs
-    zero = batched.detach().flatten()[:0].sum()  # not from values, so never NaN
-    return [
-        o + zero.to(o.dtype) if differentiable(o) and not _functorch.is_batched_here(o) else o
-        for o in outputs
-    ]
+    zero = batched[0].detach().flatten()[:0].sum()  # not from values, so never NaN
+    alike: list[Tensor] = []
+    for o in outputs:
+        is_alone = differentiable(o) and not _functorch.is_batched_here(o)
+        alike.append(o + zero.to(o.dtype) if is_alone else o)
+    return alike
 
 
 class _OpaqueBackward(torch.autograd.Function):
@@ -192,39 +189,39 @@ class _OpaqueBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        call: _Call, wanted: list[int], num_cotangents: int, *tensors: Tensor | None
+        call: _VjpCall, wanted: list[int], num_cotangents: int, *tensors: Tensor | None
     ) -> tuple[Any, ...]:
-        return tuple(
-            _run_backward(call, wanted, tensors[:num_cotangents], tensors[num_cotangents:])
-        )
+        cotangents = tensors[:num_cotangents]
+        saved = tensors[num_cotangents:]
+        return tuple(_run_backward(call, wanted, cotangents, saved))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.name, ctx.instead = inputs[0].rule.name, inputs[0].rule.instead
+        rule = inputs[0].rule
+        ctx.name = rule.name
+        ctx.instead = rule.instead
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         raise RuntimeError(
             f"{ctx.name} is first order only: a second derivative through it is not defined; use "
-            f"{ctx.instead}, which "
-            "is differentiable to any order"
+            f"{ctx.instead}, which is differentiable to any order"
         )
 
 
 def _run_backward(
-    call: _Call,
+    call: _VjpCall,
     wanted: list[int],
     cotangents: Sequence[Tensor | None],
     saved: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    it = iter(saved)
-    residuals = tree.unflatten(
-        call.res_def, [v if kind == "constant" else next(it) for kind, v in call.res_source]
-    )
+    remaining = iter(saved)
+    leaves = [v if kind == "constant" else next(remaining) for kind, v in call.res_source]
+    residuals = tree.unflatten(call.res_def, leaves)
     ct = tree.unflatten(call.out_def, list(cotangents))
     needs = (call.needs(set(wanted)),) if call.rule.needs else ()
-    with call.carried.entered():
+    with call.variables.entered():
         grads = call.rule.bwd(*call.static, *needs, residuals, ct)
     subtrees = call.args_def.children()
     if not isinstance(grads, tuple) or len(grads) != len(subtrees):
@@ -232,14 +229,17 @@ def _run_backward(
             f"{call.rule.name}: bwd must return a tuple of {len(subtrees)} gradients, one per "
             "argument"
         )
-    flat: list[Tensor | None] = []
+    of_leaves: list[Tensor | None] = []
     for subtree, grad in zip(subtrees, grads, strict=True):
-        flat += [None] * subtree.num_leaves if grad is None else _grad_leaves(call, subtree, grad)
-    of_tensors = [g for g, c in zip(flat, call.constants, strict=True) if c is _TENSOR]
+        if grad is None:
+            of_leaves += [None] * subtree.num_leaves
+        else:
+            of_leaves += _grad_leaves(call, subtree, grad)
+    of_tensors = [g for g, c in zip(of_leaves, call.constants, strict=True) if c is _TENSOR]
     return [of_tensors[i] for i in wanted]
 
 
-def _grad_leaves(call: _Call, subtree: Any, grad: Any) -> list[Tensor | None]:
+def _grad_leaves(call: _VjpCall, subtree: Any, grad: Any) -> list[Tensor | None]:
     values = tree.leaves(grad, allow_none=True)
     if len(values) != subtree.num_leaves:
         raise ValueError(
@@ -252,14 +252,23 @@ def _grad_leaves(call: _Call, subtree: Any, grad: Any) -> list[Tensor | None]:
 def _refuse_forward_mode(name: str) -> NoReturn:
     raise RuntimeError(
         f"{name} under forward-mode differentiation: k31fn functions are reverse-mode only; use "
-        "torch.func.jacrev or "
-        "k31fn.autodiff.hessian (reverse over reverse)"
+        "torch.func.jacrev or k31fn.autodiff.hessian (reverse over reverse)"
     )
 
 
 def differentiable(x: Tensor) -> bool:
     """Whether gradients can flow to a tensor of this dtype."""
     return x.is_floating_point() or x.is_complex()
+
+
+def differentiable_leaves(values: Sequence[Any]) -> list[int]:
+    """Positions of the tensors that gradients can flow to."""
+    return [i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)]
+
+
+def runs_rule(node: Any) -> bool:
+    """Whether the backward of this node of an autograd graph is the ``bwd`` of a rule."""
+    return getattr(node, "runs_rule", False)
 
 
 class custom_vjp:  # noqa: N801 (a function's maker, spelt as in JAX)
@@ -331,13 +340,13 @@ class custom_vjp:  # noqa: N801 (a function's maker, spelt as in JAX)
 
     def __call__(self, *args: Any) -> Any:
         """The function's value."""
-        call = _Call()
-        call.rule, call.carried = self, Carried()
+        call = _VjpCall()
+        call.rule = self
+        call.variables = CarriedVariables()
         call.static = tuple(args[i] for i in self.nondiff_argnums)
         refuse_captured(self.name, self.fwd, call.static)
-        values, call.args_def = tree.flatten(
-            tuple(a for i, a in enumerate(args) if i not in self.nondiff_argnums)
-        )
+        traced = tuple(a for i, a in enumerate(args) if i not in self.nondiff_argnums)
+        values, call.args_def = tree.flatten(traced)
         call.constants = [_TENSOR if isinstance(v, Tensor) else v for v in values]
         outputs = _Forward.apply(call, *[v for v in values if isinstance(v, Tensor)])
         return tree.unflatten(call.out_def, outputs[: call.num_out])

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from k31fn import _functorch, tree
-from k31fn.autodiff.captured import captured_tensors
-from k31fn.autodiff.custom_vjp import differentiable
-from k31fn.autodiff.deferred import Tape, current_tape
+from k31fn.autodiff.captured_tensors import captured_tensors
+from k31fn.autodiff.custom_vjp import differentiable, differentiable_leaves
+from k31fn.autodiff.weight_grads import WeightTape, current_weight_tape
 
 __all__ = [
     "differentiated",
@@ -43,7 +43,7 @@ def vjp(f: Callable[..., Any], *args: Any, has_aux: bool = False) -> Any:
         ``(out, pull)``, or ``(out, pull, aux)`` if ``has_aux`` (``f`` then returns ``(out, aux)``).
     """
     values, structure = tree.flatten(args)
-    index = [i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)]
+    index = differentiable_leaves(values)
     if _functorch.transforms_active():
         out, aux, pull = _vjp_by_transform(f, values, structure, index, has_aux)
     else:
@@ -254,7 +254,7 @@ def vjp_once(f: Callable[..., Any], args: Any, ct: Any, needs: Any) -> tuple[Any
     pullback that outlives its level breaks when remats nest); products with ``ct`` are exact.
     """
     values, structure = tree.flatten(args)
-    floating = [i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)]
+    floating = differentiable_leaves(values)
     needed = tree.leaves(needs)
     index = [i for i in floating if needed[i]]
     if not index:
@@ -271,7 +271,7 @@ def vjp_once(f: Callable[..., Any], args: Any, ct: Any, needs: Any) -> tuple[Any
             *[values[i] for i in index]
         )
     else:
-        outer, inner = current_tape(), Tape()
+        outer, inner = current_weight_tape(), WeightTape()
         _, _, pull = vjp_by_tape(
             f if outer is None else inner.watch(f), values, structure, index, has_aux=False
         )

@@ -6,8 +6,8 @@ For the state ``c`` and the scheme's ``connect``::
     c = connect(c, x -> Attention(RMSNorm(x)))
     c = connect(c, x -> FFN(RMSNorm(x)))
 
-Both sublayers after their norm are keepable (:data:`BRANCHES`): a remat that saves them makes only
-the residual state and the norms again.
+A remat may keep both sublayers after their norm (:data:`BRANCHES`): it then makes only the residual
+state and the norms again.
 
 The kinds of attention (KDA, Gated MLA, Gated DSA), feed-forward (dense, LatentMoE) and residual
 scheme (AttnRes, mHC, plain) are those of the sub-configs: K3 and K3.1 are the same code.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.autodiff import keepable
+from k31fn.autodiff import keep
 from k31fn.layers import attn_res, dsa, kda, latent_moe, mhc, mla, mlp, norm, plain_residual
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 BRANCHES = ("attention", "ffn")
-"""The names that ``remat(..., save=)`` knows the sublayers by (:func:`k31fn.autodiff.keepable`)."""
+"""The names that ``remat(..., keep=)`` knows the sublayers by (:func:`k31fn.autodiff.keep`)."""
 
 _MODULES: dict[type, ModuleType] = {
     m.Config: m for m in (attn_res, dsa, kda, latent_moe, mhc, mla, mlp, plain_residual)
@@ -161,13 +161,13 @@ def apply(
 
     def attention(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
         x = norm.apply(params.attn_norm, h, normed, sh=sh)
-        return keepable("attention", functools.partial(_attention, cfg, sh))(
-            params.attn, x, packing
-        )
+        return keep("attention", functools.partial(_attention, cfg, sh))(params.attn, x, packing)
 
     def ffn(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
         x = norm.apply(params.ffn_norm, h, normed, sh=sh)
-        return keepable("ffn", functools.partial(_ffn, cfg, sh))(params.ffn, x, packing, bias)
+        # The counts of an MoE layer are told, and read by nothing that is differentiated.
+        kept = keep("ffn", functools.partial(_ffn, cfg, sh), reports=lambda out: out[1])
+        return kept(params.ffn, x, packing, bias)
 
     carry, seen = scheme.connect(
         params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block, sh=sh

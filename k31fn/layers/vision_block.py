@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from k31fn import tree
-from k31fn.autodiff import keepable
+from k31fn.autodiff import keep
 from k31fn.kernels.interval_attention import interval_attention
 from k31fn.kernels.norm import rms_norm
 from k31fn.layers.linear import linear, split_heads
@@ -149,14 +149,14 @@ def apply(
 
     On a mesh ``x`` is split by patch over ``sh.tokens`` and ``geometry`` over ``sh.context`` only.
     Patches of one image may lie on several ranks: keys and values are gathered over ``sh.context``.
-    Both sublayers after their norm are keepable by the names of
+    A remat may keep both sublayers after their norm, by the names of
     :data:`k31fn.layers.block.BRANCHES`.
     """
     weights = dataclasses.replace(params, attn_norm=(), mlp_norm=())
     h = rms_norm(x, pvary(params.attn_norm, sh.sequence), cfg.norm_eps)
-    x = x + keepable("attention", functools.partial(_attention, cfg, sh))(weights, h, geometry)
+    x = x + keep("attention", functools.partial(_attention, cfg, sh))(weights, h, geometry)
     h = rms_norm(x, pvary(params.mlp_norm, sh.sequence), cfg.norm_eps)
-    return x + keepable("ffn", functools.partial(_mlp, sh))(weights, h)
+    return x + keep("ffn", functools.partial(_mlp, sh))(weights, h)
 
 
 def without_branches(params: Params[Any]) -> Params[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -18,7 +19,7 @@ from k31fn.model.config import Config, layer_configs
 from k31fn.model.params import Params
 from k31fn.parallel.collectives import psum
 from k31fn.parallel.fsdp.placement import Placements
-from k31fn.parallel.scan import Plan, Prefetch, Step, scan
+from k31fn.parallel.scan import Prefetch, RematPlan, Step, scan
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.precision import island
 from k31fn.segments import Segments
@@ -137,7 +138,9 @@ def run_steps(
     needs whose sublayers are kept. Returns the last carry and each step's ``aux``.
     """
     if remat == "cross_layer" or (placements and remat != "none"):
-        plan = Plan(_saved(remat), RUN, light) if remat == "cross_layer" else Plan(_saved(remat))
+        plan = RematPlan(_kept(remat))
+        if remat == "cross_layer":
+            plan = dataclasses.replace(plan, every=RUN, light=light)
         return scan(steps, placements, params, carry, shared, own, plan)
     ahead = Prefetch(params, placements, range(len(params))) if placements else None
     reports = []
@@ -150,10 +153,10 @@ def run_steps(
 
 def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """One layer by itself, whose weights are whole: the same with or without ``cross_layer``."""
-    return layer if remat == "none" else rematerialise(layer, save=tuple(_saved(remat)))
+    return layer if remat == "none" else rematerialise(layer, keep=tuple(_kept(remat)))
 
 
-def _saved(remat: Remat) -> frozenset[str]:
+def _kept(remat: Remat) -> frozenset[str]:
     return frozenset(block.BRANCHES if remat in ("intra_layer", "cross_layer") else ())
 
 

@@ -8,8 +8,8 @@ and backward, then its gradients start to be reduce-scattered, behind the backwa
     backward  gather n | gather n-1, pull n | scatter n, gather n-2, pull n-1 | ...
 
 At most two layers' weights are there at once. What is kept of a layer is what it added to the carry
-(a tensor that several carries share is kept once), its decisions, and of its keepable functions
-those that ``save`` names. With ``every`` carries are kept at every so many layers only; those
+(a tensor that several carries share is kept once), its decisions, and of the functions inside
+those that ``keep`` names. With ``every`` carries are kept at every so many layers only; those
 between are made again, from the first of such a run on, before its backward::
 
     backward  light n-7 .. n-1, carry n-7 .. n | gather n | ...
@@ -37,37 +37,32 @@ from torch import Tensor
 
 from k31fn import tree
 from k31fn.autodiff import custom_vjp, stop_gradient
+from k31fn.autodiff.ambient import Ambient
 from k31fn.autodiff.custom_vjp import differentiable
-from k31fn.autodiff.deferred import current_tape
-from k31fn.autodiff.remat import (
-    Ambient,
-    call_recorded,
-    can_keep,
-    pull_replayed,
-    replay,
-    run_recorded,
-)
+from k31fn.autodiff.keep import can_keep_graphs
+from k31fn.autodiff.replay import call_recorded, pull_replayed, replay, run_recorded
 from k31fn.autodiff.transforms import taping
+from k31fn.autodiff.weight_grads import current_weight_tape
 from k31fn.parallel.fsdp.fused_gather import start_gather, start_scatter, wait_gather, wait_scatter
 from k31fn.parallel.fsdp.placement import Placements
 
-__all__ = ["Plan", "Prefetch", "Step", "rebuilds", "scan"]
+__all__ = ["Prefetch", "RematPlan", "Step", "rebuilds", "scan"]
 
 Step = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """``(weights, carry, shared, own) -> (carry, aux)``: one layer."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class RematPlan:
     """What a scan keeps for its backward besides decisions.
 
     Attributes:
-        save: names of :func:`~k31fn.autodiff.keepable` functions that do not run again.
+        keep: names of functions that do not run again (:func:`~k31fn.autodiff.keep`).
         every: carries are kept at layers 0, ``every``, 2 ``every``, ...
-        light: of a layer's weights (or their placements) what it needs where ``save`` holds.
+        light: of a layer's weights (or their placements) what it needs where ``keep`` holds.
     """
 
-    save: frozenset[str] = frozenset()
+    keep: frozenset[str] = frozenset()
     every: int = 1
     light: Callable[[Any], Any] = lambda weights: weights
 
@@ -113,7 +108,7 @@ def scan(
     carry: Any,
     shared: Any,
     own: Any,
-    plan: Plan = Plan(),
+    plan: RematPlan = RematPlan(),
 ) -> tuple[Any, tuple[Any, ...]]:
     """Runs ``carry, aux[i] = steps[i](gather(params[i]), carry, shared, own[i])`` for each layer.
 
@@ -143,10 +138,10 @@ def scan(
     if not steps:
         return carry, ()
     if (
-        placements and current_tape() is not None
+        placements and current_weight_tape() is not None
     ):  # weights that are gathered below would have no graph to their parts
         steps, placements = [_Gathering(*pair) for pair in zip(steps, placements, strict=True)], ()
-    keeps = can_keep()
+    keeps = can_keep_graphs()
     trained = [tree.map(_tracked, p) for p in params]
     if placements:
         trained = [
@@ -161,7 +156,7 @@ def scan(
         for i, step in enumerate(steps):
             carries.append(carry)
             before = given[i] if given else ()
-            found = reach.run(i, step, (ahead.take(), carry, shared, own[i]), before, plan.save)
+            found = reach.run(i, step, (ahead.take(), carry, shared, own[i]), before, plan.keep)
             (carry, aux), decisions, kept = found
             reports.append(aux)
             made.append(decisions)
@@ -181,7 +176,7 @@ def scan(
         wanted = reach.wanted(needs[1:])
         return (
             None,
-            *ambient.run(lambda: _pull(steps, placements, plan.save, wanted, *rest, *ct[0])),
+            *ambient.run(lambda: _pull(steps, placements, plan.keep, wanted, *rest, *ct[0])),
         )
 
     rule = custom_vjp(
@@ -204,7 +199,7 @@ def _tracked(x: Any) -> bool:
     """
     if not isinstance(x, Tensor) or not differentiable(x):
         return False
-    return x.requires_grad and torch.is_grad_enabled() if can_keep() else True
+    return x.requires_grad and torch.is_grad_enabled() if can_keep_graphs() else True
 
 
 @dataclass(frozen=True)
@@ -226,7 +221,7 @@ class _Reach:
         return self.trained[i], self.carries[i], self.others[0], self.others[1][i]
 
     def run(
-        self, i: int, step: Step, args: tuple[Any, ...], given: Any, save: frozenset[str]
+        self, i: int, step: Step, args: tuple[Any, ...], given: Any, keep: frozenset[str]
     ) -> Any:
         """:func:`run_recorded` of a layer, and what its carry depends on.
 
@@ -234,14 +229,19 @@ class _Reach:
         of functions that are kept, whose values have no graph, and within a transform.
         """
         flags = self.of(i)
-        exact = can_keep() and not save and current_tape() is None and not _any(self.carries[i])
+        exact = (
+            can_keep_graphs()
+            and not keep
+            and current_weight_tape() is None
+            and not _any(self.carries[i])
+        )
         if not (exact and _any(flags)):
-            (carry, aux), *recorded = run_recorded(step, args, given, save)
+            (carry, aux), *recorded = run_recorded(step, args, given, keep)
             after = tree.map(lambda x: _any(flags) and differentiable(x), carry)
         else:
             with taping():
                 leaves = tree.map(lambda x, wanted: x.detach().requires_grad_(wanted), args, flags)
-                out, *recorded = run_recorded(step, leaves, given, save)
+                out, *recorded = run_recorded(step, leaves, given, keep)
             after = tree.map(lambda x: x.requires_grad, out[0])
             same = {
                 id(leaf): x for leaf, x in zip(tree.leaves(leaves), tree.leaves(args), strict=True)
@@ -316,7 +316,7 @@ class _Kept:
         carries: Sequence[Any],
         made: Sequence[Any],
         saved: Sequence[Any],
-        plan: Plan,
+        plan: RematPlan,
         reach: _Reach,
     ) -> None:
         self.steps, self.placements, self.made, self.plan = steps, placements, made, plan
@@ -368,7 +368,7 @@ class _Kept:
             )
             with torch.no_grad():
                 self.carries[i + 1], _ = replay(
-                    step, args, self.made[i], self.saved[i], self.plan.save
+                    step, args, self.made[i], self.saved[i], self.plan.keep
                 )
 
 
@@ -385,7 +385,7 @@ def _weights(
 def _pull(
     steps: Sequence[Step],
     placements: Sequence[Placements],
-    save: frozenset[str],
+    keep: frozenset[str],
     wanted: Sequence[tuple[Any, Any, Any, Any]],
     params: Sequence[Any],
     kept: Any,
@@ -412,7 +412,7 @@ def _pull(
         carry, own_saved = kept.take(i) if isinstance(kept, _Kept) else (kept[i], saved[i])
         weights = ahead.take()
         args, ct = _constant_but(wanted[i], (weights, carry, shared, own[i])), (g, g_aux[i])
-        found = pull_replayed(steps[i], args, ct, made[i], own_saved, save, needs=wanted[i])
+        found = pull_replayed(steps[i], args, ct, made[i], own_saved, keep, needs=wanted[i])
         of_weights, g, of_shared, g_own[i] = found
         g = _filled(g, carry, wanted[i][1])
         if placements:

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 from k31fn import autodiff
-from k31fn.autodiff import custom_vjp, hessian, remat
-from k31fn.autodiff import saveable as make_saveable
+from k31fn.autodiff import custom_vjp, hessian, keep, remat
 from k31fn.kernels.registry import OPS, Implementation, Op, record_impls, use_impl
 from tests.autodiff.functions import (
     F64,
@@ -168,29 +167,29 @@ def test_a_replay_runs_under_the_autocast_of_its_forward(forward_in: bool, backw
         same_bits(backward_on(lambda: recomputed(one)), expected)
 
 
-def counted(keep: str = "input") -> tuple[list[int], Callable[..., Any]]:
-    """A saveable exponential, and the list that grows by one with each run of its kernel."""
+def counted(residuals: str = "input") -> tuple[list[int], Callable[..., Any]]:
+    """A kept exponential, and the list that grows by one with each run of its kernel."""
     runs: list[int] = []
 
     def fwd(x: Tensor, scale: float) -> Any:
         runs.append(1)
         y = (scale * x).exp()
-        return y, (x, y, scale) if keep == "both" else (x, scale)
+        return y, (x, y, scale) if residuals == "both" else (x, scale)
 
     def bwd(*parts: Any) -> Any:
         static, res, ct = parts
-        y = res[1] if keep == "both" else (static * res[0]).exp()
+        y = res[1] if residuals == "both" else (static * res[0]).exp()
         return (ct * static * y,)
 
-    return runs, make_saveable("exp", custom_vjp(fwd, bwd, nondiff_argnums=(1,), name="exp"))
+    return runs, keep("exp", custom_vjp(fwd, bwd, nondiff_argnums=(1,), name="exp"))
 
 
-@pytest.mark.parametrize("keep", ["input", "both"])
+@pytest.mark.parametrize("residuals", ["input", "both"])
 @pytest.mark.parametrize("save", [(), ("exp",)])
 @pytest.mark.parametrize("transform", ["value_and_grad", "grad", "vmap"])
-def test_saved_ops_are_not_run_again(keep: str, save: tuple[str, ...], transform: str):
-    runs, exp = counted(keep)
-    f = remat(lambda w, x: exp(torch.tanh(w @ x), 0.5).pow(2).sum(), save=save)
+def test_saved_ops_are_not_run_again(residuals: str, save: tuple[str, ...], transform: str):
+    runs, exp = counted(residuals)
+    f = remat(lambda w, x: exp(torch.tanh(w @ x), 0.5).pow(2).sum(), keep=save)
     reference = lambda w, x: (0.5 * torch.tanh(w @ x)).exp().pow(2).sum()  # noqa: E731
     w, x = normal(3, 3), normal(2, 3)
     if transform == "vmap":
@@ -206,8 +205,8 @@ def test_in_nested_remats_the_innermost_says_what_is_saved():
     for inner, outer, expected in ((("exp",), ("exp",), 2), ((), ("exp",), 3), (("exp",), (), 2)):
         runs, exp = counted()
         f = remat(
-            lambda x, exp=exp, inner=inner: remat(lambda x: exp(x, 1.0).sum(), save=inner)(x),
-            save=outer,
+            lambda x, exp=exp, inner=inner: remat(lambda x: exp(x, 1.0).sum(), keep=inner)(x),
+            keep=outer,
         )
         close(value_and_grad(f)(x)[1], x.exp())
         assert len(runs) == expected
@@ -215,17 +214,17 @@ def test_in_nested_remats_the_innermost_says_what_is_saved():
 
 def test_a_second_derivative_through_kept_residuals_is_right_or_refused():
     x = normal(3)
-    for keep in ("input", "both"):
-        _, exp = counted(keep)
+    for residuals in ("input", "both"):
+        _, exp = counted(residuals)
         with pytest.raises(
             RuntimeError, match="second derivative needs the gradient of a residual"
         ):
-            hessian(remat(lambda x, exp=exp: exp(2 * x, 1.0).sum(), save=("exp",)))(x)
+            hessian(remat(lambda x, exp=exp: exp(2 * x, 1.0).sum(), keep=("exp",)))(x)
     _, exp = counted()
     close(hessian(remat(lambda x: exp(2 * x, 1.0).sum()))(x), torch.diag(4 * (2 * x).exp()))
 
 
-def test_saveable_needs_a_differentiable_first_argument():
+def test_keep_needs_a_differentiable_first_argument():
     rule = custom_vjp(lambda x: (x, ()), lambda res, ct: (ct,), nondiff_argnums=(0,))
-    with pytest.raises(ValueError, match="saveable 'op': the first argument"):
-        make_saveable("op", rule)
+    with pytest.raises(ValueError, match="keep 'op': the first argument"):
+        keep("op", rule)

@@ -13,7 +13,7 @@ from torch import Tensor
 from k31fn import random
 from k31fn.autodiff import (
     decision,
-    keepable,
+    keep,
     record_decisions,
     remat,
     replay_decisions,
@@ -44,22 +44,24 @@ def function(save: str) -> Any:
 
 
 def _keeping(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return remat(lambda w, x: keepable("inner", inner)(w, torch.sin(x)), save=["inner"])(w, x)
+    return remat(
+        lambda w, x: keep("inner", inner, reports=lambda out: out[1])(w, torch.sin(x)),
+        keep=["inner"],
+    )(w, x)
 
 
 def arguments() -> tuple[Tensor, Tensor]:
     return tuple(random.normal(random.key(i), (4, 4), dtype=torch.float64) for i in range(2))  # pyright: ignore[reportReturnType]
 
 
-@pytest.mark.parametrize("save", ["none", "layer", "keepable"])
+@pytest.mark.parametrize("save", ["none", "layer", "keep"])
 def test_made_once_and_not_kept(save: str) -> None:
     (w, x), f = arguments(), function(save)
     CALLS[0] = 0
     with live_bytes() as live:
         out, pull, counts = vjp(lambda w, x: f(w, x), w, x, has_aux=True)
         assert (
-            counts.tolist()
-            == [int((x > 0 if save != "keepable" else torch.sin(x) > 0).sum())] * CELLS
+            counts.tolist() == [int((x > 0 if save != "keep" else torch.sin(x) > 0).sum())] * CELLS
         )
         del counts
         assert live.current < CELLS
@@ -111,7 +113,10 @@ def test_experts_keep_their_routes_and_no_histogram() -> None:
         out = latent_moe.apply(p, x, cfg, bias=torch.zeros(64))
         return out.y, (out.routing.load, out.routing.histogram)
 
-    for f in (remat(layer), remat(lambda p, x: keepable("ffn", layer)(p, x * 2), save=["ffn"])):
+    for f in (
+        remat(layer),
+        remat(lambda p, x: keep("ffn", layer, reports=lambda out: out[1])(p, x * 2), keep=["ffn"]),
+    ):
         with live_bytes() as live:
             y, pull, (load, histogram) = vjp(f, p, x, has_aux=True)
             assert int(load.sum()) == 64

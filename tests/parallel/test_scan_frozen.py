@@ -18,12 +18,12 @@ from k31fn import params, random, tree
 from k31fn.autodiff import stop_gradient, value_and_grad, vjp
 from k31fn.parallel import AxisRules, Mesh, P, fsdp, partition, record_collectives, shard_map
 from k31fn.parallel import scan as scan_module
-from k31fn.parallel.scan import Plan, scan
+from k31fn.parallel.scan import RematPlan, scan
 from k31fn.params import Normal, ParamSpec
 from k31fn.testing import assert_close_trees, live_bytes
 
 D, ROWS, LAYERS, WATCHED = 8, 4, 5, (1, 3)
-PRODUCT, PLAN = 2 * ROWS * D * D, Plan()
+PRODUCT, PLAN = 2 * ROWS * D * D, RematPlan()
 MATRIX = ParamSpec((D, D), ("hidden", ""), Normal(0.4))
 SPECS = [
     {"a": MATRIX, "b": MATRIX} | ({"side": MATRIX} if i in WATCHED else {}) for i in range(LAYERS)
@@ -51,7 +51,7 @@ def x_of(rows: int = ROWS) -> Tensor:
 
 
 def run(
-    ws: Any, x: Tensor, mode: str, places: Any, *, joins: bool = False, plan: Plan = PLAN
+    ws: Any, x: Tensor, mode: str, places: Any, *, joins: bool = False, plan: RematPlan = PLAN
 ) -> Tensor:
     """A loss of the last carry and of what is watched; the same as a loop or a scan."""
     f: Any = functools.partial(step, joins=joins)
@@ -117,7 +117,7 @@ def test_as_a_loop_with_a_second_run_of_what_is_differentiated(
     assert_close_trees(got, expected, rtol=1e-13, atol=1e-13)
     assert all(bool(g.any()) for g in got.values())
     assert with_scan - flops == again * PRODUCT
-    kept, _ = gradient(pattern, "scan", joins=joins, plan=Plan(frozenset({"a"}), 2))
+    kept, _ = gradient(pattern, "scan", joins=joins, plan=RematPlan(frozenset({"a"}), 2))
     assert_close_trees(kept, expected, rtol=1e-13, atol=1e-13)
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from k31fn import autodiff, params, random, tree
-from k31fn.autodiff import keepable, split_vjp, value_and_grad, vjp
+from k31fn.autodiff import keep, split_vjp, value_and_grad, vjp
 from k31fn.parallel import AxisRules, Mesh, P, fsdp, partition, record_collectives, shard_map
 from k31fn.parallel import scan as scan_module
-from k31fn.parallel.scan import Plan, rebuilds, scan
+from k31fn.parallel.scan import RematPlan, rebuilds, scan
 from k31fn.params import Normal, ParamSpec
 from k31fn.testing import assert_close_trees, live_bytes
 from tests.parallel import cases_fsdp
@@ -36,7 +36,7 @@ def branch(w: Any, x: Tensor, scale: Tensor) -> Tensor:
 def step(w: Any, x: Tensor, shared: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     RUNS["step"] += 1
     sign = autodiff.decision("sign", lambda x: x.sum() > 0, x)
-    y = keepable("branch", branch)(w["branch"], torch.sin(x) * w["norm"], shared)
+    y = keep("branch", branch)(w["branch"], torch.sin(x) * w["norm"], shared)
     return x + torch.where(sign, y, -y) * own, y.square().sum()
 
 
@@ -44,8 +44,8 @@ def light(w: Any) -> Any:
     return {**w, "branch": ()}
 
 
-def plan(every: int, **changes: Any) -> Plan:
-    return Plan(**{"save": frozenset({"branch"}), "every": every, "light": light} | changes)
+def plan(every: int, **changes: Any) -> RematPlan:
+    return RematPlan(**{"keep": frozenset({"branch"}), "every": every, "light": light} | changes)
 
 
 def weights() -> list[Any]:
@@ -56,7 +56,7 @@ def x_of(rows: int = ROWS) -> Tensor:
     return random.normal(random.key(1), (rows, D)).to(torch.float64)
 
 
-def run(ws: Any, x: Tensor, how: Plan | None, places: Any = ()) -> Tensor:
+def run(ws: Any, x: Tensor, how: RematPlan | None, places: Any = ()) -> Tensor:
     shared, own = x[0, 0] * 0 + 2, [x[0, 1] * 0 + i + 1 for i in range(LAYERS)]
     if how is None:
         reports = []
@@ -68,7 +68,7 @@ def run(ws: Any, x: Tensor, how: Plan | None, places: Any = ()) -> Tensor:
     return x.square().sum() + torch.stack([*reports]).sum()
 
 
-def gradient(ws: Any, x: Tensor, how: Plan | None) -> Any:
+def gradient(ws: Any, x: Tensor, how: RematPlan | None) -> Any:
     return value_and_grad(lambda ws, x: run(ws, x, how), (0, 1))(ws, x)
 
 
@@ -97,7 +97,7 @@ def test_split_pullbacks(places: bool) -> None:
     assert_close_trees((backward_weight(), of_x), expected, rtol=1e-13, atol=1e-13)
 
 
-def held(how: Plan | None) -> float:
+def held(how: RematPlan | None) -> float:
     """Hidden states between forward and backward, besides what is in the branches."""
     ws, x = weights(), x_of()
     with live_bytes() as live:
@@ -119,7 +119,7 @@ def test_what_is_kept() -> None:
     assert held(plan(8)) == pytest.approx(least, abs=0.5)
 
 
-def on_mesh(how: Plan, mesh: Mesh, *, backend: str = "threads") -> Any:
+def on_mesh(how: RematPlan, mesh: Mesh, *, backend: str = "threads") -> Any:
     """Loss and gradients of FSDP ranks, and the record of the first."""
     split = partition(SPECS, AxisRules(), mesh)
 

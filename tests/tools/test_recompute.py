@@ -9,7 +9,7 @@ import functools
 import pytest
 
 from benchmarks import recompute
-from k31fn.autodiff import keepable
+from k31fn.autodiff import keep
 from k31fn.model import layers
 
 NEEDED = {  # by how much what a scheme keeps beyond the outputs of the branches falls at least
@@ -58,8 +58,8 @@ def test_a_norm_inside_of_the_kept_function_is_found(monkeypatch: pytest.MonkeyP
         def run(w, x):
             return f(w, x.tanh().sin())
 
-        return keepable(name, run)
+        return keep(name, run)
 
-    monkeypatch.setattr(recompute, "keepable", wider)
+    monkeypatch.setattr(recompute, "keep", wider)
     kept = recompute.kept("mhc, einsum", "intra_layer", tokens=4).kept
     assert kept > 4 * 2 + 2 * 2 + 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from k31fn.autodiff import carried, carry, custom_vjp, vjp
+from k31fn.autodiff import ambient, carry, custom_vjp, vjp
 from k31fn.kernels.registry import Implementation, Op, record_impls, use_impl
 
 IDLE: contextvars.ContextVar[int] = contextvars.ContextVar("idle", default=0)
@@ -21,7 +21,7 @@ IDLE: contextvars.ContextVar[int] = contextvars.ContextVar("idle", default=0)
 
 @pytest.fixture
 def level(monkeypatch: pytest.MonkeyPatch) -> contextvars.ContextVar[int]:
-    monkeypatch.setattr(carried, "_CARRIED", list(carried._CARRIED))
+    monkeypatch.setattr(ambient, "_CARRIED", list(ambient._CARRIED))
     return carry(contextvars.ContextVar("level", default=0))
 
 

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from k31fn import autodiff, tree
-from k31fn.autodiff import decision, hessian, keepable, remat, split_vjp, value_and_grad, vjp
-from k31fn.autodiff import inputs as graph_inputs
-from k31fn.autodiff.remat import _Queue
+from k31fn.autodiff import (
+    decision,
+    hessian,
+    keep,
+    omitted_inputs,
+    remat,
+    split_vjp,
+    value_and_grad,
+    vjp,
+)
+from k31fn.autodiff.replay import ValueQueue
 from k31fn.layers.linear import linear
 from k31fn.testing import assert_close_trees, live_bytes
 
@@ -38,7 +46,7 @@ def layer(w: Any, x: Tensor, ids: Tensor) -> Tensor:
     later = decision(
         "later", lambda x: x.sum(-1, keepdim=True) > 0, x
     )  # before and after those of the branch
-    y, ids = keepable("branch", branch)(w["branch"], torch.sin(x) * w["norm"], ids)
+    y, ids = keep("branch", branch)(w["branch"], torch.sin(x) * w["norm"], ids)
     after = decision("after", lambda y: y > 0.5, y)
     return x * later + torch.where(after, 2 * y, y) + ids[0]
 
@@ -63,7 +71,7 @@ def deep(wrap: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def kept(f: Callable[..., Any]) -> Callable[..., Any]:
-    return remat(f, save=("branch",))
+    return remat(f, keep=("branch",))
 
 
 def plain(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,21 +170,21 @@ def test_gathered_weights_are_not_held(wrap: Any) -> None:
 
 
 def first_of_its_storage(self: Any, x: Tensor) -> Any:
-    for i, whole in self._known.get(graph_inputs._storage(x), ()):
-        return graph_inputs._View(
+    for i, whole in self._by_storage.get(omitted_inputs._storage_id(x), ()):
+        return omitted_inputs._InputView(
             i, x.shape, x.stride(), int(x.storage_offset() - whole.storage_offset())
         )
     return x.detach()
 
 
 @pytest.mark.parametrize(
-    "pack", [graph_inputs.Inputs.pack, first_of_its_storage], ids=["by place", "mutant"]
+    "pack", [omitted_inputs.OmittedInputs.pack, first_of_its_storage], ids=["by place", "mutant"]
 )
 def test_inputs_that_share_a_storage_are_told_apart(
     pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At first both matrices lie in one storage, in the replay each in its own."""
-    monkeypatch.setattr(graph_inputs.Inputs, "pack", pack)
+    monkeypatch.setattr(omitted_inputs.OmittedInputs, "pack", pack)
     runs: list[int] = []
 
     def regathered(w: Any, *args: Any) -> Tensor:
@@ -200,10 +208,10 @@ def test_an_impure_surrounding_is_found() -> None:
     def impure(w: Any, x: Tensor) -> Tensor:
         flips.append(1)
         h = x[:, : len(flips)]
-        return keepable("branch", lambda w, h: (h * w).exp())(w, h).sum()
+        return keep("branch", lambda w, h: (h * w).exp())(w, h).sum()
 
     with pytest.raises(RuntimeError, match="is not pure"):
-        value_and_grad(remat(impure, save=("branch",)))(torch.ones(()), X)
+        value_and_grad(remat(impure, keep=("branch",)))(torch.ones(()), X)
 
 
 def test_a_second_pullback_is_refused() -> None:
@@ -219,7 +227,7 @@ def test_a_second_pullback_is_refused() -> None:
 
 def test_decisions_of_a_branch_that_is_skipped_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next decision of the layer would be handed one of the branch."""
-    monkeypatch.setattr(_Queue, "count", property(lambda self: 0))
+    monkeypatch.setattr(ValueQueue, "count", property(lambda self: 0))
     try:
         got = value_and_grad(deep(kept), (0, 1))(weights(), X)
     except RuntimeError:
@@ -241,9 +249,7 @@ def test_higher_derivatives_by_transform_and_a_refusal_without() -> None:
     def squared(x: Tensor) -> Tensor:
         return value_and_grad(lambda x: deep(kept)(ws, x))(x)[1].square().sum()
 
-    with pytest.raises(
-        RuntimeError, match=r"keepable is first order only.*remat='none' or 'layer'"
-    ):
+    with pytest.raises(RuntimeError, match=r"keep is first order only.*remat='none' or 'layer'"):
         value_and_grad(squared)(x)
 
 
@@ -255,7 +261,7 @@ def test_frozen_weights_cost_nothing() -> None:
         return layer({**w, "branch": autodiff.stop_gradient(w["branch"])}, *args)
 
     def f(ws: Any, x: Tensor) -> Tensor:
-        return remat(frozen, save=("branch",))(ws[0], x, torch.arange(4)).sum()
+        return remat(frozen, keep=("branch",))(ws[0], x, torch.arange(4)).sum()
 
     with FlopCounterMode(display=False) as flops:
         grads = value_and_grad(f, (0, 1))(weights(1), X)[1]

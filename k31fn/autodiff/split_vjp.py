@@ -13,9 +13,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import _functorch, tree
-from k31fn.autodiff.custom_vjp import differentiable
-from k31fn.autodiff.deferred import Tape, weight_edges
+from k31fn.autodiff.custom_vjp import differentiable, differentiable_leaves
 from k31fn.autodiff.transforms import differentiated, vjp, vjp_by_tape
+from k31fn.autodiff.weight_grads import WeightTape, weight_edges
 
 __all__ = ["SplitWork", "check_split", "split_vjp"]
 
@@ -28,9 +28,9 @@ def split_vjp(f: Callable[..., Any], weights: Any, *args: Any, has_aux: bool = F
         dweights = backward_weight()
 
     Products with weights (:func:`k31fn.layers.linear.linear`, ``grouped_linear``, which call
-    :func:`~k31fn.autodiff.deferred.weight_product`) give the cotangent of their input in the first
-    part and the gradient of their weight in the second, also inside :func:`~k31fn.autodiff.remat`,
-    which runs again in the first. What makes a weight (a gather, a cast) is differentiated in the
+    :func:`~k31fn.autodiff.weight_product`) give the cotangent of their input in the first part and
+    the gradient of their weight in the second, also inside :func:`~k31fn.autodiff.remat`, which
+    runs again in the first. What makes a weight (a gather, a cast) is differentiated in the
     second part too; inside of a remat, and where the weight that it is made of is used otherwise as
     well, in the first as far as other uses need it. Every other use of a weight is differentiated
     in the first part. No work is done twice: :func:`check_split` counts.
@@ -56,14 +56,14 @@ def split_vjp(f: Callable[..., Any], weights: Any, *args: Any, has_aux: bool = F
             ``backward_input``, a product whose weight depends on ``args``.
     """
     values, structure = tree.flatten((weights, *args))
-    index = [i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)]
+    index = differentiable_leaves(values)
     if _functorch.transforms_active() or differentiated(f, [values[i] for i in index]):
         raise ValueError(
             "split_vjp inside another derivative or transform: it is first order, and the "
             "outermost one"
         )
     num_weights = sum(i < structure.child(0).num_leaves for i in index)
-    tape, edges, owners = Tape(), list[GradientEdge](), list[GradientEdge]()
+    tape, edges, owners = WeightTape(), list[GradientEdge](), list[GradientEdge]()
 
     def goals(
         heads: Sequence[Tensor], inputs: Sequence[Tensor]
@@ -80,7 +80,7 @@ def split_vjp(f: Callable[..., Any], weights: Any, *args: Any, has_aux: bool = F
     def backward_input(ct: Any) -> tuple[tuple[Any, ...], Callable[[], Any]]:
         found = pull(ct)
         of_args = found[: len(index) - num_weights]
-        tape.note(edges, found[len(of_args) :][: len(edges)])  # all None without any dependence
+        tape.add(edges, found[len(of_args) :][: len(edges)])  # all None without any dependence
         ends = _close(tape, num_weights)
 
         def backward_weight() -> Any:
@@ -93,7 +93,7 @@ def split_vjp(f: Callable[..., Any], weights: Any, *args: Any, has_aux: bool = F
     return (out, backward_input, aux) if has_aux else (out, backward_input)
 
 
-def _close(tape: Tape, num_weights: int) -> list[GradientEdge]:
+def _close(tape: WeightTape, num_weights: int) -> list[GradientEdge]:
     """Ends the first part; where the weights' gradients are to arrive."""
     inputs = tape.inputs
     tape.close(inputs)
