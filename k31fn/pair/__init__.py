@@ -4,8 +4,3 @@
 from one state on the same rows. :mod:`k31fn.pair.judge` says how it decides whether they compute
 the same.
 """
-
-from k31fn.pair.judge import Leaf, Probes
-from k31fn.pair.sides import Side, parse_side
-
-__all__ = ["Leaf", "Probes", "Side", "parse_side"]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ WHAT is kernels=... or a field of the recipe:
 Writes pairs/<name>/<time>/: pair.jsonl (a line per step), report.json, pair.png.
 """
 _DESCRIPTION = "Compares two versions of a run. Fields of the recipe are those of both sides."
-_MOST_PROBES = 60
+_MOST_PROBES = 60  # by default: five in each of the judge's blocks
 
 
 @dataclass(frozen=True)
@@ -111,28 +112,30 @@ def _main(args: Sequence[str]) -> int:
             raise ValueError(
                 f"the config comes first, then {args[0]}: configs/tiny.py {shlex.join(args)}"
             )
-        prog = f"python -m k31fn.pair {args[0]}"
         _check_once(args)
-        call = override(
+        parsed = override(
             _PairArgs(_PairOptions(), load_recipe(Path(args[0]))),
             args[1:],
-            prog=prog,
+            prog=f"python -m k31fn.pair {args[0]}",
             description=_DESCRIPTION,
         )
-        options = call.options
-        a, b = parse_side("a", options.a, call.recipe), parse_side("b", options.b, call.recipe)
-        check_alike(a, b, call.recipe)
-        every = _every(options, call.recipe)
+        options = parsed.options
+        a = parse_side("a", options.a, parsed.recipe)
+        b = parse_side("b", options.b, parsed.recipe)
+        check_alike(a, b, parsed.recipe)
+        every = _every(options, parsed.recipe)
         device = devices.parse(options.device) if options.device else devices.default()
         for side in (a, b):
             choice.check(side.kernels, device.type, f"--{side.name} kernels")
         if options.threads:
             torch.set_num_threads(options.threads)
         devices.keep_heap(device)
-        corpus = load_corpus(call.recipe)
+        corpus = load_corpus(parsed.recipe)
         done, states = start(a, b, device, Path(options.start) if options.start else None)
-        recipe = dataclasses.replace(call.recipe, steps=done + call.recipe.steps)
+        # steps are counted from the start of the checkpoint's run, whose rows go on
+        recipe = dataclasses.replace(parsed.recipe, steps=done + parsed.recipe.steps)
         runs = Runs(a.until(recipe.steps), b.until(recipe.steps), states, done, device, every)
+        # last: a call that is refused leaves no empty folder
         where = folder.new(options.out, recipe)
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         return _fail(error, 2)
@@ -150,6 +153,7 @@ def _main(args: Sequence[str]) -> int:
 
 
 def _check_once(args: Sequence[str]) -> None:
+    # tyro takes the last of two flags silently, and half of a side would be lost
     for flag in ("--a", "--b"):
         if sum(arg.partition("=")[0] == flag for arg in args) > 1:
             raise ValueError(
@@ -160,40 +164,47 @@ def _check_once(args: Sequence[str]) -> None:
 
 def _every(options: _PairOptions, recipe: Recipe) -> int:
     every = options.probe_every or max(1, recipe.steps // _MOST_PROBES)
-    if -(-recipe.steps // every) < LEAST_PROBES:
+    num_probes = -(-recipe.steps // every)  # rounded up: the first step is one
+    if num_probes < LEAST_PROBES:
         raise ValueError(
-            f"steps={recipe.steps} with probe_every={every}: gradients are compared "
-            f"{-(-recipe.steps // every)} times, "
-            f"which decides nothing; at least {LEAST_PROBES}"
+            f"steps={recipe.steps} with probe_every={every}: gradients are compared {num_probes} "
+            f"times, which decides nothing; at least {LEAST_PROBES}"
         )
     return every
 
 
 def _steps(runs: Runs, dataset: object, stop: int, file: Path) -> list[Step]:
     """Takes all steps; a line for each in ``file``, for some on the screen."""
-    steps, parts = [], {}
-    shown = max(1, stop // 20)
+    steps = []
+    parts: dict[str, list[str]] = {}
+    shown = max(1, stop // 20)  # some 20 lines on the screen, however long the run
     for step in runs.steps(dataset):  # pyright: ignore[reportArgumentType]
         steps.append(step)
+        # the parameters are known when the first probe has been taken, with the first step
         parts = parts or groups(list(runs.probes.rows), runs.model)
         line = record(step, runs, parts)
         metrics.append(file, line)
         if step.number % shown == 0 or step.number == stop - 1:
-            a, b = step.losses["a"], step.losses["b"]
-            noise = f"  noise {step.losses['noise'] - a:+.1e}" if "noise" in step.losses else ""
-            grads = (
-                f"  gradients {line['grad_apart']:.1e}, {line['worst']} {line['worst_apart']:.1e}"
-                if step.probe
-                else ""
-            )
-            print(f"step {step.number}: loss {a:.4f}  b - a {b - a:+.1e}{noise}{grads}", flush=True)
+            print(_progress(step, line), flush=True)
     return steps
+
+
+def _progress(step: Step, line: dict[str, Any]) -> str:
+    """What the screen shows of a step."""
+    loss_a = step.losses["a"]
+    text = f"step {step.number}: loss {loss_a:.4f}  b - a {step.losses['b'] - loss_a:+.1e}"
+    if "noise" in step.losses:
+        text += f"  noise {step.losses['noise'] - loss_a:+.1e}"
+    if step.probe:
+        text += f"  gradients {line['grad_apart']:.1e}, {line['worst']} {line['worst_apart']:.1e}"
+    return text
 
 
 def _report(runs: Runs, steps: Sequence[Step], where: Path) -> int:
     report = Report.of(runs, steps)
     folder.write(where / "report.json", json.dumps(report.data, indent=2, allow_nan=False) + "\n")
     print("\n".join(report.lines))
+    # without matplotlib the verdict stands, and so does the exit status
     try:
         save_plot(where / "pair.png", runs, steps)
     except ImportError as error:
@@ -203,6 +214,7 @@ def _report(runs: Runs, steps: Sequence[Step], where: Path) -> int:
 
 
 def _fail(error: BaseException, status: int) -> int:
+    # notes say which field or file an error was met in
     for line in (str(error), *getattr(error, "__notes__", ())):
         print(f"k31fn.pair: {line}", file=sys.stderr)
     return status

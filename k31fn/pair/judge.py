@@ -44,6 +44,7 @@ from k31fn import tree
 __all__ = [
     "LEAST_PROBES",
     "REVERSED",
+    "SMALLEST_SCALE",
     "Leaf",
     "Probes",
     "loss_differs",
@@ -56,19 +57,16 @@ LEAST_PROBES = 6
 REVERSED = "on side a with the rows reversed"
 
 _BLOCKS = 12
-_SCALE, _ERROR = 0.004, 0.005
-_DEVIATIONS = {
-    6: 14.9,
-    7: 11.6,
-    8: 9.8,
-    9: 8.6,
-    10: 7.9,
-    11: 7.3,
-    12: 6.9,
-}  # Student's t by number of blocks
+# the smallest scale and error that count: below half a percent a training run does not care
+SMALLEST_SCALE = 0.004
+_ERROR = 0.005
+# Student's t of one chance in 40,000, by number of blocks
+_DEVIATIONS = {6: 14.9, 7: 11.6, 8: 9.8, 9: 8.6, 10: 7.9, 11: 7.3, 12: 6.9}
 _POWER = 1.5
 _WORSE = 4.0
-_APART, _LOSS = 5.0, 0.05  # of the noise between two runs of one side; nats
+# two losses are apart by more than so many times the noise between two runs of one side, and nats
+_APART = 5.0
+_LOSS = 0.05
 
 
 class Leaf(NamedTuple):
@@ -114,26 +112,29 @@ class Probes:
         Returns:
             By parameter, ``|g_b - g_a| / |g_a|``; and ``""``: of all together.
         """
-        paths = tree.paths(a)
-        leaves = zip(*(tree.leaves(g) for g in (a, b, exact)), strict=True)
-        sums = torch.stack([_products(*leaf) for leaf in leaves]).cpu().numpy()
+        products = []
+        for leaf in zip(tree.leaves(a), tree.leaves(b), tree.leaves(exact), strict=True):
+            products.append(_products(*leaf))
+        # one copy to the host for all parameters: a copy for each would wait as often
+        sums = torch.stack(products).cpu().numpy()
         whole = sums[np.isfinite(sums[:, 0]), 0].sum()
-        for path, row in zip(paths, sums, strict=True):
+        apart = {}
+        for path, row in zip(tree.paths(a), sums, strict=True):
             self.rows.setdefault(path, []).append(np.insert(row, 5, whole))
-        apart = {path: _ratio(row[4], row[0]) for path, row in zip(paths, sums, strict=True)}
-        return {**apart, "": _ratio(sums[:, 4].sum(), sums[:, 0].sum())}
+            apart[path] = _ratio(row[4], row[0])
+        apart[""] = _ratio(sums[:, 4].sum(), sums[:, 0].sum())
+        return apart
 
     def judged(self) -> list[Leaf]:
         """Every parameter that was probed often enough, or was not finite once; the most suspicious
         first.
         """
-        found = [
-            self._judge(path, np.stack(r))
-            for path, r in self.rows.items()
-            if len(r) >= LEAST_PROBES or _lost(r)
-        ]
+        leaves = []
+        for path, rows in self.rows.items():
+            if len(rows) >= LEAST_PROBES or _lost(rows):
+                leaves.append(self._judge(path, np.stack(rows)))
         return sorted(
-            found, key=lambda leaf: (not leaf.differs, leaf.unresolved, -size(leaf.scale))
+            leaves, key=lambda leaf: (not leaf.differs, leaf.unresolved, -size(leaf.scale))
         )
 
     def group(self, paths: Sequence[str]) -> Leaf:
@@ -141,13 +142,16 @@ class Probes:
         rows = np.stack([np.stack(self.rows[path]) for path in paths])  # [parameters probes 8]
         with np.errstate(invalid="ignore"):  # inf - inf
             sums = rows.sum(0)
+        # this column is that of all parameters in each row already: added up it would count twice
         sums[:, 5] = rows[0, :, 5]
         return self._judge("", sums)
 
     def _judge(self, path: str, rows: np.ndarray) -> Leaf:
-        if lost := _lost(rows):
+        lost = _lost(rows)
+        if lost:
             return Leaf(path, math.nan, math.nan, math.nan, math.nan, lost, unresolved=False)
         if not rows[:, 0].any():
+            # nothing to divide by: what side b has is measured by the whole gradient
             moved = math.sqrt(float(np.median(rows[:, 4])))
             differs = (
                 "side b has a gradient, side a has none"
@@ -158,22 +162,21 @@ class Probes:
         if (rows[:, 0] > 0).sum() < LEAST_PROBES:
             return Leaf(path, 0.0, math.inf, 0.0, 0.0, "", unresolved=True)
         rows = rows[rows[:, 0] > 0]
-        error_a, error_b = (_median_root(rows[:, i] / rows[:, 0]) for i in (2, 3))
-        medians = [
-            float(np.median(part))
-            for part in np.array_split(rows[:, 1] / rows[:, 0], min(len(rows), _BLOCKS))
-        ]
-        scale, deviation = (
-            float(np.mean(medians)),
-            float(np.std(medians, ddof=1)) / math.sqrt(len(medians)),
-        )
+        error_a = _median_root(rows[:, 2] / rows[:, 0])
+        error_b = _median_root(rows[:, 3] / rows[:, 0])
+        blocks = np.array_split(rows[:, 1] / rows[:, 0], min(len(rows), _BLOCKS))
+        medians = [float(np.median(block)) for block in blocks]
+        scale = float(np.mean(medians))
+        deviation = float(np.std(medians, ddof=1)) / math.sqrt(len(medians))
         chance = _DEVIATIONS[len(medians)] * deviation
+        # a small gradient can be the sum of large ones: their rounding, not its own, is its error
         cancelled = self.rounding * _median_root(rows[:, 5] / rows[:, 0])
+        # noise above the gradient itself decides nothing about its scale
         drowned = error_a > 1.0
         differs = ""
         if error_b > max(_ERROR, _WORSE * error_a, cancelled):
             differs = f"error {error_b:.2g}, side a's is {error_a:.2g}"
-        if not drowned and abs(scale) > max(_SCALE, chance):
+        if not drowned and abs(scale) > max(SMALLEST_SCALE, chance):
             differs = f"{1 + scale:.4f} times side a's (standard error {deviation:.1g})"
         return Leaf(
             path, scale, deviation, error_a, error_b, differs, drowned or _POWER * chance > 0.01
@@ -184,10 +187,13 @@ def loss_differs(losses: Sequence[tuple[float, float, float]], rounding: float) 
     """Why the losses of a, b and the wider dtype at the same parameters differ; "" if they do
     not.
     """
-    if lost := not_finite(losses, "probes"):
+    lost = not_finite(losses, "probes")
+    if lost:
         return f"loss at the same parameters: {lost}"
     a, b, exact = np.array(losses).T
-    apart, error = np.median(np.abs(b - a)), np.median(np.abs(a - exact))
+    apart = np.median(np.abs(b - a))
+    error = np.median(np.abs(a - exact))
+    # side a may be exact by luck; then the rounding of the loss itself is the measure
     bound = _WORSE * max(error, rounding * float(np.median(np.abs(exact))))
     return (
         f"losses at the same parameters are {apart:.2g} apart, at most {bound:.2g}"
@@ -211,12 +217,13 @@ def losses_apart(
         Root mean square of ``b - a``, of ``again - a`` (NaN without such a run), and why the first
         is too much or a loss of any step is not finite, or "".
     """
-    if lost := not_finite(list(zip(a, b, again or a, strict=True)), "steps", third=REVERSED):
+    lost = not_finite(list(zip(a, b, again or a, strict=True)), "steps", third=REVERSED)
+    if lost:
         return math.nan, math.nan, f"training loss: {lost}"
+    # the first half shows the transient of the start, where all runs are far apart
     half = len(a) // 2
-    apart, noise = (
-        _rms(np.array(x[half:]) - np.array(a[half:])) if len(x) else math.nan for x in (b, again)
-    )
+    apart = _rms(np.array(b[half:]) - np.array(a[half:]))
+    noise = _rms(np.array(again[half:]) - np.array(a[half:])) if len(again) else math.nan
     bound = max(_APART * noise, _LOSS) if len(again) else math.inf
     differs = (
         f"training losses are {apart:.2g} nats apart, at most {bound:.2g}" if apart > bound else ""
@@ -236,8 +243,8 @@ def not_finite(
     """
     counts = (~np.isfinite(np.array(rows))).sum(0)
     named = zip(("on side a", "on side b", third), counts, strict=True)
-    found = ", ".join(f"{where} in {n}" for where, n in named if n)
-    return f"not finite {found} of {len(rows)} {of}" if found else ""
+    places = ", ".join(f"{where} in {n}" for where, n in named if n)
+    return f"not finite {places} of {len(rows)} {of}" if places else ""
 
 
 def size(x: float) -> float:
@@ -251,10 +258,16 @@ def _lost(rows: Sequence[np.ndarray] | np.ndarray) -> str:
 
 
 def _products(a: Tensor, b: Tensor, exact: Tensor) -> Tensor:
-    a, b, exact = (x.detach().to(torch.float64) for x in (a, b, exact))
-    moved, squares = b - a, (a - exact, b - exact, b - a, a, b)
-    pairs = ((exact, exact), (exact, moved), *((x, x) for x in squares))
-    return torch.stack([(x * y).sum() for x, y in pairs])
+    """The products of one parameter's gradients that :class:`Probes` keeps, but for that of all."""
+    # float64: these are squares of differences of nearly equal numbers
+    a = a.detach().to(torch.float64)
+    b = b.detach().to(torch.float64)
+    exact = exact.detach().to(torch.float64)
+    apart = b - a
+    products = [(exact * exact).sum(), (exact * apart).sum()]
+    for x in (a - exact, b - exact, apart, a, b):
+        products.append((x * x).sum())
+    return torch.stack(products)
 
 
 def _median_root(squares: np.ndarray) -> float:
@@ -262,7 +275,7 @@ def _median_root(squares: np.ndarray) -> float:
 
 
 def _ratio(top: float, below: float) -> float:
-    """Of two squares, their root; 0 of nothing, NaN of NaN or against infinity."""
+    """Root of the ratio of two squares; 0 of nothing, NaN of NaN or against infinity."""
     if math.isnan(top) or not math.isfinite(below):
         return math.nan
     return math.sqrt(float(top) / float(below)) if below > 0 else (math.inf if top > 0 else 0.0)

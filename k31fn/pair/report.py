@@ -6,14 +6,23 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from k31fn import model
 from k31fn.layers import kda
-from k31fn.pair.judge import REVERSED, Leaf, Probes, loss_differs, losses_apart, not_finite, size
+from k31fn.pair.judge import (
+    REVERSED,
+    SMALLEST_SCALE,
+    Leaf,
+    Probes,
+    loss_differs,
+    losses_apart,
+    not_finite,
+    size,
+)
 from k31fn.pair.runs import Runs, Step
 
 __all__ = ["Report", "groups", "record", "save_plot"]
@@ -37,35 +46,56 @@ class Report:
 
     @classmethod
     def of(cls, runs: Runs, steps: Sequence[Step]) -> Report:
-        """What all steps say together."""
-        losses = {name: [s.losses[name] for s in steps] for name in runs.runs}
-        apart, noise, differs = losses_apart(losses["a"], losses["b"], losses.get("noise", []))
-        leaves, operators = runs.probes.judged(), runs.operators.judged()
-        probes = [s.probe.losses for s in steps if s.probe]
-        reasons = [
-            r for r in (loss_differs(probes, runs.probes.rounding), differs, _norms(steps)) if r
-        ]
-        reasons += [
-            f"gradient of {x.path}: {x.differs}" for x in (*operators, *leaves) if x.differs
-        ]
+        """The report of all steps together."""
+        losses: dict[str, list[float]] = {}
+        for name in runs.runs:
+            losses[name] = _losses(steps, name)
+        apart, noise, losses_differ = losses_apart(
+            losses["a"], losses["b"], losses.get("noise", [])
+        )
+        leaves = runs.probes.judged()
+        operators = runs.operators.judged()
+        probe_losses = [s.probe.losses for s in steps if s.probe]
+        probe_differs = loss_differs(probe_losses, runs.probes.rounding)
+        reasons = list(filter(None, (probe_differs, losses_differ, _norms(steps))))
+        # operators first: where one is wrong, the parameters below it are only its consequence
+        unresolved = []
+        for leaf in (*operators, *leaves):
+            if leaf.differs:
+                reasons.append(f"gradient of {leaf.path}: {leaf.differs}")
+            if leaf.unresolved:
+                unresolved.append(leaf.path)
         lines = ["", *_table(runs.probes, groups(list(runs.probes.rows), runs.model))]
         if operators:
             lines += ["", *_operators(operators)]
         lines += ["", *_runs(runs, apart, noise)]
-        unseen = [x.path for x in (*operators, *leaves) if x.unresolved]
-        if unseen:
-            lines += ["", f"too noisy to see 1% in: {', '.join(unseen[:_SHOWN])}{_more(unseen)}"]
+        if unresolved:
+            some = ", ".join(unresolved[:_SHOWN])
+            lines += ["", f"too noisy to see 1% in: {some}{_more(unresolved)}"]
         lines += ["", *_verdict(reasons)]
-        found = {
-            "parameters": [leaf._asdict() for leaf in leaves],
-            "operators": [leaf._asdict() for leaf in operators],
+        milliseconds, peak_bytes = {}, {}
+        for name, run in runs.runs.items():
+            milliseconds[name] = runs.milliseconds(name)
+            peak_bytes[name] = run.peak
+        data = {
+            "parameters": leaves,
+            "operators": operators,
             "losses_apart": apart,
             "noise": noise if "noise" in losses else None,
-            "milliseconds": {name: runs.milliseconds(name) for name in runs.runs},
-            "peak_bytes": {name: run.peak for name, run in runs.runs.items()},
+            "milliseconds": milliseconds,
+            "peak_bytes": peak_bytes,
             "differs": reasons,
         }
-        return cls(lines, _strict(found), reasons)
+        return cls(lines, _strict(data), reasons)
+
+
+def _losses(steps: Sequence[Step], name: str) -> list[float]:
+    return [step.losses[name] for step in steps]
+
+
+def _largest(apart: Mapping[str, float], paths: Iterable[str]) -> float:
+    """The largest of the parameters' differences; NaN is larger than any."""
+    return max((apart[path] for path in paths), key=size)
 
 
 def _norms(steps: Sequence[Step]) -> str:
@@ -76,11 +106,14 @@ def _norms(steps: Sequence[Step]) -> str:
 
 
 def _strict(x: Any) -> Any:
-    """``x`` with numbers that JSON has not as text."""
+    """``x`` with leaves as dicts, and numbers that JSON has not as text."""
+    if isinstance(x, Leaf):
+        return _strict(x._asdict())
     if isinstance(x, dict):
         return {name: _strict(part) for name, part in x.items()}
     if isinstance(x, list):
         return [_strict(part) for part in x]
+    # "NaN" in quotes: a bare NaN is no JSON, and a reader in another language would stop at it
     return json.dumps(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
@@ -91,11 +124,10 @@ def _more(listed: Sequence[str]) -> str:
 def _verdict(reasons: Sequence[str]) -> list[str]:
     if not reasons:
         return ["the sides agree"]
-    return [
-        "the sides differ:",
-        *(f"  {r}" for r in reasons[:_SHOWN]),
-        *([f" {more}"] if (more := _more(reasons)) else []),
-    ]
+    lines = ["the sides differ:"]
+    lines += [f"  {reason}" for reason in reasons[:_SHOWN]]
+    more = _more(reasons)
+    return [*lines, f" {more}"] if more else lines
 
 
 def groups(paths: Sequence[str], cfg: model.Config) -> dict[str, list[str]]:
@@ -122,9 +154,9 @@ def _table(probes: Probes, parts: dict[str, list[str]]) -> list[str]:
     ]
     by_path = {leaf.path: leaf for leaf in probes.judged()}
     for name, paths in [*parts.items(), ("all together", list(probes.rows))]:
-        worst = max(
-            (by_path[p] for p in paths), key=lambda leaf: (bool(leaf.differs), _suspicion(leaf))
-        )
+        # a verdict outranks a number: a leaf may differ by its error while its scale is the best
+        leaves = [by_path[p] for p in paths]
+        worst = max(leaves, key=lambda leaf: (bool(leaf.differs), _suspicion(leaf)))
         text = f"{worst.path} {1 + worst.scale:.4f}{' !' if worst.differs else ''}"
         rows.append((name, *_numbers(probes.group(paths)), text))
     return _aligned(rows)
@@ -132,10 +164,13 @@ def _table(probes: Probes, parts: dict[str, list[str]]) -> list[str]:
 
 def _operators(leaves: Sequence[Leaf]) -> list[str]:
     rows = [("operators alone (argument)", "b / a", "+-", "error a", "error b", "")]
-    return _aligned([*rows, *((x.path, *_numbers(x), "!" if x.differs else "") for x in leaves)])
+    for leaf in leaves:
+        rows.append((leaf.path, *_numbers(leaf), "!" if leaf.differs else ""))
+    return _aligned(rows)
 
 
 def _suspicion(leaf: Leaf) -> float:
+    # the constant keeps a leaf that both sides compute alike (deviation 0) from being the worst
     return size(leaf.scale / (leaf.deviation + 1e-4))
 
 
@@ -160,31 +195,34 @@ def _runs(runs: Runs, apart: float, noise: float) -> list[str]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    widths = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(map(len, column)))
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def record(step: Step, runs: Runs, parts: dict[str, list[str]]) -> dict[str, Any]:
     """A line of ``pair.jsonl``: losses and gradient norms of the runs and, at a probe, the
     gradients' difference.
     """
-    found: dict[str, Any] = {"step": step.number}
+    line: dict[str, Any] = {"step": step.number}
     for name in runs.runs:
-        found |= {f"loss/{name}": step.losses[name], f"grad_norm/{name}": step.norms[name]}
+        line[f"loss/{name}"] = step.losses[name]
+        line[f"grad_norm/{name}"] = step.norms[name]
     if step.probe:
         apart = step.probe.apart
-        found["grad_apart"] = apart[""]
-        found |= {
-            f"grad_apart/{part}": max((apart[p] for p in paths), key=size)
-            for part, paths in parts.items()
-        }
+        line["grad_apart"] = apart[""]
+        for part, paths in parts.items():
+            line[f"grad_apart/{part}"] = _largest(apart, paths)
         worst = max(runs.probes.rows, key=lambda path: size(apart[path]))
-        found |= {"worst": worst, "worst_apart": apart[worst]}
-        found |= dict(zip(("probe/a", "probe/b", "probe/exact"), step.probe.losses, strict=True))
-    return found
+        line["worst"] = worst
+        line["worst_apart"] = apart[worst]
+        line |= zip(("probe/a", "probe/b", "probe/exact"), step.probe.losses, strict=True)
+    return line
 
 
 def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
@@ -195,77 +233,76 @@ def save_plot(out: Path, runs: Runs, steps: Sequence[Step]) -> None:
         ImportError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+        # here, for a machine without it; and not pyplot, which wants a window system
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             f"no plot: {error}; pip install 'k31fn[train]' adds matplotlib"
         ) from error
     figure = Figure(figsize=(10, 7), layout="constrained")
     (top, between), (grads, scales) = figure.subplots(2, 2)
-    numbers = [s.number for s in steps]
-    for i, name in enumerate(("a", "b")):
-        top.plot(
-            numbers,
-            [s.losses[name] for s in steps],
-            color=f"C{i}",
-            linewidth=1,
-            label=runs.runs[name].side.text,
-        )
-    for i, name in enumerate(n for n in ("b", "noise") if n in runs.runs):
-        gaps = [abs(s.losses[name] - s.losses["a"]) or math.nan for s in steps]
-        style: Any = {"color": f"C{1 + i}", "linewidth": 0.9, "markersize": 3}
-        between.plot(numbers, gaps, ".-", **style, label=f"|{name} - a|, where not 0")
-    between.sharex(top)
-    probed = [s.number for s in steps if s.probe]
-    apart = [s.probe.apart for s in steps if s.probe]
-    grads.plot(
-        probed,
-        [x[""] or math.nan for x in apart],
-        "o-",
-        markersize=3,
-        linewidth=1,
-        label="all parameters",
-    )
-    worst = [max((x[p] for p in runs.probes.rows), key=size) or math.nan for x in apart]
-    grads.plot(probed, worst, ".", markersize=3, label="the worst")
+    _draw_losses(top, between, runs, steps)
+    _draw_gradients(grads, runs, steps)
     _draw_scales(scales, runs.probes.judged())
-    _finish(top, "loss, nats per token", "step")
-    _finish(
-        between,
-        "loss apart, nats",
-        "step",
-        log=any(0 < abs(s.losses["a"] - s.losses["b"]) < math.inf for s in steps),
-    )
-    _finish(
-        grads,
-        "gradients apart at equal parameters, relative",
-        "step",
-        log=any(0 < x[""] < math.inf for x in apart),
-    )
-    _finish(scales, "gradient of b / of a - 1, and its standard error", "parameter")
+    # written beside and renamed: a reader sees the old picture or the whole new one
     temporary = out.with_name(f".{out.stem}.partial{out.suffix}")
     figure.savefig(temporary, dpi=130)
     os.replace(temporary, out)
 
 
+def _draw_losses(losses: Any, gaps: Any, runs: Runs, steps: Sequence[Step]) -> None:
+    """The losses of both sides, and below them how far b and the noise are from a."""
+    numbers = [s.number for s in steps]
+    losses_a = _losses(steps, "a")
+    colours = {"a": "C0", "b": "C1", "noise": "C2"}
+    for name, run in runs.runs.items():
+        of_run = _losses(steps, name)
+        style: Any = {"color": colours[name]}
+        if name != "noise":  # it would hide side a, which it is
+            losses.plot(numbers, of_run, **style, linewidth=1, label=run.side.text)
+        if name != "a":
+            # NaN in place of 0 leaves a gap: a logarithmic axis has no place for it
+            apart = [abs(x - y) or math.nan for x, y in zip(of_run, losses_a, strict=True)]
+            label = f"|{name} - a|, where not 0"
+            gaps.plot(numbers, apart, ".-", **style, linewidth=0.9, markersize=3, label=label)
+    gaps.sharex(losses)
+    _finish(losses, "loss, nats per token", "step")
+    some_apart = any(0 < abs(s.losses["a"] - s.losses["b"]) < math.inf for s in steps)
+    _finish(gaps, "loss apart, nats", "step", log=some_apart)
+
+
+def _draw_gradients(axes: Any, runs: Runs, steps: Sequence[Step]) -> None:
+    """How far the gradients of all parameters, and those of the worst, are apart at each probe."""
+    numbers, together, worst = [], [], []
+    for step in steps:
+        if step.probe:
+            apart = step.probe.apart
+            numbers.append(step.number)
+            together.append(apart[""] or math.nan)
+            worst.append(_largest(apart, runs.probes.rows) or math.nan)
+    axes.plot(numbers, together, "o-", markersize=3, linewidth=1, label="all parameters")
+    axes.plot(numbers, worst, ".", markersize=3, label="the worst")
+    title = "gradients apart at equal parameters, relative"
+    _finish(axes, title, "step", log=any(map(math.isfinite, together)))
+
+
 def _draw_scales(axes: Any, leaves: Sequence[Leaf]) -> None:
-    shown = sorted(
-        (x for x in leaves if not x.unresolved and math.isfinite(x.scale)),
-        key=lambda leaf: leaf.scale,
-    )
+    """The scale of each parameter whose scale is known, in ascending order."""
+    shown = [x for x in leaves if not x.unresolved and math.isfinite(x.scale)]
+    shown.sort(key=lambda leaf: leaf.scale)
     for wanted, colour, label in ((False, "C0", "agree"), (True, "C3", "differ")):
-        places = [(i, leaf) for i, leaf in enumerate(shown) if bool(leaf.differs) is wanted]
+        places, scales, deviations = [], [], []
+        for place, leaf in enumerate(shown):
+            if bool(leaf.differs) is wanted:
+                places.append(place)
+                scales.append(leaf.scale)
+                deviations.append(leaf.deviation)
         if places:
-            axes.errorbar(
-                [i for i, _ in places],
-                [leaf.scale for _, leaf in places],
-                yerr=[leaf.deviation for _, leaf in places],
-                fmt=".",
-                color=colour,
-                elinewidth=0.6,
-                label=label,
-            )
-    axes.axhspan(-0.004, 0.004, color="#dddddd")
+            style: Any = {"fmt": ".", "color": colour, "elinewidth": 0.6, "label": label}
+            axes.errorbar(places, scales, yerr=deviations, **style)
+    # within the band no scale counts, however certain it is
+    axes.axhspan(-SMALLEST_SCALE, SMALLEST_SCALE, color="#dddddd")
+    _finish(axes, "gradient of b / of a - 1, and its standard error", "parameter")
 
 
 def _finish(axes: Any, label: str, below: str, *, log: bool = False) -> None:

@@ -83,23 +83,24 @@ class _SideRun:
         rate = learning_rate(self.side.recipe, number)
         batches = make_batches(self.side.recipe, _reversed(rows) if self.reverse else rows, device)
         devices.synchronize(device)
-        before, began = devices.memory_allocated(device), time.perf_counter()
+        before = devices.memory_allocated(device)
+        began = time.perf_counter()
         devices.reset_peak_memory(device)
         with self.side.chosen():
-            if (
-                device.type == "cpu" and not self.peak and number
-            ):  # a process has no peak that could be reset
+            # a process has no peak that could be reset, so on a CPU one step, not the first, is
+            # watched tensor by tensor; that is slow, and its time does not count
+            if device.type == "cpu" and not self.peak and number:
                 with live_bytes() as live:
-                    self.state, numbers = self.advance(self.state, batches, rate)
+                    self.state, step_metrics = self.advance(self.state, batches, rate)
                 self.peak = live.peak
-                return numbers
-            self.state, numbers = self.advance(self.state, batches, rate)
-        devices.synchronize(device)
+                return step_metrics
+            self.state, step_metrics = self.advance(self.state, batches, rate)
+        devices.synchronize(device)  # without it the clock stops when the work is queued
         if timed:
             self.seconds.append(time.perf_counter() - began)
         if device.type != "cpu":
             self.peak = max(self.peak, devices.peak_memory(device) - before)
-        return numbers
+        return step_metrics
 
 
 def _reversed(rows: data.Example) -> data.Example:
@@ -136,28 +137,33 @@ class Runs:
         every: int,
     ) -> None:
         self._device, self._done, self._every = device, done, every
-        self._a, self._b, self._exact = a, b, precise(a)
-        self.probes, self.operators = (Probes(max(rounding(a), rounding(b))) for _ in range(2))
+        self._a, self._b = a, b
+        self._exact = precise(a)
+        # the coarser dtype of the two: a side computed more narrowly differs by its rounding alone
+        coarsest = max(rounding(a), rounding(b))
+        self.probes = Probes(coarsest)
+        self.operators = Probes(coarsest)
         self._sample = Sample()
         self.runs = {"a": _SideRun(a, states[0]), "b": _SideRun(b, states[1])}
         if a.recipe.batch_size > 1:
+            # a copy: a step writes into its own state
             self.runs["noise"] = _SideRun(a, tree.map(torch.clone, states[0]), reverse=True)
-        self._layouts = [lay_out(s.recipe, MeshAxes()) for s in (a, b, self._exact)]
-        probed = zip((a, b, self._exact), self._layouts, strict=True)
-        self._gradients = [make_gradient(s.recipe, layout) for s, layout in probed]
+        self._layouts = [lay_out(side.recipe, MeshAxes()) for side in (a, b, self._exact)]
+        self._gradients = []
+        for side, layout in zip((a, b, self._exact), self._layouts, strict=True):
+            self._gradients.append(make_gradient(side.recipe, layout))
 
     def steps(self, dataset: data.Dataset | data.Mixture) -> Iterator[Step]:
         """All steps, one after the other."""
         for i, number in enumerate(range(self._done, self._a.recipe.steps)):
             rows = rows_at(dataset, number)
+            # before the step: it is taken at the parameters that the step starts from
             probe = None if i % self._every else self._probe(rows)
-            found = {
-                name: run.step(rows, number, self._device, timed=i >= _UNTIMED)
-                for name, run in self.runs.items()
-            }
-            losses, norms = (
-                {n: float(getattr(x, k)) for n, x in found.items()} for k in ("loss", "grad_norm")
-            )
+            losses, norms = {}, {}
+            for name, run in self.runs.items():
+                step_metrics = run.step(rows, number, self._device, timed=i >= _UNTIMED)
+                losses[name] = float(step_metrics.loss)
+                norms[name] = float(step_metrics.grad_norm)
             yield Step(number, losses, norms, probe)
 
     @property
@@ -175,10 +181,11 @@ class Runs:
         losses, grads, ran = [], [], []
         sides = (self._a, self._b, self._exact)
         for side, layout, gradient in zip(sides, self._layouts, self._gradients, strict=True):
-            if side is self._a and grads:  # float64: nothing is wider
+            if side is self._a and grads:  # side a is in float64: nothing is wider
                 losses.append(losses[0])
                 grads.append(grads[0])
                 continue
+            # side a's parameters in the dtype of each, since only one state is compared
             weights = params.cast(
                 self.runs["a"].state.params, layout.specs, side.recipe.precision.param
             )
@@ -189,10 +196,11 @@ class Runs:
                 record_impls() as impls,
                 watch_calls(self._sample.watcher(side is self._a)),
             ):
-                sums, found = gradient(state, batches)
+                sums, of_params = gradient(state, batches)
             losses.append(float(sums.total))
-            grads.append(found)
+            grads.append(of_params)
             ran.append(impls)
+        # outside of the sides' runs: what is compared alone must not be sampled again
         for op, named in self._sample.taken(ran[0], ran[1]):
             compare(op, named, self._a, self._b, self._exact, self.operators)
         return Probe((losses[0], losses[1], losses[2]), self.probes.add(*grads))

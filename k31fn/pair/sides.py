@@ -5,7 +5,7 @@ computed by.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,17 @@ from k31fn.config import Recipe, override
 from k31fn.kernels import choice
 from k31fn.kernels.registry import use_impl
 
-__all__ = ["OWN", "SHARED", "Side", "changed", "check_alike", "parse_side", "precise", "rounding"]
+__all__ = [
+    "OWN",
+    "SHARED",
+    "Side",
+    "changed_text",
+    "check_alike",
+    "differing",
+    "parse_side",
+    "precise",
+    "rounding",
+]
 
 OWN = frozenset({"model", "optimizer", "micro_batches", "compute", "products", "master", "remat"})
 """Fields of a recipe that each side has for itself; of the model only what leaves its parameters as
@@ -41,6 +51,7 @@ SHARED = {
 }
 """The other fields, and why a side cannot have one for itself."""
 
+# one step is enough: the reference's own error is 2^-16 of a bfloat16 side's, 2^-29 of a float32's
 _WIDER = {"bfloat16": "float32", "float32": "float64"}
 
 
@@ -79,41 +90,34 @@ def parse_side(name: str, words: Sequence[str], recipe: Recipe) -> Side:
             value that the recipe refuses. An unknown field prints the nearest names and exits with
             status 2, as it does for ``train.py``.
     """
-    given: dict[str, str] = {}
+    assigned: dict[str, str] = {}
     for word in words:
         field, equals, value = word.partition("=")
         if not equals or not field:
             raise ValueError(
                 f"--{name} {word!r} must be kernels=WHAT or FIELD=VALUE, such as remat=layer"
             )
+        # one spelling, so that peak_lr and peak-lr are seen to be given twice
         field = field.removeprefix("--").replace("_", "-")
-        if field in given:
+        if field in assigned:
+            commas = ", with commas: kernels=attn_res:triton,mhc_pre:reference"
             raise ValueError(
-                f"--{name} {field} is given twice, as {given[field]!r} and as {value!r}; give it "
-                "once"
-                + (
-                    ", with commas: kernels=attn_res:triton,mhc_pre:reference"
-                    if field == "kernels"
-                    else ""
-                )
+                f"--{name} {field} is given twice, as {assigned[field]!r} and as {value!r}; give "
+                f"it once{commas if field == 'kernels' else ''}"
             )
-        given[field] = value
-    chosen = choice.parse(given.pop("kernels", ""), f"--{name} kernels")
-    fields = [
-        argument
-        for field, value in given.items()
-        for argument in _arguments(name, recipe, field, value)
-    ]
-    return Side(
-        name,
-        override(recipe, fields, prog=f"--{name}"),
-        chosen,
-        " ".join(words) or "as the config says",
-    )
+        assigned[field] = value
+    kernels = choice.parse(assigned.pop("kernels", ""), f"--{name} kernels")
+    arguments = []
+    for field, value in assigned.items():
+        arguments += _arguments(name, recipe, field, value)
+    text = " ".join(words) or "as the config says"
+    return Side(name, override(recipe, arguments, prog=f"--{name}"), kernels, text)
 
 
 def _arguments(name: str, recipe: Recipe, field: str, value: str) -> list[str]:
     """``FIELD=VALUE`` as it is written on a command line, where true and false are two flags."""
+    # the field's present value says whether it is such a switch; an unknown one is left to the
+    # command line's parser, which names the nearest
     present: Any = recipe
     for part in field.replace("-", "_").split("."):
         present = getattr(present, part, None)
@@ -125,16 +129,26 @@ def _arguments(name: str, recipe: Recipe, field: str, value: str) -> list[str]:
     return [f"--{above}{dot}{'' if value == 'true' else 'no-'}{last}"]
 
 
-def changed(old: Any, new: Any, path: str = "") -> dict[str, Any]:
+def _changed(old: Any, new: Any, path: str = "") -> dict[str, Any]:
     """The fields of ``new`` that are not as in ``old``, by path."""
+    # another class is another choice as a whole (mhc.Config for attn_res.Config), not its fields
     if type(old) is not type(new) or not dataclasses.is_dataclass(old):
         return {} if old == new else {path: new}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for f in dataclasses.fields(old):
-        found |= changed(
-            getattr(old, f.name), getattr(new, f.name), f"{path}.{f.name}" if path else f.name
-        )
-    return found
+        below = f"{path}.{f.name}" if path else f.name
+        fields |= _changed(getattr(old, f.name), getattr(new, f.name), below)
+    return fields
+
+
+def changed_text(old: Any, new: Any) -> str:
+    """The fields of :func:`_changed` as ``PATH=VALUE``, separated by commas."""
+    return ", ".join(f"{path}={value!r}" for path, value in _changed(old, new).items())
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The paths that only one of the two has, or whose values are not equal."""
+    return [path for path in {**a, **b} if a.get(path) != b.get(path)]
 
 
 def check_alike(a: Side, b: Side, recipe: Recipe) -> None:
@@ -157,8 +171,9 @@ def check_alike(a: Side, b: Side, recipe: Recipe) -> None:
             )
         if side.recipe.phases:
             raise ValueError(f"--{side.name}: a pair runs one phase; leave the recipe's phases out")
-        for path, value in changed(recipe, side.recipe).items():
-            if why := SHARED.get(path.split(".")[0]):
+        for path, value in _changed(recipe, side.recipe).items():
+            why = SHARED.get(path.split(".")[0])
+            if why:
                 raise ValueError(
                     f"--{side.name} {path}={value!r}: {why.format(flag=path.replace('_', '-'))}"
                 )
@@ -166,36 +181,36 @@ def check_alike(a: Side, b: Side, recipe: Recipe) -> None:
 
 
 def _check_parameters(a: Side, b: Side) -> None:
-    of_a, of_b = (dict(tree.flatten_with_paths(model.specs(side.recipe.model))) for side in (a, b))
-    other = [
-        p
-        for p in {**of_a, **of_b}
-        if p not in of_a or p not in of_b or of_a[p].shape != of_b[p].shape
-    ]
+    shapes: list[dict[str, Any]] = []
+    values: list[dict[str, Any]] = []
+    for side in (a, b):
+        shapes.append({})
+        values.append({})
+        for path, spec in tree.flatten_with_paths(model.specs(side.recipe.model)):
+            shapes[-1][path] = spec.shape
+            values[-1][path] = (spec.init, spec.dtype)
+    other = differing(*shapes)
     if other:
         raise ValueError(
             f"the sides have other parameters ({len(other)}, such as {other[0]}); a pair starts "
             "both from the same ones"
         )
-    drawn = [p for p in of_a if (of_a[p].init, of_a[p].dtype) != (of_b[p].init, of_b[p].dtype)]
+    drawn = differing(*values)
     if drawn:
-        fields = ", ".join(
-            f"{path}={value!r}" for path, value in changed(a.recipe.model, b.recipe.model).items()
-        )
+        # a model's field can change them without changing a shape, such as a standard deviation
         raise ValueError(
-            f"--b model ({fields}): the sides have other initial values ({len(drawn)}, such as "
-            f"{drawn[0]}); a pair "
-            "starts both from the same ones: set it for both"
+            f"--b model ({changed_text(a.recipe.model, b.recipe.model)}): the sides have other "
+            f"initial values ({len(drawn)}, such as {drawn[0]}); a pair starts both from the same "
+            "ones: set it for both"
         )
 
 
 def precise(side: Side) -> Side:
-    """The same computed by the references in the next wider dtype; the side itself if it is
-    float64.
-    """
+    """The side as the references compute it in the next wider dtype; itself if it is float64."""
     compute = _WIDER.get(side.recipe.compute)
     if compute is None:
         return side
+    # exact products: against FP8 ones the error of a side would be that of its rounding to FP8
     recipe = dataclasses.replace(side.recipe, compute=compute, master="float32", products="exact")
     return Side("exact", recipe, choice.parse("reference"), f"reference in {compute}")
 

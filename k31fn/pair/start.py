@@ -10,7 +10,7 @@ import torch
 
 from k31fn import params, tree
 from k31fn.checkpoint import Checkpointer
-from k31fn.pair.sides import Side, changed
+from k31fn.pair.sides import Side, changed_text, differing
 from k31fn.parallel.mesh import MeshAxes
 from k31fn.trainer import TrainState, abstract_state, folder, init_state, lay_out
 from k31fn.trainer.adapter_base import check_base
@@ -33,9 +33,8 @@ def start(
     """
     if run is None:
         state = init_state(a.recipe, device)
-        state = (
-            start_from(a.recipe.init, a.recipe, state, Ranks(), device) if a.recipe.init else state
-        )
+        if a.recipe.init:
+            state = start_from(a.recipe.init, a.recipe, state, Ranks(), device)
         return 0, (state, _beside(state, b))
     _check_states(a, b, run)
     with Checkpointer(folder.resolve(run) / "checkpoints", read_only=True) as checkpoints:
@@ -43,13 +42,15 @@ def start(
         if done is None:
             raise ValueError(f"start={str(run)!r}: the run has no complete checkpoint")
         check_base(a.recipe, checkpoints.metadata(done).get("base", ""))
-        held = checkpoints.restore(done, saved(abstract_state(a.recipe), a.recipe), device=device)
-    state = completed(held, a.recipe, device)
+        stored = checkpoints.restore(done, saved(abstract_state(a.recipe), a.recipe), device=device)
+    state = completed(stored, a.recipe, device)
+    # a copy: each run's step writes into its own state
     return done, (state, tree.map(torch.clone, state))
 
 
 def _beside(state: TrainState, b: Side) -> TrainState:
     """The first state of side b with the parameters of ``state``, in its own dtype."""
+    # drawn once and copied, not drawn again: side b may draw in another dtype
     copied = tree.map(torch.clone, state)
     weights = params.cast(
         copied.params, lay_out(b.recipe, MeshAxes()).specs, b.recipe.precision.param
@@ -58,21 +59,19 @@ def _beside(state: TrainState, b: Side) -> TrainState:
 
 
 def _check_states(a: Side, b: Side, run: Path) -> None:
-    of_a, of_b = (
-        {
-            path: (x.shape, x.dtype)
-            for path, x in tree.flatten_with_paths(abstract_state(side.recipe))
-        }
-        for side in (a, b)
-    )
-    other = [path for path in {**of_a, **of_b} if of_a.get(path) != of_b.get(path)]
+    other = differing(_tensors(a), _tensors(b))
     if other:
-        fields = ", ".join(
-            f"{path}={value!r}" for path, value in changed(a.recipe, b.recipe).items()
-        )
+        fields = changed_text(a.recipe, b.recipe)
         raise ValueError(
             f"start={str(run)!r}: a checkpoint has one state, and side b's ({fields}) is another "
             "than side a's "
             f"({len(other)} tensors, such as {other[0]}); set these for both, or begin without "
             "--start"
         )
+
+
+def _tensors(side: Side) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each tensor of the side's state."""
+    # abstract: a checkpoint is refused before a side's memory is taken
+    pairs = tree.flatten_with_paths(abstract_state(side.recipe))
+    return {path: (x.shape, x.dtype) for path, x in pairs}
