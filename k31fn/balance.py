@@ -47,6 +47,7 @@ def init(
         raise ValueError(
             f"balance.init: layers={list(layers)} names a layer twice; every row is one layer"
         )
+    # float32 in any model: bfloat16 would round the changes of a step away.
     return State(
         torch.zeros(len(layers), num_experts, dtype=torch.float32, device=device), tuple(layers)
     )
@@ -89,12 +90,13 @@ def update(state: State, histogram: Int[Tensor, "M E num_bins"], *, top_k: int) 
     if not 0 < top_k < num_experts:
         raise ValueError(
             f"balance.update: top_k={top_k} must be in 1..{num_experts - 1}: the cutoff is the "
-            "(top_k+1)-th best of "
-            f"{num_experts} experts"
+            f"(top_k+1)-th best of {num_experts} experts"
         )
     low, width = bin_range(state.bias, histogram.shape[-1])
     bias = quantile(histogram, low, width, top_k=top_k)
+    # Only differences choose; without this all biases could drift away together.
     bias = bias - bias.mean(-1, keepdim=True)
+    # Selected on the device: the step waits for no histogram.
     counted = (histogram > 0).any(-1).all(-1, keepdim=True)
     return State(torch.where(counted, bias, state.bias).to(state.bias.dtype), state.layers)
 
@@ -113,16 +115,14 @@ def quantile(
     """
     num_experts, num_bins = histogram.shape[-2:]
     cumulative = histogram.cumsum(-1, dtype=torch.int32)
-    scaled = (
-        cumulative[..., -1:].to(torch.int64) * top_k
-    )  # q num_experts: integers stay exact at any token count
-    index = (
-        (cumulative < (scaled + num_experts - 1) // num_experts)
-        .sum(-1, keepdim=True)
-        .clamp(max=num_bins - 1)
-    )
+    # q num_experts: integers stay exact at any token count.
+    scaled = cumulative[..., -1:].to(torch.int64) * top_k
+    # The bins whose count stays below ceil(q) lie before the one that is looked for.
+    reached = (scaled + num_experts - 1) // num_experts
+    index = (cumulative < reached).sum(-1, keepdim=True).clamp(max=num_bins - 1)
     inside = histogram.gather(-1, index)
     before = cumulative.gather(-1, index) - inside
     missing = (scaled - before.to(torch.int64) * num_experts).to(low.dtype) / num_experts
+    # An empty bin has no share to give: 0 / 1.
     share = (missing / inside.clamp(min=1)).clamp(0, 1)
     return (low[..., None] + (index + share) * width[..., None]).squeeze(-1)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 
 from k31fn import tree
 from k31fn.typing import Float, Int, Tensor
@@ -99,8 +100,10 @@ def cell_order(grid: Grid) -> np.ndarray:
     order of this module.
     """
     t, h, w = grid
-    index = np.arange(t * h * w).reshape(t, h // MERGE, MERGE, w // MERGE, MERGE)
-    return index.transpose(0, 1, 3, 2, 4).ravel()
+    raster = np.arange(t * h * w)
+    # (h p) rows and (w q) columns of patches: cell (h, w) holds the patches (p, q).
+    cells = "(t h p w q) -> (t h w p q)"
+    return rearrange(raster, cells, t=t, h=h // MERGE, p=MERGE, w=w // MERGE, q=MERGE)
 
 
 def from_grids(
@@ -132,23 +135,28 @@ def from_grids(
             "of 4"
         )
     fields = np.zeros((len(rows), length, 7), np.int64)
+    # Height and width of padding: they are divided by, so 0 would not do.
     fields[..., 4:6] = 1
     cells = np.full((len(rows), length // MERGE**2, max_frames), -1, np.int64)
     for number, grids in enumerate(rows):
+        # The next free patch and the next free slot of the row.
         at = slot = 0
         for index, grid in enumerate(grids):
             _check(grid, max_frames, f"rows[{number}][{index}]")
-            size, slots = num_patches(grid), num_slots(grid)
+            size = num_patches(grid)
+            slots = num_slots(grid)
             if at + size > length:
                 raise ValueError(
                     f"rows[{number}]: image {index} ends at patch {at + size}, after "
-                    f"length={length}; leave images out "
-                    "or make the row longer"
+                    f"length={length}; leave images out or make the row longer"
                 )
             fields[number, at : at + size] = _of_image(grid, at)
-            own = at // MERGE**2 + np.arange(grid[0] * slots).reshape(grid[0], slots)
-            cells[number, slot : slot + slots, : grid[0]] = own.T
-            at, slot = at + size, slot + slots
+            # Frame after frame in the row, and beside each other in a slot.
+            image_cells = at // MERGE**2 + np.arange(grid[0] * slots)
+            image_cells = rearrange(image_cells, "(frame slot) -> slot frame", frame=grid[0])
+            cells[number, slot : slot + slots, : grid[0]] = image_cells
+            at += size
+            slot += slots
     columns = torch.from_numpy(fields).to(device).unbind(-1)
     return Patches(*columns, cells=torch.from_numpy(cells).to(device) if max_frames > 1 else ())
 
@@ -157,16 +165,17 @@ def _of_image(grid: Grid, at: int) -> np.ndarray:
     """The fields of an image's patches, in their order in :class:`Patches`."""
     t, h, w = grid
     frame, row, column = (a.ravel()[cell_order(grid)] for a in np.indices((t, h, w)))
-    whole = np.ones_like(row)
+    ones = np.ones_like(row)
     return np.stack(
         [
-            at * whole,
-            (at + t * h * w) * whole,
+            at * ones,
+            (at + t * h * w) * ones,
             row,
             column,
-            h * whole,
-            w * whole,
-            frame + 1 if t > 1 else 0 * whole,
+            h * ones,
+            w * ones,
+            # 0 is a still image, which gets no time row, so a clip counts from 1.
+            frame + 1 if t > 1 else 0 * ones,
         ],
         -1,
     )
@@ -177,8 +186,7 @@ def _check(grid: Grid, max_frames: int, name: str) -> None:
     if min(t, h, w) < 1 or h % MERGE or w % MERGE:
         raise ValueError(
             f"{name}={grid}: frames, height and width in patches; height and width must be even "
-            "and positive, so pad "
-            "images to a multiple of 28 pixels"
+            "and positive, so pad images to a multiple of 28 pixels"
         )
     if t > max_frames:
         raise ValueError(

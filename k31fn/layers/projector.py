@@ -44,6 +44,7 @@ class Config:
                 raise ValueError(
                     f"projector.Config.{name}={getattr(self, name)}: a width is at least 1"
                 )
+        # `not >` and not `<=`: it refuses NaN too.
         if not self.norm_eps > 0:
             raise ValueError(
                 f"projector.Config.norm_eps={self.norm_eps} must be positive, such as 1e-5"
@@ -61,7 +62,9 @@ class Params(Generic[Leaf]):
 
 def specs(cfg: Config) -> Params[ParamSpec]:
     """Declares the parameters; the inner width is split under tensor parallelism."""
-    size, matrix = cfg.input_size, frozenset({"matrix"})
+    size = cfg.input_size
+    matrix = frozenset({"matrix"})
+    # He's deviation: the activation between the products halves the variance.
     init = TruncatedNormal(math.sqrt(2 / size))
     return Params(
         w_in=ParamSpec((size, size), ("", "mlp"), init, tags=matrix),
@@ -75,9 +78,14 @@ def specs(cfg: Config) -> Params[ParamSpec]:
 def apply(
     params: Params[Tensor], x: Float[Tensor, "B M I"], cfg: Config, *, sh: Sharding = UNSHARDED
 ) -> Float[Tensor, "B M D"]:
-    """Features in the text model's width; input and output are split over ``sh.tokens``."""
+    """``RMSNorm(gelu(x W_in) W_out)``: features in the text model's width.
+
+    Input and output are split over ``sh.tokens``.
+    """
+    # The inner width is split: each rank has some columns, for the features of all.
     h = F.gelu(linear(all_gather(x, sh.sequence, 1), params.w_in))
     y = psum_scatter(linear(h, params.w_out), sh.sequence, 1)
+    # The norm runs on the whole sum, and its weight is whole: pvary sums the gradient.
     return rms_norm(y, pvary(params.norm, sh.sequence), cfg.norm_eps)
 
 
@@ -87,6 +95,7 @@ def slots(tokens: Int[Tensor, "B T"], media_token: int) -> Int[Tensor, "B T"]:
 
     Of whole rows, before any cut along T.
     """
+    # A running count of placeholders: a row knows its images' order and nothing else of them.
     media = tokens == media_token
     return torch.where(media, media.cumsum(1) - 1, -1)
 
@@ -103,6 +112,9 @@ def place(
     On a mesh ``x`` and ``features`` are split over ``sh.tokens``, ``slots`` over ``sh.context``.
     Features that no token takes get no gradient, nor does the embedding at a placeholder.
     """
-    own = pslice(slots, sh.sequence, 1)[..., None]
-    whole = all_gather(all_gather(features, sh.sequence, 1), sh.context, 1)
-    return torch.where(own >= 0, torch.take_along_dim(whole, own.clamp(min=0), 1).to(x.dtype), x)
+    local_slots = pslice(slots, sh.sequence, 1)[..., None]
+    # A token's feature may have been made on any rank that has patches of its row.
+    features = all_gather(all_gather(features, sh.sequence, 1), sh.context, 1)
+    # A text token reads slot 0 and drops it, so that no shape depends on the tokens.
+    image = torch.take_along_dim(features, local_slots.clamp(min=0), 1)
+    return torch.where(local_slots >= 0, image.to(x.dtype), x)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 import torch
+from einops import rearrange
 
 from k31fn import tree
 from k31fn.kernels.norm import rms_norm
@@ -91,11 +92,14 @@ class Params(Generic[Leaf]):
 
 def specs(cfg: Config) -> Params[ParamSpec]:
     """Declares the parameters; the table is looked up, not multiplied, so it is no ``matrix``."""
-    D, no_decay = cfg.block.hidden_size, frozenset({"no_decay"})
-    shape = cfg.pixels_per_patch, D
+    D = cfg.block.hidden_size
+    no_decay = frozenset({"no_decay"})
     return Params(
         patch=ParamSpec(
-            shape, ("", "hidden"), Normal(cfg.block.init_std), tags=frozenset({"matrix"})
+            (cfg.pixels_per_patch, D),
+            ("", "hidden"),
+            Normal(cfg.block.init_std),
+            tags=frozenset({"matrix"}),
         ),
         table=ParamSpec((*cfg.table_size, D), ("", "", "hidden"), Normal(1.0), tags=no_decay),
         blocks=tuple(vision_block.specs(cfg.block) for _ in range(cfg.num_layers)),
@@ -121,9 +125,10 @@ def apply(
     Gradients: to ``params`` and ``pixels``, to any order.
     """
     x = embed(params, pixels, cfg, patches=patches, sh=sh)
-    shared = vision_block.geometry(patches, cfg.block, x.dtype)
+    # Once for all layers: each of them turns queries and keys alike.
+    geometry = vision_block.geometry(patches, cfg.block, x.dtype)
     for block in params.blocks:
-        x = vision_block.apply(block, x, cfg.block, geometry=shared, sh=sh)
+        x = vision_block.apply(block, x, cfg.block, geometry=geometry, sh=sh)
     return merge(params, x, cfg, patches=patches, sh=sh)
 
 
@@ -135,7 +140,8 @@ def embed(
     patches: Patches,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T D"]:
-    """Patches to the residual stream, with their positions; of ``params`` the blocks may be absent.
+    """``pixels W + table rows [+ time rows]``: patches to the residual stream; of ``params`` the
+    blocks may be absent.
 
     Raises:
         ValueError: the layout has room for longer clips than the time table.
@@ -145,12 +151,15 @@ def embed(
             f"patches have room for clips of {patches.cells.shape[-1]} frames, more than "
             f"vision.Config.num_frames={cfg.num_frames}; make them with max_frames of at most that"
         )
-    own = tree.map(lambda field: pslice(field, sh.sequence, 1), patches)
+    # Pixels and layout are those of the slice of the context; the tower works on this rank's share.
+    local = tree.map(lambda field: pslice(field, sh.sequence, 1), patches)
+    # Whole on every rank, for this rank's patches: pvary sums the gradients over the ranks.
     patch = tree.map(lambda w: pvary(w, sh.sequence), params.patch)
     x = linear(pslice(pixels, sh.sequence, 1), patch)
-    position = table_rows(pvary(params.table, sh.sequence), own)
+    position = table_rows(pvary(params.table, sh.sequence), local)
     if not isinstance(patches.cells, tuple):
-        position = position + time_rows(own, cfg.num_frames, x.shape[-1], position.dtype)
+        position = position + time_rows(local, cfg.num_frames, x.shape[-1], position.dtype)
+    # Both tables are added up in their island and rounded once.
     return x + position.to(x.dtype)
 
 
@@ -171,21 +180,22 @@ def merge(
     if x.shape[1] % MERGE**2:
         raise ValueError(
             f"vision.merge: a rank holds {x.shape[1]} patches of a row, which are no whole cells "
-            f"of {MERGE**2}; make "
-            f"the row a multiple of {MERGE**2} times the ranks that split it"
+            f"of {MERGE**2}; make the row a multiple of {MERGE**2} times the ranks that split it"
         )
     y = rms_norm(x, pvary(params.norm, sh.sequence), cfg.block.norm_eps)
-    y = y.reshape(y.shape[0], -1, cfg.output_size)
+    # The four patches of a cell lie one after another, so the merge moves nothing.
+    y = rearrange(y, "b (cell patch) d -> b cell (patch d)", patch=MERGE**2)
     if isinstance(patches.cells, tuple):
-        return y
+        return y  # without clips slot i is cell i
     cells = pslice(patches.cells, sh.sequence, 1)
+    # A slot's frames may lie on any rank.
     y = upcast(all_gather(all_gather(y, sh.sequence, 1), sh.context, 1))
-    there = cells >= 0
-    frames = [
-        torch.where(
-            there[..., f, None], torch.take_along_dim(y, cells[..., f, None].clamp(min=0), 1), 0.0
-        )
-        for f in range(cells.shape[-1])
-    ]
-    total = torch.stack(frames).sum(0) / there.sum(-1, keepdim=True).clamp(min=1)
-    return total.to(x.dtype)
+    has_frame = cells >= 0
+    frames: list[Tensor] = []
+    for f in range(cells.shape[-1]):
+        # A missing frame reads cell 0 and is made zero, gradient included.
+        frame = torch.take_along_dim(y, cells[..., f, None].clamp(min=0), 1)
+        frames.append(torch.where(has_frame[..., f, None], frame, 0.0))
+    # A slot of padding has no frame: its mean is 0 and not 0 / 0.
+    mean = torch.stack(frames).sum(0) / has_frame.sum(-1, keepdim=True).clamp(min=1)
+    return mean.to(x.dtype)

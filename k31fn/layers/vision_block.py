@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 
 from k31fn import tree
 from k31fn.autodiff import keep
@@ -72,10 +73,10 @@ class Config:
         if self.head_dim % 4:
             raise ValueError(
                 f"vision_block.Config.head_dim={self.head_dim} must be a multiple of 4: pairs of "
-                "dims turn by row and "
-                f"by column in turn; nearest: {-(-self.head_dim // 4) * 4}"
+                f"dims turn by row and by column in turn; nearest: {-(-self.head_dim // 4) * 4}"
             )
         for name in ("rope_theta", "norm_eps", "init_std"):
+            # `not >` and not `<=`: it refuses NaN too.
             if not getattr(self, name) > 0:
                 raise ValueError(
                     f"vision_block.Config.{name}={getattr(self, name)} must be positive"
@@ -103,7 +104,9 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     parallelism.
     """
     D, HK, F = cfg.hidden_size, cfg.num_heads * cfg.head_dim, cfg.intermediate_size
-    matrix, init = frozenset({"matrix"}), Normal(cfg.init_std)
+    matrix = frozenset({"matrix"})
+    init = Normal(cfg.init_std)
+    # The tag lets Muon orthogonalise each head by itself; w_o mixes heads and is one matrix.
     by_head = ParamSpec(
         (D, HK), ("hidden", "heads"), init, tags=matrix | {"per_head"}, head_dim=cfg.head_dim
     )
@@ -121,7 +124,14 @@ def specs(cfg: Config) -> Params[ParamSpec]:
 
 
 class Geometry(NamedTuple):
-    """What all layers of a tower know of the patches: the turns, and which keys each patch sees."""
+    """What all layers of a tower know of the patches.
+
+    Attributes:
+        cos: of the angle that each pair of adjacent dims turns by, alike for all heads.
+        sin: of the same.
+        start: the first patch that a patch attends to, in the whole row.
+        stop: one past the last; not above ``start`` for padding.
+    """
 
     cos: Float[Tensor, "B T 1 K2"]
     sin: Float[Tensor, "B T 1 K2"]
@@ -133,6 +143,7 @@ def geometry(patches: Patches, cfg: Config, dtype: torch.dtype) -> Geometry:
     """The geometry of a pack, computed once for all layers; ``dtype`` is that of the
     activations.
     """
+    # An island: bfloat16 cannot tell the columns above 256 apart.
     turn = angles(patches, cfg.head_dim, cfg.rope_theta, island(dtype))[:, :, None]
     return Geometry(turn.cos(), turn.sin(), patches.start, patches.stop)
 
@@ -145,14 +156,17 @@ def apply(
     geometry: Geometry,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T D"]:
-    """The layer on packed patches.
+    """``x + Attention(RMSNorm(x))``, then ``x + MLP(RMSNorm(x))``, on packed patches.
 
     On a mesh ``x`` is split by patch over ``sh.tokens`` and ``geometry`` over ``sh.context`` only.
     Patches of one image may lie on several ranks: keys and values are gathered over ``sh.context``.
     A remat may keep both sublayers after their norm, by the names of
     :data:`k31fn.layers.block.BRANCHES`.
     """
+    # A sublayer gets its own weights without the norms': what it is given is what a remat must hand
+    # it when it is made again, and the norms lie outside.
     weights = dataclasses.replace(params, attn_norm=(), mlp_norm=())
+    # A norm's weight is whole on every rank and meets its tokens only: pvary sums its gradient.
     h = rms_norm(x, pvary(params.attn_norm, sh.sequence), cfg.norm_eps)
     x = x + keep("attention", functools.partial(_attention, cfg, sh))(weights, h, geometry)
     h = rms_norm(x, pvary(params.mlp_norm, sh.sequence), cfg.norm_eps)
@@ -163,11 +177,13 @@ def without_branches(params: Params[Any]) -> Params[Any]:
     """A tree like the parameters with those that the sublayers read after their norm replaced by
     ``()``.
     """
-    kept = {"attn_norm": params.attn_norm, "mlp_norm": params.mlp_norm}
-    return Params(**dict.fromkeys((f.name for f in dataclasses.fields(Params)), ()) | kept)
+    absent = dict.fromkeys((field.name for field in dataclasses.fields(Params)), ())
+    return Params(**absent | {"attn_norm": params.attn_norm, "mlp_norm": params.mlp_norm})
 
 
 def _mlp(sh: Sharding, params: Params[Any], h: Tensor) -> Tensor:
+    # Columns of w_in and rows of w_out are split: each rank works on the tokens of all, and keeps
+    # its own tokens of the sum.
     h = F.gelu(linear(all_gather(h, sh.sequence, 1), params.w_in), approximate="tanh")
     return psum_scatter(linear(h, params.w_out), sh.sequence, 1)
 
@@ -175,19 +191,25 @@ def _mlp(sh: Sharding, params: Params[Any], h: Tensor) -> Tensor:
 def _attention(
     cfg: Config, sh: Sharding, params: Params[Any], h: Tensor, geometry: Geometry
 ) -> Tensor:
+    # Heads are split: each rank has some, for the tokens of all.
     h = all_gather(h, sh.sequence, 1)
-    q, k, v = (
-        split_heads(linear(h, w), cfg.num_heads, cfg.head_dim, f"vision_block {name}")
-        for name, w in (("w_q", params.w_q), ("w_k", params.w_k), ("w_v", params.w_v))
-    )
-    q, k = _rotate(q, geometry), _rotate(k, geometry)
+    q = split_heads(linear(h, params.w_q), cfg.num_heads, cfg.head_dim, "vision_block w_q")
+    k = split_heads(linear(h, params.w_k), cfg.num_heads, cfg.head_dim, "vision_block w_k")
+    v = split_heads(linear(h, params.w_v), cfg.num_heads, cfg.head_dim, "vision_block w_v")
+    # Keys turn before they travel: a rank knows the positions of its own slice only.
+    q = _rotate(q, geometry)
+    k = _rotate(k, geometry)
+    # One message for both.
     kv = all_gather(torch.cat([k, v], dim=-1), sh.context, 1)
     k, v = kv.split([cfg.head_dim, cfg.head_dim], dim=-1)
     o = interval_attention(q, k, v, geometry.start, geometry.stop, cfg.head_dim**-0.5)
-    return psum_scatter(linear(o.flatten(-2).to(h.dtype), params.w_o), sh.sequence, 1)
+    o = rearrange(o, "b t h k -> b t (h k)")
+    return psum_scatter(linear(o.to(h.dtype), params.w_o), sh.sequence, 1)
 
 
 def _rotate(x: Float[Tensor, "B T H K"], geometry: Geometry) -> Float[Tensor, "B T H K"]:
-    a, b = upcast(x).unflatten(-1, (-1, 2)).unbind(-1)
+    # Pairs are adjacent dims, as the released weights have them.
+    a, b = rearrange(upcast(x), "b t h (pair two) -> two b t h pair", two=2)
     cos, sin = geometry.cos, geometry.sin
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
+    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    return rearrange(turned, "b t h pair two -> b t h (pair two)").to(x.dtype)
