@@ -35,9 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     call, of which nothing was written.
     """
     given = _parser().parse_args(arguments)
+    command = {"verify": _verify, "import": _import, "export": _export}[given.command]
     try:
-        return {"verify": _verify, "import": _import, "export": _export}[given.command](given)
+        return command(given)
     except (ValueError, RuntimeError, OSError) as error:
+        # A line instead of a traceback: what these say is meant for the one who typed the command.
         print(f"k31fn.hf: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
 
@@ -81,6 +83,7 @@ def _verify(given: argparse.Namespace) -> int:
     print(
         f"{given.folder}: {report.num_weights:,} weights in {tensors} in {report.num_files} files"
     )
+    # Counts first, also of what does not fit: they often say what the folder is instead.
     print(report.problems or "fits its config")
     return 1 if report.problems else 0
 
@@ -90,16 +93,18 @@ def _import(given: argparse.Namespace) -> int:
     recipe's.
     """
     recipe = load_recipe(given.config)
+    # A run of adapters saves only them and reads their base at each start: nothing to import.
     if recipe.lora:
         raise ValueError(
             f"{given.config} trains adapters, and a checkpoint is what they are of: python "
-            f"train.py {given.config} "
-            f"--lora.base {given.folder}"
+            f"train.py {given.config} --lora.base {given.folder}"
         )
     recipe = dataclasses.replace(recipe, model=hf.config_from_hf(given.folder))
     weights, biases = hf.load(given.folder, recipe.model, dtype=recipe.precision.param)
+    # The state before step 0: training goes on from it as from any checkpoint.
     state = trainer.first_state(recipe, weights, biases)
     run = folder.new(given.runs, recipe)
+    # The optimiser's state, too, though it is empty: a run's checkpoint is never a part of one.
     with Checkpointer(run / "checkpoints", keep=recipe.keep) as checkpoints:
         checkpoints.save(0, state)
     print(f"run: {run}")
@@ -108,9 +113,11 @@ def _import(given: argparse.Namespace) -> int:
 
 
 def _export(given: argparse.Namespace) -> int:
+    # The target is looked at before the model is read, which may take an hour.
     run, step = folder.resolve_step(given.run)
     check_new(given.folder)
     recipe, weights, biases = sample.load(run, where=torch.device("cpu"), step=step)
+    # Adapters are merged in float32, then rounded once; what the specs keep wide stays so.
     weights = params.cast(
         lora.merge(weights), model.specs(recipe.model), getattr(torch, given.dtype)
     )

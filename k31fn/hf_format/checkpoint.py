@@ -85,11 +85,17 @@ def export(
             f"{model.moe_layers(cfg)}"
         )
     leaves = _leaves(Weights(params, state.bias if state.layers else ()), specs(cfg))
-    documents = {
-        config.FILE: config.describe(cfg, params.embedding.weight.dtype, quantised=quantise)
-    }
-    options: dict[str, Any] = {"quantise": quantise, "shard_bytes": shard_bytes, "part": part}
-    write_folder(entries(cfg), leaves, Path(directory), documents, **options)
+    # Made before anything is written: it refuses what K3's format cannot say.
+    text = config.describe(cfg, params.embedding.weight.dtype, quantised=quantise)
+    write_folder(
+        entries(cfg),
+        leaves,
+        Path(directory),
+        {config.FILE: text},
+        quantise=quantise,
+        shard_bytes=shard_bytes,
+        part=part,
+    )
 
 
 def to_names(params: model.Params[Tensor], cfg: model.Config) -> dict[str, Tensor]:
@@ -97,20 +103,21 @@ def to_names(params: model.Params[Tensor], cfg: model.Config) -> dict[str, Tenso
     where possible).
     """
     table = [entry for entry in entries(cfg) if entry.path != "balance"]
-    found: dict[str, dict[int, Tensor]] = {}
+    # Some tensors there are three leaves here, in whatever order the tree has them.
+    thirds: dict[str, dict[int, Tensor]] = {}
     for entry, leaf in zip(table, _leaves(params, specs(cfg).params), strict=True):
         for name, tile, value in pieces(entry, leaf, tile_of(entry, ALONE)):
             stored = entry.row.transform.export(value, tile, entry.shape)
             if entry.row.third is None:
                 stored = stored.reshape(entry.stored_shape)
-            found.setdefault(name, {})[entry.row.third or 0] = stored
-    return {
-        n: parts[0] if len(parts) == 1 else torch.cat([parts[i] for i in range(3)])
-        for n, parts in found.items()
-    }
+            thirds.setdefault(name, {})[entry.row.third or 0] = stored
+    named: dict[str, Tensor] = {}
+    for name, parts in thirds.items():
+        named[name] = parts[0] if len(parts) == 1 else torch.cat([parts[0], parts[1], parts[2]])
+    return named
 
 
 def _leaves(values: Any, declared: Any) -> list[Tensor]:
     """The leaves of ``values``, which must have the structure of the specs."""
-    tree.map(lambda *_: 0, declared, values)
+    tree.map(lambda *_: 0, declared, values)  # only for its error, which says where they differ
     return tree.leaves(values)

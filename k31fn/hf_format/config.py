@@ -22,8 +22,8 @@ __all__ = ["FILE", "config_from_hf", "describe"]
 
 FILE = "config.json"
 
-# Fields that choose an equation, with the only value that our layers compute. The first group must
-# be there: other readers take another default.
+# Fields that choose an equation, with the only value that our layers compute. These must be there:
+# other readers take another default.
 _STATED = {
     "hidden_act": "situ",
     "mla_use_nope": True,
@@ -33,6 +33,7 @@ _STATED = {
     "latent_moe_use_norm": True,
     "linear_attn_config.use_full_rank_gate": True,
 }
+# These may be absent: every reader takes the value that we compute.
 _ASSUMED = {
     "topk_method": "noaux_tc",
     "num_expert_group": 1,
@@ -43,6 +44,7 @@ _ASSUMED = {
     "attention_bias": False,
     "rope_scaling": None,
 }
+# Sizes and numbers, all of which must be there.
 _NUMBERS = (
     "vocab_size",
     "hidden_size",
@@ -96,7 +98,8 @@ _MXFP4 = {  # of the package compressed-tensors: weights of routed experts only
 }
 _LATENT_EPS = "latent_norm_eps"  # ours: K3's file does not say, and its readers differ (1e-6, 1e-5)
 
-# Fields of our configs that a checkpoint need not keep: how it was, or will be, trained.
+# Fields of our configs that a checkpoint need not keep: how it was, or will be, trained. They are
+# left out when an export is compared with what it would be read back as.
 _TRAINING = {
     "init_std",
     "embedding_std",
@@ -136,24 +139,24 @@ def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) 
     parts = {"text_config": text}
     if not isinstance(cfg.vision, tuple) and not isinstance(cfg.projector, tuple):
         parts["vision_config"] = describe_vision(cfg.vision, cfg.projector)
-    lost = [
-        f"{path}={mine!r}, read back as {theirs!r}"
-        for (path, mine), (_, theirs) in zip(
-            _flat(cfg), _flat(_parse(parts, "the export")), strict=True
-        )
-        if mine != theirs
-    ]
+    # Read back by the same code that imports: a field that is ever added to a config is either
+    # written above or refused here.
+    read_back = _parse(parts, "the export")
+    lost: list[str] = []
+    for (path, ours), (_, theirs) in zip(_flat(cfg), _flat(read_back), strict=True):
+        if ours != theirs:
+            lost.append(f"{path}={ours!r}, read back as {theirs!r}")
     if lost:
         raise ValueError(
             f"K3's config.json cannot say: {'; '.join(lost)}; such a model cannot be exported"
         )
     sparse = isinstance(cfg.full_attention, dsa.Config)
+    # Only now: it says how weights are stored, which `_parse` has no use for.
     if quantised:
         text["quantization_config"] = _MXFP4
+    family = "KimiK31" if sparse else "KimiK3"
     return {
-        "architectures": [
-            "KimiK31ForConditionalGeneration" if sparse else "KimiK3ForConditionalGeneration"
-        ],
+        "architectures": [f"{family}ForConditionalGeneration"],
         "model_type": "kimi_k31" if sparse else "kimi_k3",
         "tie_word_embeddings": False,
         **parts,
@@ -162,17 +165,15 @@ def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) 
 
 
 def _text_config(cfg: model.Config) -> dict[str, Any]:
-    attention = (
-        cfg.full_attention.attn
-        if isinstance(cfg.full_attention, dsa.Config)
-        else cfg.full_attention
-    )
+    attention = cfg.full_attention
+    if isinstance(attention, dsa.Config):
+        attention = attention.attn
     if isinstance(cfg.residual, mhc.Config):
         raise ValueError(
             "model.Config.residual is an mhc.Config, which K3's format has no name for; export "
             "AttnRes or plain"
         )
-    full = [i + 1 for i in cfg.full_attention_layers]
+    full = [i + 1 for i in cfg.full_attention_layers]  # the file counts from 1
     block_size = cfg.residual.block_size if isinstance(cfg.residual, attn_res.Config) else None
     linear = {
         "head_dim": cfg.kda.head_dim,
@@ -184,7 +185,7 @@ def _text_config(cfg: model.Config) -> dict[str, Any]:
     }
     stated = {name: value for name, value in (_STATED | _ASSUMED).items() if "." not in name}
     text = {
-        "model_type": "kimi_linear",
+        "model_type": "kimi_linear",  # the release's name of the text model, also of K3's
         **stated,
         "use_grouped_topk": True,  # over one group: plain top-k
         "initializer_range": cfg.moe.init_std,
@@ -198,6 +199,7 @@ def _text_config(cfg: model.Config) -> dict[str, Any]:
         "moe_intermediate_size": cfg.moe.expert_size,
         "num_experts": cfg.moe.num_experts,
         "num_experts_per_token": cfg.moe.top_k,
+        # The release counts shared experts; ours is one of their joint size.
         "num_shared_experts": cfg.moe.shared_size // cfg.moe.expert_size,
         "routed_scaling_factor": cfg.moe.scale,
         "first_k_dense_replace": cfg.num_dense_layers,
@@ -215,22 +217,27 @@ def _text_config(cfg: model.Config) -> dict[str, Any]:
     }
     if isinstance(cfg.full_attention, dsa.Config):
         index = cfg.full_attention.indexer
-        values = (index.num_heads, index.head_dim, cfg.full_attention.topk, full)
-        text["dsa_config"] = dict(zip(_DSA, values, strict=True))
+        text["dsa_config"] = {
+            "index_n_heads": index.num_heads,
+            "index_head_dim": index.head_dim,
+            "index_topk": cfg.full_attention.topk,
+            "full_attn_layers": full,
+        }
     return text
 
 
 def _parse(parts: dict[str, Any], file: str) -> model.Config:
-    text, seen = parts.get("text_config"), parts.get("vision_config")
+    text = parts.get("text_config")
+    vision = parts.get("vision_config")
     if not isinstance(text, dict):
         raise ValueError(
             f"{file} has no text_config: it is not the config of a K3 or K3.1 checkpoint"
         )
     cfg = _parse_text(text, file)
-    if not isinstance(seen, dict):
+    if not isinstance(vision, dict):
         return cfg
     try:
-        tower, onto = vision_from_hf(seen, cfg.hidden_size)
+        tower, onto = vision_from_hf(vision, cfg.hidden_size)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
     return dataclasses.replace(cfg, vision=tower, projector=onto)
@@ -238,12 +245,16 @@ def _parse(parts: dict[str, Any], file: str) -> model.Config:
 
 def _parse_text(text: dict[str, Any], file: str) -> model.Config:
     linear = text.get("linear_attn_config")
-    linear = linear if isinstance(linear, dict) else {}
-    if problems := _check(text, linear):
+    if not isinstance(linear, dict):
+        linear = {}  # whose fields are then reported as missing
+    problems = _check(text, linear)
+    if problems:
         raise ValueError(
             f"{file}: text_config does not describe a model that k31fn has: {'; '.join(problems)}"
         )
-    size, eps, std = text["hidden_size"], text["rms_norm_eps"], text.get("initializer_range", 0.02)
+    size = text["hidden_size"]
+    eps = text["rms_norm_eps"]
+    std = text.get("initializer_range", 0.02)
     situ = {
         "beta": text["activation_situ_beta"],
         "linear_beta": text["activation_situ_linear_beta"],
@@ -311,18 +322,21 @@ def _full_attention(text: dict[str, Any], std: float) -> mla.Config | dsa.Config
 
 def _check(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
     """What keeps the file from being read, all of it."""
-    values = {**text, **{f"linear_attn_config.{name}": value for name, value in linear.items()}}
-    sizes = [*_NUMBERS, *(f"linear_attn_config.{name}" for name in _LINEAR)]
-    problems = [f"{name} is missing" for name in (*sizes, *_STATED) if name not in values]
+    values = dict(text)
+    for name, value in linear.items():
+        values[f"linear_attn_config.{name}"] = value
+    required = [*_NUMBERS, *(f"linear_attn_config.{name}" for name in _LINEAR), *_STATED]
+    problems = [f"{name} is missing" for name in required if name not in values]
     for name, only in (_STATED | _ASSUMED).items():
         if name in values and values[name] != only:
             problems.append(f"{name}={values[name]!r} must be {only!r}")
     for name in _NUMBERS:
         value = values.get(name, 0)
-        if type(value) not in (int, float) and not (
-            name == "attn_res_block_size" and value is None
-        ):
+        if name == "attn_res_block_size" and value is None:
+            continue  # a plain residual
+        if type(value) not in (int, float):  # not isinstance: true is an int to Python
             problems.append(f"{name}={value!r} must be a number")
+    # MLA has one key and value per head; other numbers would mean grouped queries.
     heads = values.get("num_attention_heads")
     if values.get("num_key_value_heads", heads) != heads:
         problems.append(
@@ -333,12 +347,14 @@ def _check(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
     sparse = text.get("dsa_config")
     if sparse is not None:
         sparse = sparse if isinstance(sparse, dict) else {}
+        # Its names are a guess until they are published, so another name is not passed over.
         problems += _unknown("dsa_config", sparse, _DSA)
         problems += [f"dsa_config.{name} is missing" for name in _DSA if name not in sparse]
         if sparse.get("full_attn_layers") != linear.get("full_attn_layers"):
             problems.append(
                 "dsa_config.full_attn_layers must equal linear_attn_config.full_attn_layers"
             )
+    # Each layer is of one kind, and a layer of neither would be built of nothing.
     last = values.get("num_hidden_layers", 0)
     listed = [*linear.get("kda_layers", ()), *linear.get("full_attn_layers", ())]
     if sorted(listed) != list(range(1, last + 1)):
@@ -350,19 +366,23 @@ def _check(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
 
 def _unknown(group: str, given: dict[str, Any], known: tuple[str, ...]) -> list[str]:
     """Fields that may change the equations in a way that is not known here."""
-    return [
-        f"{group}.{name} is unknown; known: {', '.join(known)}"
-        for name in given
-        if name not in known
-    ]
+    problems: list[str] = []
+    for name in given:
+        if name not in known:
+            problems.append(f"{group}.{name} is unknown; known: {', '.join(known)}")
+    return problems
 
 
-def _flat(cfg: Any, at: str = "") -> list[tuple[str, Any]]:
+def _flat(cfg: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """Fields of nested configs that make the model what it is, with their paths."""
     pairs: list[tuple[str, Any]] = []
     for field in dataclasses.fields(cfg):
+        if field.name in _TRAINING:
+            continue
         value = getattr(cfg, field.name)
-        path = f"{at}.{field.name}" if at else field.name
-        if field.name not in _TRAINING:
-            pairs += _flat(value, path) if dataclasses.is_dataclass(value) else [(path, value)]
+        path = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            pairs += _flat(value, f"{path}.")
+        else:
+            pairs.append((path, value))
     return pairs

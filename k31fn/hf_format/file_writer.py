@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import math
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from k31fn.hf_format.files import CODES, INDEX, SINGLE
-from k31fn.hf_format.transforms import Tile
+from k31fn.hf_format.transforms import Tile, tile_shape
 from k31fn.typing import Tensor
 
 __all__ = [
@@ -70,12 +71,15 @@ def lay_out(
     Raises:
         ValueError: a dtype that a checkpoint in K3's format does not have.
     """
-    if odd := sorted({str(dtype) for _, dtype in tensors.values() if dtype not in CODES}):
-        raise ValueError(f"cannot store {odd}; use one of {[str(d) for d in CODES]}")
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
+    unknown = {str(dtype) for _, dtype in tensors.values()} - set(map(str, CODES))
+    if unknown:
+        raise ValueError(f"cannot store {sorted(unknown)}; use one of {list(map(str, CODES))}")
     shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
+    filled = total = 0
+    for name, (shape, dtype) in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        total += size
+        # A tensor that is larger than a shard has one to itself.
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
@@ -89,9 +93,7 @@ def lay_out(
     if count == 1:
         return layout
     weight_map = {name: layout.places[name].file for name in sorted(layout.places)}
-    return layout._replace(
-        listing={"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    )
+    return layout._replace(listing={"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _lay_out_file(
@@ -102,10 +104,11 @@ def _lay_out_file(
     end = 0
     for name in order:
         shape, dtype = tensors[name]
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        begin = end
+        end += math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned in the file, too
     layout.headers[file] = len(text).to_bytes(8, "little") + text
     layout.lengths[file] = 8 + len(text) + end
     for name in order:
@@ -123,15 +126,14 @@ def create(folder: Path, layout: FileLayout) -> None:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        text = (
+        raise ValueError(
             f"no folder can be made in {str(folder.parent)!r}: {error.strerror}; use another "
             "directory"
-        )
-        raise ValueError(text) from error
+        ) from error
     for file, header in layout.headers.items():
         with open(folder / file, "wb") as out:
             out.write(header)
-            out.truncate(layout.lengths[file])
+            out.truncate(layout.lengths[file])  # the rest is a hole, which any rank may fill
     if layout.listing is not None:
         write_json(folder / INDEX, layout.listing)
 
@@ -149,16 +151,16 @@ class TensorWriter(NamedTuple):
         assert math.prod(sliced_shape) == math.prod(place.shape), (
             f"{name}: {sliced_shape} is not {place.shape}"
         )
-        assert tuple(values.shape) == tuple(s.stop - s.start for s in tile), (
-            f"{name} does not fill its tile"
-        )
-        data = memoryview(
-            values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        )
-        size, at = place.dtype.itemsize, 0
+        assert tuple(values.shape) == tile_shape(tile), f"{name} does not fill its tile"
+        # As bytes: numpy has no bfloat16.
+        flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        data = memoryview(flat.numpy().data)
+        size = place.dtype.itemsize
+        done = 0
         for first, length in _runs(sliced_shape, tile):
-            _put(self.files[place.file], data[at : at + length * size], place.begin + first * size)
-            at += length * size
+            piece = data[done : done + length * size]
+            _put(self.files[place.file], piece, place.begin + first * size)
+            done += length * size
 
 
 @contextlib.contextmanager
@@ -170,26 +172,31 @@ def open_writer(folder: Path, layout: FileLayout) -> Iterator[TensorWriter]:
             files[file] = os.open(folder / file, os.O_WRONLY)
             stack.callback(os.close, files[file])
         yield TensorWriter(layout, files)
-        for number in files.values():
-            os.fsync(number)
+        # Not after an error: then the folder is thrown away.
+        for descriptor in files.values():
+            os.fsync(descriptor)
 
 
 def _runs(shape: tuple[int, ...], tile: Tile) -> Iterator[tuple[int, int]]:
     """First element and length of each contiguous run of the tile, in its order."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    cut = max((d for d, s in enumerate(tile) if s.stop - s.start != shape[d]), default=0)
-    length = math.prod([s.stop - s.start for s in tile[cut:]])
+    sizes = tile_shape(tile)
+    # The last dimension that is cut: what follows it is whole, so it is contiguous with it.
+    cut = max((d for d, size in enumerate(sizes) if size != shape[d]), default=0)
+    length = math.prod(sizes[cut:])
     if not length:
         return
     base = tile[cut].start * strides[cut] if tile else 0
     for index in itertools.product(*(range(s.start, s.stop) for s in tile[:cut])):
-        yield base + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
+        yield base + sum(map(operator.mul, index, strides)), length
 
 
 def _put(file: int, data: memoryview, at: int) -> None:
+    # A call may write less than it is given: Linux at most 2 GiB.
     while data:
         written = os.pwrite(file, data, at)
-        data, at = data[written:], at + written
+        data = data[written:]
+        at += written
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:

@@ -33,8 +33,10 @@ __all__ = [
     "survey",
 ]
 
+# Names of files that other readers look for.
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What a weight may be stored as; the sizes below also know what other tensors of a file may be.
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -44,19 +46,14 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _SIZES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
-_SIZES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
-_MOST = 100_000_000  # bytes of a header, as in the safetensors library
+# Bytes of a header, as in the safetensors library: a length read from a file of another kind would
+# be a request for any amount of memory.
+_MOST = 100_000_000
 
 
 class TensorInfo(NamedTuple):
@@ -86,18 +83,16 @@ def open_source(directory: Path) -> Iterator[TensorSource]:
     """
     tensors, problems = survey(directory)
     if problems:
-        raise ValueError(
-            f"checkpoint {directory} cannot be read:\n" + "\n".join(f"  {p}" for p in problems)
-        )
+        raise ValueError(f"checkpoint {directory} cannot be read:\n  " + "\n  ".join(problems))
     with contextlib.ExitStack() as stack:
+        # Opened when first read: a rank of many touches few of a hundred files.
         handles: dict[str, Any] = {}
 
         def read(name: str, tile: Tile) -> Tensor:
             file = tensors[name].file
             if file not in handles:
-                handles[file] = stack.enter_context(
-                    safe_open(str(directory / file), framework="pt")
-                )
+                handle = safe_open(str(directory / file), framework="pt")
+                handles[file] = stack.enter_context(handle)
             return handles[file].get_slice(name)[tile]
 
         yield TensorSource(tensors, read)
@@ -105,32 +100,35 @@ def open_source(directory: Path) -> Iterator[TensorSource]:
 
 def survey(directory: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     """The tensors of a checkpoint, from the headers alone, and what is wrong with its files."""
-    single, index = (directory / SINGLE).is_file(), (directory / INDEX).is_file()
+    single = (directory / SINGLE).is_file()
+    index = (directory / INDEX).is_file()
     if single and index:
         return {}, [f"it holds both {SINGLE} and {INDEX}: remove the one that is out of date"]
     if not single and not index:
-        found = (
-            sorted(p.name for p in directory.iterdir())
-            if directory.is_dir()
-            else "no such directory"
-        )
-        return {}, [f"it holds neither {SINGLE} nor {INDEX}, but: {found}"]
-    try:
-        listed, total = ({SINGLE: None}, None) if single else _index(directory / INDEX)
-    except ValueError as e:
-        return {}, [str(e)]
+        names_there: list[str] | str = "no such directory"
+        if directory.is_dir():
+            names_there = sorted(path.name for path in directory.iterdir())
+        return {}, [f"it holds neither {SINGLE} nor {INDEX}, but: {names_there}"]
+    listed: dict[str, set[str]] | dict[str, None] = {SINGLE: None}
+    total: int | None = None
+    if index:
+        try:
+            listed, total = _index(directory / INDEX)
+        except ValueError as e:
+            return {}, [str(e)]
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for file, names in listed.items():
         try:
-            held = read_header(directory / file)
+            header = read_header(directory / file)
         except ValueError as e:
             problems.append(str(e))
             continue
-        if names is not None and held.keys() != names:
-            problems.append(_lie(file, names, held, tensors))
-        tensors |= held
-    size = sum(_SIZES[t.dtype] * math.prod(t.shape) for t in tensors.values())
+        if names is not None and header.keys() != names:
+            problems.append(_mismatch(file, names, header, tensors))
+        tensors |= header
+    size = sum(_SIZES[tensor.dtype] * math.prod(tensor.shape) for tensor in tensors.values())
+    # A total that is wrong only since a file is broken would be noise.
     if not problems and total not in (None, size):
         problems.append(f"{INDEX} says total_size={total}, the shards hold {size} bytes of tensors")
     return tensors, problems
@@ -148,6 +146,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     size = file.stat().st_size
     with open(file, "rb") as data:
         length = int.from_bytes(data.read(8), "little")
+        # Before it is read: this may be any file, and the number any number.
         if size < 8 or length > min(size - 8, _MOST):
             raise ValueError(
                 f"{file.name} is not a complete safetensors file: {size} bytes end inside its "
@@ -155,20 +154,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             )
         text = data.read(length)
     try:
-        header = json.loads(text)
-        fields = [
-            (n, t["dtype"], tuple(t["shape"]), *t["data_offsets"])
-            for n, t in header.items()
-            if n[:2] != "__"
-        ]
-        fields.sort(key=lambda field: field[3:])
-        ends = [0, *(end for *_, end in fields)]
-        wrong = [
-            n
-            for (n, dtype, shape, begin, end), before in zip(fields, ends, strict=False)
-            if begin != before or end - begin != _SIZES[dtype] * math.prod(shape)
-        ]
+        tensors, end, wrong = _parse_header(file.name, json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
+        # Whatever JSON stands there instead of a header.
         raise ValueError(
             f"{file.name} is not a complete safetensors file: its header is not valid: {e!r}"
         ) from e
@@ -177,13 +165,34 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             f"{file.name}: the header gives {wrong[0]} and {len(wrong) - 1} others a wrong place "
             "or length"
         )
-    if ends[-1] != size - 8 - length:
+    if end != size - 8 - length:
         raise ValueError(
-            f"{file.name} is not a complete safetensors file: its header promises {ends[-1]} "
-            "bytes of tensors, it has "
-            f"{size - 8 - length}"
+            f"{file.name} is not a complete safetensors file: its header promises {end} bytes of "
+            f"tensors, it has {size - 8 - length}"
         )
-    return {name: TensorInfo(shape, dtype, file.name) for name, dtype, shape, *_ in fields}
+    return tensors
+
+
+def _parse_header(
+    file: str, header: dict[str, Any]
+) -> tuple[dict[str, TensorInfo], int, list[str]]:
+    """The tensors of a header, where the last one ends, and those at a wrong place."""
+    fields: list[tuple[int, int, str, str, tuple[int, ...]]] = []
+    for name, tensor in header.items():
+        if not name.startswith("__"):  # such as __metadata__
+            begin, end = tensor["data_offsets"]
+            fields.append((begin, end, name, tensor["dtype"], tuple(tensor["shape"])))
+    # The format allows neither gaps nor overlaps: sorted by place, each begins where one ends.
+    fields.sort(key=lambda field: field[:2])
+    tensors: dict[str, TensorInfo] = {}
+    wrong: list[str] = []
+    previous_end = 0
+    for begin, end, name, dtype, shape in fields:
+        if begin != previous_end or end - begin != _SIZES[dtype] * math.prod(shape):
+            wrong.append(name)
+        tensors[name] = TensorInfo(shape, dtype, file)
+        previous_end = end
+    return tensors, previous_end, wrong
 
 
 def _index(file: Path) -> tuple[dict[str, set[str]], int | None]:
@@ -194,6 +203,7 @@ def _index(file: Path) -> tuple[dict[str, set[str]], int | None]:
         raise ValueError(f"{INDEX} has no weight_map")
     files: dict[str, set[str]] = {}
     for name, shard in listing.items():
+        # A path may not lead out of the folder, whoever wrote the index.
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise ValueError(
                 f"{INDEX}: {name} is in {shard!r}, which is not the name of a file in the folder"
@@ -204,13 +214,15 @@ def _index(file: Path) -> tuple[dict[str, set[str]], int | None]:
     return dict(sorted(files.items())), total
 
 
-def _lie(
-    file: str, listed: set[str], held: dict[str, TensorInfo], before: dict[str, TensorInfo]
+def _mismatch(
+    file: str, listed: set[str], header: dict[str, TensorInfo], before: dict[str, TensorInfo]
 ) -> str:
-    lacks, more = sorted(listed - held.keys()), sorted(held.keys() - listed)
-    elsewhere = [f"{n} (in {before[n].file})" if n in before else n for n in lacks]
+    """How a shard differs from what the index lists; ``before`` are tensors of shards before it."""
+    lacks = sorted(listed - header.keys())
+    more = sorted(header.keys() - listed)
+    places = [f"{name} (in {before[name].file})" if name in before else name for name in lacks]
     return (
-        f"{file} does not hold what {INDEX} lists: lacks {elsewhere[:5]}, has {more[:5]} more "
+        f"{file} does not hold what {INDEX} lists: lacks {places[:5]}, has {more[:5]} more "
         f"({len(lacks)} and {len(more)}); take the index and all shards from one download"
     )
 

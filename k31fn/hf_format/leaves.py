@@ -1,4 +1,4 @@
-"""Leaves of a table's entries from a folder of safetensors, and into one: each rank its own
+"""Leaves of a model read from a folder of safetensors, and written into one: each rank its own
 slices.
 """
 
@@ -27,7 +27,7 @@ from k31fn.hf_format.files import DTYPES, TensorSource, open_source
 from k31fn.hf_format.problems import PACKED, SCALE, find_problems, is_quantised, listed
 from k31fn.hf_format.rank_part import ALONE, Part
 from k31fn.hf_format.table import Entry
-from k31fn.hf_format.transforms import Tile
+from k31fn.hf_format.transforms import Tile, tile_shape
 from k31fn.typing import Tensor
 
 __all__ = [
@@ -100,14 +100,18 @@ def write_folder(
     def finish() -> None:
         for name, document in documents.items():
             write_json(partial / name, document)
+        # An empty folder is replaced; one that got something meanwhile is not.
         os.replace(partial, target)
 
+    # In stages, each of which ends on all ranks before the next begins: nobody writes into a folder
+    # that is not there, and none is renamed that a rank still writes into.
     part.stage(check)
     try:
         part.stage(begin if part.first else _nothing)
         part.stage(lambda: _write(table, leaves, layout, partial, part, quantise))
         part.stage(finish if part.first else _nothing)
     except BaseException:
+        # Another rank may still write into it: it learns of the failure at the end of its stage.
         if part.first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -124,20 +128,22 @@ def check_new(target: Path) -> None:
 
 
 def _nothing() -> None:
-    pass
+    """The stage of a rank that only waits for the first one."""
 
 
 def tile_of(entry: Entry, part: Part) -> Tile:
     """What the rank holds of a leaf; the balance is whole everywhere."""
     if not entry.path.startswith(_PARAMS):
         return ALONE.tile(entry.path, entry.spec)
+    # Slices may have no ends where a dimension is whole.
     given = part.tile(entry.path.removeprefix(_PARAMS), entry.spec)
     return tuple(slice(*s.indices(n)[:2]) for s, n in zip(given, entry.spec.shape, strict=True))
 
 
 def pieces(entry: Entry, leaf: Tensor, tile: Tile) -> Iterator[tuple[str, Tile, Tensor]]:
-    """Of each tensor that a rank's part of a leaf touches: its name, the tile of what it stands
-    for, and its value.
+    """The tensors that a rank's part of a leaf touches.
+
+    Of each its name, the tile of what it stands for, and its value, a view of ``leaf``.
     """
     if entry.stacked:
         for name, value in zip(entry.names[tile[0]], leaf.unbind(0), strict=True):
@@ -151,7 +157,8 @@ def _read_all(
     table: list[Entry], directory: Path, dtype: torch.dtype | None, part: Part
 ) -> list[Tensor]:
     with open_source(directory) as source:
-        if problems := find_problems(table, source.tensors):
+        problems = find_problems(table, source.tensors)
+        if problems:
             raise ValueError(f"checkpoint {directory} does not fit the config:\n{problems}")
         broken: list[str] = []
         values = [read_leaf(entry, source, dtype, tile_of(entry, part), broken) for entry in table]
@@ -167,25 +174,37 @@ def read_leaf(
     """A tile of an entry's leaf; names of tensors with values that are not finite are added to
     ``broken``.
     """
-    stored = {
-        torch.bfloat16 if is_quantised(name, source.tensors) else DTYPES[source.tensors[name].dtype]
-        for name in entry.names
-    }
-    wanted = functools.reduce(torch.promote_types, stored) if dtype is None else dtype
-    held = precision.storage_dtype(entry.spec.dtype, wanted)
-    value = torch.empty([s.stop - s.start for s in tile], dtype=held)
+    if dtype is None:
+        dtype = functools.reduce(torch.promote_types, _stored_dtypes(entry, source))
+    dtype = precision.storage_dtype(entry.spec.dtype, dtype)
+    # Filled tensor by tensor: stacking experts that were read would hold them twice.
+    value = torch.empty(tile_shape(tile), dtype=dtype)
     for name, inner, piece in pieces(entry, value, tile):
         place = entry.stored_tile(inner)
         if is_quantised(name, source.tensors):
-            raw = _read_quantised(source, name, place, held)
+            raw = _read_quantised(source, name, place, dtype)
         elif entry.sliced_shape == entry.stored_shape:
             raw = source.read(name, place)
         else:
+            # The kernel of a convolution: its last dimensions are one of ours, so whole rows are
+            # read and cut afterwards.
             raw = source.read(name, place[:1]).flatten(1)[:, place[1]]
+        # Asked here and not of the leaf: the name in the message is the tensor's.
         if not bool(torch.isfinite(raw).all()):
             broken.append(name)
         piece.copy_(entry.row.transform.load(raw, inner))
     return value
+
+
+def _stored_dtypes(entry: Entry, source: TensorSource) -> set[torch.dtype]:
+    """Dtypes of an entry's tensors; of MXFP4 the one that it is decoded to."""
+    dtypes: set[torch.dtype] = set()
+    for name in entry.names:
+        if is_quantised(name, source.tensors):
+            dtypes.add(torch.bfloat16)
+        else:
+            dtypes.add(DTYPES[source.tensors[name].dtype])
+    return dtypes
 
 
 def _read_quantised(source: TensorSource, name: str, place: Tile, dtype: torch.dtype) -> Tensor:
@@ -193,8 +212,9 @@ def _read_quantised(source: TensorSource, name: str, place: Tile, dtype: torch.d
     end of their last.
     """
     rows, columns = place
-    first, last = columns.start // mxfp4.GROUP, -(-columns.stop // mxfp4.GROUP)
-    half = mxfp4.GROUP // 2
+    first = columns.start // mxfp4.GROUP
+    last = -(-columns.stop // mxfp4.GROUP)
+    half = mxfp4.GROUP // 2  # bytes of a group: two codes in each
     packed = source.read(name + PACKED, (rows, slice(first * half, last * half)))
     scale = source.read(name + SCALE, (rows, slice(first, last)))
     try:
@@ -208,40 +228,41 @@ def _read_quantised(source: TensorSource, name: str, place: Tile, dtype: torch.d
 # ------------------------------------------------------------------------------------------ writing
 def _check_shapes(table: list[Entry], leaves: list[Tensor], part: Part) -> None:
     for entry, leaf in zip(table, leaves, strict=True):
-        shape = [s.stop - s.start for s in tile_of(entry, part)]
-        if list(leaf.shape) != shape:
-            raise ValueError(f"{entry.path} has shape {list(leaf.shape)}, cfg wants {shape}")
+        shape = tile_shape(tile_of(entry, part))
+        if tuple(leaf.shape) != shape:
+            raise ValueError(f"{entry.path} has shape {list(leaf.shape)}, cfg wants {list(shape)}")
 
 
 def _announced(
     table: list[Entry], leaves: list[Tensor], quantise: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every tensor of the checkpoint."""
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    announced: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for entry, leaf in zip(table, leaves, strict=True):
         shape = entry.stored_shape
         for name in entry.names:
             if quantise and entry.quantisable:
                 rows, columns = shape
-                found[name + PACKED] = (rows, columns // 2), torch.uint8
-                found[name + SCALE] = (rows, columns // mxfp4.GROUP), torch.uint8
+                announced[name + PACKED] = (rows, columns // 2), torch.uint8
+                announced[name + SCALE] = (rows, columns // mxfp4.GROUP), torch.uint8
             else:
-                found[name] = shape, leaf.dtype
-    return found
+                announced[name] = shape, leaf.dtype
+    return announced
 
 
 def _check_groups(table: list[Entry], part: Part) -> None:
     for entry in table:
-        if entry.quantisable:
-            columns = entry.stored_tile(tile_of(entry, part)[1:])[1]
-            whole = entry.stored_shape[1]
-            if columns.start % mxfp4.GROUP or columns.stop % mxfp4.GROUP or whole % mxfp4.GROUP:
-                raise ValueError(
-                    f"{entry.path}: columns {columns.start} to {columns.stop} of {whole} are no "
-                    "whole groups of "
-                    f"{mxfp4.GROUP}, as MXFP4 needs; export without quantising, or from a mesh "
-                    "that splits it otherwise"
-                )
+        if not entry.quantisable:
+            continue
+        columns = entry.stored_tile(tile_of(entry, part)[1:])[1]
+        whole = entry.stored_shape[1]
+        # A group has one scale, which two ranks would each choose for their half.
+        if columns.start % mxfp4.GROUP or columns.stop % mxfp4.GROUP or whole % mxfp4.GROUP:
+            raise ValueError(
+                f"{entry.path}: columns {columns.start} to {columns.stop} of {whole} are no "
+                f"whole groups of {mxfp4.GROUP}, as MXFP4 needs; export without quantising, or "
+                "from a mesh that splits it otherwise"
+            )
 
 
 def _write(
@@ -254,21 +275,24 @@ def _write(
 ) -> None:
     with open_writer(folder, layout) as writer:
         for entry, leaf in zip(table, leaves, strict=True):
-            if part.writes(entry.path.removeprefix(_PARAMS)):
-                for name, inner, value in pieces(entry, leaf, tile_of(entry, part)):
-                    stored = entry.row.transform.export(value, inner, entry.shape)
-                    place = entry.stored_tile(inner)
-                    if quantise and entry.quantisable:
-                        _write_quantised(writer, name, entry.stored_shape, place, stored)
-                    else:
-                        writer.write(name, entry.sliced_shape, place, stored)
+            if not part.writes(entry.path.removeprefix(_PARAMS)):
+                continue
+            for name, inner, value in pieces(entry, leaf, tile_of(entry, part)):
+                stored = entry.row.transform.export(value, inner, entry.shape)
+                place = entry.stored_tile(inner)
+                if quantise and entry.quantisable:
+                    _write_quantised(writer, name, entry.stored_shape, place, stored)
+                else:
+                    writer.write(name, entry.sliced_shape, place, stored)
 
 
 def _write_quantised(
     writer: TensorWriter, name: str, shape: tuple[int, ...], place: Tile, stored: Tensor
 ) -> None:
-    (height, width), (rows, columns) = shape, place
-    encoded = mxfp4.encode(stored.to(torch.bfloat16))
-    for suffix, values, per in zip((PACKED, SCALE), encoded, (2, mxfp4.GROUP), strict=True):
+    height, width = shape
+    rows, columns = place
+    # Of bfloat16 values, whatever the leaf has: the bits that the release was made from.
+    packed, scale = mxfp4.encode(stored.to(torch.bfloat16))
+    for suffix, values, per in ((PACKED, packed, 2), (SCALE, scale, mxfp4.GROUP)):
         tile = rows, slice(columns.start // per, columns.stop // per)
         writer.write(name + suffix, (height, width // per), tile, values)

@@ -13,7 +13,7 @@ from k31fn.typing import Float, Tensor
 
 __all__ = ["GROUP", "decode", "encode"]
 
-_NAN = 255
+_NAN = 255  # the scale that E8M0 keeps for it
 
 
 def decode(
@@ -30,6 +30,7 @@ def decode(
             f"MXFP4: {int((scale == _NAN).sum())} of {scale.numel()} scales are 255, which is no "
             "number"
         )
+    # Scales go up to 2^127, so a weight may be larger than bfloat16 or float16 can say.
     weights = mxfp4.decode(packed, scale, dtype)
     if not bool(torch.isfinite(weights).all()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint a rank reads and writes, and how ranks learn of each other's
+"""The part of a checkpoint that a rank reads and writes, and how ranks learn of each other's
 failures.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from k31fn import tree
-from k31fn.hf_format.transforms import Tile
+from k31fn.hf_format.transforms import Tile, whole
 from k31fn.parallel.backends.processes import exchange_json
 from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
 from k31fn.parallel.partition import Partition, broadcast, resolve, tiles
@@ -51,19 +51,16 @@ class Part:
             result = work()
         except Exception as e:  # whatever it is, the others must not wait for this rank
             error = e
-        heard = self.meet("" if error is None else f"{type(error).__name__}: {error}")
+        errors = self.meet("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        if failed := [f"rank {rank}: {text}" for rank, text in enumerate(heard) if text]:
-            raise RuntimeError(f"{len(failed)} of {len(heard)} ranks failed; {failed[0]}")
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(errors)} ranks failed; {failed[0]}")
         return result
 
 
-def _whole(_: str, spec: ParamSpec) -> Tile:
-    return tuple(slice(0, n) for n in spec.shape)
-
-
-ALONE = Part(_whole, lambda _: True, True, lambda error: [error])
+ALONE = Part(lambda _, spec: whole(spec.shape), lambda _: True, True, lambda error: [error])
 """One process that holds everything."""
 
 
@@ -87,20 +84,19 @@ def part_of(
         coordinate: of this rank.
         device: that of the process group's backend, on which ranks tell each other of failures.
     """
-    paths = zip(tree.paths(specs), tree.leaves(specs), broadcast(partition, specs), strict=True)
-    owners = {
-        path: all(
-            coordinate[a.name] == 0
-            for a in axes.atoms
-            if a.name
-            not in {b.name for dim in resolve(p, mesh.axes(), len(spec.shape)) for b in dim}
-        )
-        for path, spec, p in paths
-    }
+    writes: dict[str, bool] = {}
+    leaves = zip(tree.paths(specs), tree.leaves(specs), broadcast(partition, specs), strict=True)
+    for path, spec, how in leaves:
+        split: set[str] = set()
+        for dim in resolve(how, mesh.axes(), len(spec.shape)):
+            split.update(axis.name for axis in dim)
+        # Ranks that differ along the other axes hold the same tile.
+        writes[path] = all(coordinate[a.name] == 0 for a in axes.atoms if a.name not in split)
     first = not any(coordinate.values())
-    return Part(
-        tiles(specs, partition, mesh, coordinate),
-        lambda path: owners.get(path, first),
-        first,
-        lambda error: exchange_json(error, axes.atoms, device=device) if axes.atoms else [error],
-    )
+
+    def meet(error: str) -> list[str]:
+        return exchange_json(error, axes.atoms, device=device) if axes.atoms else [error]
+
+    tile = tiles(specs, partition, mesh, coordinate)
+    # A path without a spec is the balance, which is whole on every rank.
+    return Part(tile, lambda path: writes.get(path, first), first, meet)

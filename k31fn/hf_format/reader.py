@@ -1,4 +1,4 @@
-"""Weights of a checkpoint one at a time, any part of each."""
+"""A reader of single weights of a checkpoint, any part of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from k31fn.hf_format.files import TensorSource, open_source
 from k31fn.hf_format.leaves import read_leaf
 from k31fn.hf_format.problems import find_problems
 from k31fn.hf_format.table import Entry, entries
-from k31fn.hf_format.transforms import Tile
+from k31fn.hf_format.transforms import Tile, whole
 from k31fn.typing import Tensor
 
 __all__ = ["Reader", "open_checkpoint"]
@@ -22,10 +22,11 @@ _PARAMS = "params."
 
 
 class Reader:
-    """What :func:`open_checkpoint` hands out, for as long as it is open."""
+    """The open checkpoint of :func:`open_checkpoint`, of which any part can be read."""
 
     def __init__(self, source: TensorSource, table: list[Entry], cfg: model.Config) -> None:
-        self._source, self._cfg = source, cfg
+        self._source = source
+        self._cfg = cfg
         self._entries = {entry.path: entry for entry in table}
 
     def read(self, path: str, tile: Tile, dtype: torch.dtype | None = None) -> Tensor:
@@ -45,13 +46,14 @@ class Reader:
         """The routers' biases."""
         layers = model.moe_layers(self._cfg)
         empty = balance.init(layers, self._cfg.moe.num_experts)
+        # Without MoE layers the table has no row for it.
         if not layers:
             return empty
-        return balance.State(
-            self._read("balance", tuple(slice(0, n) for n in empty.bias.shape), None), layers
-        )
+        bias = self._read("balance", whole(tuple(empty.bias.shape)), None)
+        return balance.State(bias, layers)
 
     def _read(self, path: str, tile: Tile, dtype: torch.dtype | None) -> Tensor:
+        # Not only the value: NaN in a base would turn up as a loss that is no number, steps later.
         broken: list[str] = []
         value = read_leaf(self._entries[path], self._source, dtype, tile, broken)
         if broken:
@@ -70,6 +72,7 @@ def open_checkpoint(directory: str | Path, cfg: model.Config) -> Iterator[Reader
     """
     table = entries(cfg)
     with open_source(Path(directory)) as source:
-        if problems := find_problems(table, source.tensors):
+        problems = find_problems(table, source.tensors)
+        if problems:
             raise ValueError(f"checkpoint {directory} does not fit the config:\n{problems}")
         yield Reader(source, table, cfg)

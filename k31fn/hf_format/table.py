@@ -30,7 +30,9 @@ from k31fn.params import Constant, ParamSpec
 
 __all__ = ["ROWS", "VISION", "Entry", "TableRow", "Weights", "entries", "entries_of", "specs"]
 
-LANGUAGE, VISION = "language_model.", ("vision_tower.", "mm_projector.")  # how names begin
+# How names begin.
+LANGUAGE = "language_model."
+VISION = ("vision_tower.", "mm_projector.")
 
 
 class TableRow(NamedTuple):
@@ -68,7 +70,7 @@ def _block(name: str, path: str, transform: Transform, third: int | None = None)
 
 
 def _attention(path: str) -> tuple[TableRow, ...]:
-    """Gated MLA, at ``path`` of the layer: Gated DSA holds it beside the indexer.
+    """Rows of Gated MLA, at ``path`` of the layer: Gated DSA holds it beside the indexer.
 
     The gate and the output projection of KDA have the same names as Gated MLA's.
     """
@@ -85,17 +87,20 @@ def _attention(path: str) -> tuple[TableRow, ...]:
 
 
 ROWS = (
+    # Around the layers. A query of AttnRes is stored as a linear map onto one number.
     TableRow(LANGUAGE + "model.embed_tokens.weight", "params.embedding.weight", SAME),
     TableRow(LANGUAGE + "model.output_attn_res_proj.weight", "params.final_mix.query", ROW),
     TableRow(LANGUAGE + "model.output_attn_res_norm.weight", "params.final_mix.norm", SAME),
     TableRow(LANGUAGE + "model.norm.weight", "params.final_norm.weight", SAME),
     TableRow(LANGUAGE + "lm_head.weight", "params.head", TRANSPOSED),
+    # Norms and AttnRes of every layer.
     _layer("self_attention_res_proj.weight", "attn_mix.query", ROW),
     _layer("self_attention_res_norm.weight", "attn_mix.norm", SAME),
     _layer("input_layernorm.weight", "attn_norm.weight", SAME),
     _layer("mlp_res_proj.weight", "ffn_mix.query", ROW),
     _layer("mlp_res_norm.weight", "ffn_mix.norm", SAME),
     _layer("post_attention_layernorm.weight", "ffn_norm.weight", SAME),
+    # KDA.
     _layer("self_attn.q_proj.weight", "attn.w_q", TRANSPOSED),
     _layer("self_attn.k_proj.weight", "attn.w_k", TRANSPOSED),
     _layer("self_attn.v_proj.weight", "attn.w_v", TRANSPOSED),
@@ -104,10 +109,12 @@ ROWS = (
     _layer("self_attn.v_conv1d.weight", "attn.conv_v.weight", DEPTHWISE),
     _layer("self_attn.f_a_proj.weight", "attn.w_fa", TRANSPOSED),
     _layer("self_attn.f_b_proj.weight", "attn.w_fb", TRANSPOSED),
+    # These two set the decay, whose logarithm is summed over a document: float32 in the release.
     _layer("self_attn.dt_bias", "attn.dt_bias", SAME, wide=True),
     _layer("self_attn.A_log", "attn.A_log", HEADS_PADDED, wide=True),
     _layer("self_attn.b_proj.weight", "attn.w_b", TRANSPOSED),
     _layer("self_attn.o_norm.weight", "attn.o_norm", SAME),
+    # Gated MLA, alone or inside of Gated DSA, whose indexer comes after it.
     *_attention("attn"),
     *_attention("attn.attn"),
     _layer("self_attn.indexer.wq_b.weight", "attn.indexer.w_q", TRANSPOSED),
@@ -115,9 +122,12 @@ ROWS = (
     _layer("self_attn.indexer.k_norm.weight", "attn.indexer.k_norm_weight", SAME),
     _layer("self_attn.indexer.k_norm.bias", "attn.indexer.k_norm_bias", SAME),
     _layer("self_attn.indexer.weights_proj.weight", "attn.indexer.w_w", TRANSPOSED),
+    # Dense channel mixers of the first layers.
     _layer("mlp.gate_proj.weight", "ffn.w_gate", TRANSPOSED),
     _layer("mlp.up_proj.weight", "ffn.w_up", TRANSPOSED),
     _layer("mlp.down_proj.weight", "ffn.w_down", TRANSPOSED),
+    # MoE. The balance of all layers is one leaf of ours and a tensor of each layer there. The
+    # release counts gate, down and up as 1, 2 and 3.
     _layer("block_sparse_moe.gate.weight", "ffn.router.weight", TRANSPOSED),
     TableRow(
         LANGUAGE + "model.layers.{m}.block_sparse_moe.gate.e_score_correction_bias",
@@ -134,6 +144,8 @@ ROWS = (
     _layer("block_sparse_moe.shared_experts.gate_proj.weight", "ffn.shared.w_gate", TRANSPOSED),
     _layer("block_sparse_moe.shared_experts.up_proj.weight", "ffn.shared.w_up", TRANSPOSED),
     _layer("block_sparse_moe.shared_experts.down_proj.weight", "ffn.shared.w_down", TRANSPOSED),
+    # Vision. Queries, keys and values are three leaves of ours: tensor parallelism splits each by
+    # heads.
     TableRow("vision_tower.patch_embed.proj.weight", "params.vision.patch", KERNEL),
     TableRow("vision_tower.patch_embed.pos_emb.weight", "params.vision.table", SAME),
     _block("norm0.weight", "attn_norm", SAME),
@@ -180,17 +192,17 @@ class Entry(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what one tensor stands for."""
+        """The shape of what one tensor stands for."""
         return self.spec.shape[1:] if self.stacked else self.spec.shape
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of each tensor in the checkpoint."""
+        """The shape of each tensor in the checkpoint."""
         return self._whole(self.row.transform.stored_shape(self.shape))
 
     @property
     def sliced_shape(self) -> tuple[int, ...]:
-        """The same memory, with the dimensions of :meth:`stored_tile`."""
+        """The shape of the same memory with the dimensions of :meth:`stored_tile`."""
         return self._whole(self.row.transform.sliced_shape(self.shape))
 
     @property
@@ -200,10 +212,11 @@ class Entry(NamedTuple):
 
     def stored_tile(self, tile: Tile) -> Tile:
         """Where a tile of what one tensor stands for lies in the tensor."""
+        # The first dimension is the one that thirds are taken along, whatever the transform.
         first, *rest = self.row.transform.stored_tile(tile, self.shape)
         if self.row.third is not None:
-            at = self.row.third * self.row.transform.sliced_shape(self.shape)[0]
-            first = slice(first.start + at, first.stop + at)
+            begin = self.row.third * self.row.transform.sliced_shape(self.shape)[0]
+            first = slice(first.start + begin, first.stop + begin)
         return (first, *rest)
 
     def _whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -219,8 +232,8 @@ def specs(cfg: model.Config) -> Weights:
     if cfg.num_mtp_layers:
         raise ValueError(
             f"model.Config.num_mtp_layers={cfg.num_mtp_layers}: K3's checkpoint format has no MTP "
-            "layer; set it to 0, "
-            "and for an export replace params.mtp by () and leave out the last row of the balance"
+            "layer; set it to 0, and for an export replace params.mtp by () and leave out the last "
+            "row of the balance"
         )
     bias = (len(model.moe_layers(cfg)), cfg.moe.num_experts)
     balance = ParamSpec(bias, ("", ""), Constant(0.0), torch.float32) if bias[0] else ()
@@ -241,47 +254,42 @@ def entries_of(
         ValueError: leaves that no row or several rows cover, and names that several leaves have,
             all listed.
     """
+    # Escaped whole, so the braces that stand for the layer have to be looked for escaped.
     patterns = [re.compile(re.escape(row.path).replace(r"\{i\}", r"(?P<i>\d+)")) for row in rows]
-    found, wrong = [], []
+    entries: list[Entry] = []
+    wrong: list[str] = []
     for path, spec in tree.flatten_with_paths(declared):
-        matches = [
-            (row, m)
-            for row, pattern in zip(rows, patterns, strict=True)
-            if (m := pattern.fullmatch(path))
-        ]
+        matches: list[tuple[TableRow, dict[str, str]]] = []
+        for row, pattern in zip(rows, patterns, strict=True):
+            match = pattern.fullmatch(path)
+            if match:
+                matches.append((row, match.groupdict()))
         if len(matches) != 1:
-            wrong.append(
-                f"{path} is covered by {len(matches)} rows {[row.name for row, _ in matches]}"
-            )
-        found += [
-            _entry(moe_layers, path, spec, row, match.groupdict()) for row, match in matches[:1]
-        ]
-    names = Counter((name, entry.row.third) for entry in found for name in entry.names)
-    wrong += [
-        f"{name} is the name of {count} leaves" for (name, _), count in names.items() if count > 1
-    ]
+            names = [row.name for row, _ in matches]
+            wrong.append(f"{path} is covered by {len(matches)} rows {names}")
+        # Of a leaf with two rows the first, so that a name of two leaves is found too.
+        for row, layer in matches[:1]:
+            entries.append(_entry(moe_layers, path, spec, row, layer))
+    counts: Counter[tuple[str, int | None]] = Counter()
+    for entry in entries:
+        counts.update((name, entry.row.third) for name in entry.names)
+    for (name, _), count in counts.items():
+        if count > 1:
+            wrong.append(f"{name} is the name of {count} leaves")
     if wrong:
         raise ValueError(
             f"k31fn.hf_format.table needs one row per leaf and one leaf per name; {len(wrong)}: "
             f"{wrong[:20]}"
         )
-    return found
+    return entries
 
 
 def _entry(
     moe_layers: tuple[int, ...], path: str, spec: ParamSpec, row: TableRow, layer: dict[str, str]
 ) -> Entry:
     pattern = row.name.replace("{i}", layer.get("i", ""))
-    if "{j}" in pattern:
-        return Entry(
-            path,
-            spec,
-            row,
-            tuple(pattern.replace("{j}", str(j)) for j in range(spec.shape[0])),
-            True,
-        )
-    if "{m}" in pattern:
-        return Entry(
-            path, spec, row, tuple(pattern.replace("{m}", str(m)) for m in moe_layers), True
-        )
+    for letter, numbers in (("{j}", range(spec.shape[0])), ("{m}", moe_layers)):
+        if letter in pattern:
+            names = tuple(pattern.replace(letter, str(number)) for number in numbers)
+            return Entry(path, spec, row, names, True)
     return Entry(path, spec, row, (pattern,), False)

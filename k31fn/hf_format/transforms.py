@@ -1,4 +1,4 @@
-"""How one weight differs between the checkpoint and the parameter tree.
+"""Transforms of one weight between the checkpoint and the parameter tree.
 
 A transform is told ``shape``, the weight's in the tree, and a ``tile`` of it: a slice per
 dimension, with start and stop. ``stored_shape`` is the shape in the checkpoint and ``sliced_shape``
@@ -16,10 +16,31 @@ import torch
 
 from k31fn.typing import Tensor
 
-__all__ = ["DEPTHWISE", "HEADS_PADDED", "KERNEL", "ROW", "SAME", "TRANSPOSED", "Tile", "Transform"]
+__all__ = [
+    "DEPTHWISE",
+    "HEADS_PADDED",
+    "KERNEL",
+    "ROW",
+    "SAME",
+    "TRANSPOSED",
+    "Tile",
+    "Transform",
+    "tile_shape",
+    "whole",
+]
 
 Shape = tuple[int, ...]
 Tile = tuple[slice, ...]
+
+
+def tile_shape(tile: Tile) -> Shape:
+    """Sizes of a tile."""
+    return tuple(s.stop - s.start for s in tile)
+
+
+def whole(shape: Shape) -> Tile:
+    """The tile that is all of a tensor."""
+    return tuple(slice(0, n) for n in shape)
 
 
 @dataclass(frozen=True)
@@ -82,7 +103,7 @@ class Kernel(Transposed):
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Four dimensions."""
-        side = math.isqrt(shape[0] // self.channels)
+        side = math.isqrt(shape[0] // self.channels)  # patches are square
         return (shape[1], self.channels, side, side)
 
     def sliced_shape(self, shape: Shape) -> Shape:
@@ -133,9 +154,8 @@ class Padded(Same):
     def stored_tile(self, tile: Tile, shape: Shape) -> Tile:
         """The tile; the last one has the zeros too."""
         (rows,) = tile
-        return (
-            slice(rows.start, rows.stop if rows.stop < shape[0] else self.stored_shape(shape)[0]),
-        )
+        stop = rows.stop if rows.stop < shape[0] else self.stored_shape(shape)[0]
+        return (slice(rows.start, stop),)
 
     def load(self, stored: Tensor, tile: Tile) -> Tensor:
         """Without the zeros."""
@@ -147,10 +167,10 @@ class Padded(Same):
         return torch.cat([part, part.new_zeros(rows.stop - rows.start - part.shape[0])])
 
 
-Transform = Same
+Transform = Same  # the plainest of them, which the others refine
 SAME = Same()
-TRANSPOSED = Transposed()
-KERNEL = Kernel(3)
-DEPTHWISE = Inserted(1)
-ROW = Inserted(0)
-HEADS_PADDED = Padded(128)
+TRANSPOSED = Transposed()  # torch.nn.Linear's layout
+KERNEL = Kernel(3)  # of colours
+DEPTHWISE = Inserted(1)  # torch.nn.Conv1d's layout with one channel per group
+ROW = Inserted(0)  # torch.nn.Linear's layout of a map onto one number
+HEADS_PADDED = Padded(128)  # K3 stores A_log so, for the kernel that reads it

@@ -1,5 +1,5 @@
-"""Whether a folder holds the checkpoint that its ``config.json`` describes, without reading a
-tensor.
+"""Verification that a folder holds the checkpoint that its ``config.json`` describes, without
+reading a tensor.
 """
 
 from __future__ import annotations
@@ -47,25 +47,27 @@ def verify(directory: str | Path, cfg: model.Config | None = None) -> Verificati
     """
     root = Path(directory)
     tensors, broken = survey(root)
-    found = (
-        ["files that are not complete or do not belong together:", *(f"  {p}" for p in broken)]
-        if broken
-        else []
-    )
+    problems: list[str] = []
+    if broken:
+        problems.append("files that are not complete or do not belong together:")
+        problems += [f"  {problem}" for problem in broken]
+    # Both are told, files and config: whoever repairs a folder wants to know all of it.
     try:
         wanted = config_from_hf(root) if cfg is None else cfg
     except ValueError as e:
-        found += ["config that k31fn cannot read:", f"  {e}"]
+        problems += ["config that k31fn cannot read:", f"  {e}"]
     else:
-        if fits := find_problems(entries(wanted), tensors) if not broken else "":
-            found.append(fits)
-    packed = [t for name, t in tensors.items() if name.endswith(PACKED)]
-    plain = [t for name, t in tensors.items() if not name.endswith(PACKED) and t.dtype != "U8"]
-    weights = sum(math.prod(t.shape) for t in plain) + 2 * sum(math.prod(t.shape) for t in packed)
-    return Verification(
-        len({t.file for t in tensors.values()}),
-        len(tensors),
-        weights,
-        len(packed),
-        "\n".join(found),
-    )
+        # What incomplete files lack would be listed again, tensor by tensor.
+        misfits = "" if broken else find_problems(entries(wanted), tensors)
+        if misfits:
+            problems.append(misfits)
+    files: set[str] = set()
+    num_weights = num_quantised = 0
+    for name, tensor in tensors.items():
+        files.add(tensor.file)
+        if name.endswith(PACKED):
+            num_quantised += 1
+            num_weights += 2 * math.prod(tensor.shape)  # two codes in a byte
+        elif tensor.dtype != "U8":  # not scales, which stand for no weight
+            num_weights += math.prod(tensor.shape)
+    return Verification(len(files), len(tensors), num_weights, num_quantised, "\n".join(problems))

@@ -40,7 +40,9 @@ _NUMBERS = (
     "qkv_hidden_size",
     "projector_ln_eps",
 )
-_ROPE, _NORM_EPS = "rope_theta", "norm_eps"  # ours: K3's file does not say, its code fixes both
+# Ours: K3's file does not say, its code fixes both.
+_ROPE = "rope_theta"
+_NORM_EPS = "norm_eps"
 
 
 def vision_from_hf(
@@ -54,26 +56,28 @@ def vision_from_hf(
     problems = [f"{name} is missing" for name in _NUMBERS if name not in given]
     for name, only in _FIXED.items():
         value = given.get(name, only)
+        # A tuple, if the dict did not come out of JSON.
         if (list(value) if isinstance(value, tuple) else value) != only:
             problems.append(f"{name}={value!r} must be {only!r}")
     width = given.get("vt_hidden_size", 0)
+    # Sizes that follow from others; null stands for "as it follows".
     for name, only in (("mm_hidden_size", width), ("text_hidden_size", hidden_size)):
         if given.get(name, only) not in (only, None):
             problems.append(f"{name}={given[name]!r} must be {only}")
-    wide, heads = given.get("qkv_hidden_size", 0), given.get("vt_num_attention_heads", 1)
-    if not isinstance(heads, int) or heads < 1 or wide % heads:
-        problems.append(f"vt_num_attention_heads={heads!r} must divide qkv_hidden_size={wide!r}")
+    qkv_size = given.get("qkv_hidden_size", 0)
+    heads = given.get("vt_num_attention_heads", 1)
+    if not isinstance(heads, int) or heads < 1 or qkv_size % heads:
+        problems.append(
+            f"vt_num_attention_heads={heads!r} must divide qkv_hidden_size={qkv_size!r}"
+        )
     if problems:
         raise ValueError(
             f"vision_config does not describe a tower that k31fn has: {'; '.join(problems)}"
         )
-    optional = {
-        ours: given[theirs]
-        for ours, theirs in (("rope_theta", _ROPE), ("norm_eps", _NORM_EPS))
-        if theirs in given
-    }
+    # Our fields have the names that we write; where they are absent our defaults are K3's.
+    optional = {name: given[name] for name in (_ROPE, _NORM_EPS) if name in given}
     block = vision_block.Config(
-        width, heads, wide // heads, given["vt_intermediate_size"], **optional
+        width, heads, qkv_size // heads, given["vt_intermediate_size"], **optional
     )
     tower = vision.Config(
         block,
