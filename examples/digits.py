@@ -29,7 +29,7 @@ from k31fn import data, random, sample
 from k31fn.data.image_packing import Row, Shape, collate
 from k31fn.data.media import PLACEHOLDER
 from k31fn.data.prepare import Config, prepare
-from k31fn.data.store import Document
+from k31fn.data.store import StoredDocument
 from k31fn.layers.patches import cell_order
 from k31fn.trainer import folder
 
@@ -151,7 +151,7 @@ def captions(run: Path, *, shuffle: bool = False, where: str = "cpu") -> list[Ca
     return found
 
 
-def _prompts(document: Document, tokenizer: data.Tokenizer) -> Iterator[tuple[str, Row]]:
+def _prompts(document: StoredDocument, tokenizer: data.Tokenizer) -> Iterator[tuple[str, Row]]:
     for i, (_, stop) in enumerate(document.spans.tolist()):
         truth = _first_line(tokenizer.decode(document.tokens[stop:]))
         tokens, seen = document.tokens[:stop], slice(i + 1)

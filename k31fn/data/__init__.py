@@ -12,14 +12,13 @@ a ``batch_at(step)`` like that of a ``Dataset``, and ``open_heldout`` rows to sc
 
 from k31fn.data.curriculum import Curriculum, Rows
 from k31fn.data.heldout import HeldOut, heldout, heldout_rows, trained_on
-from k31fn.data.image_packing import PackedDataset, Shape
 from k31fn.data.mixture import Mixture
 from k31fn.data.ngram import NGram
 from k31fn.data.packing import Corpus, Dataset, Example, pieces
 from k31fn.data.prepared import Prepared, open_heldout, open_prepared
-from k31fn.data.sources import Document, read, stdlib
-from k31fn.data.splits import Config, Splits, load
-from k31fn.data.store import Store, open_store
+from k31fn.data.sources import read, stdlib
+from k31fn.data.splits import Config, load
+from k31fn.data.store import open_store
 from k31fn.data.tokenizer import ByteTokenizer, Tokenizer
 from k31fn.data.tokenizer_files import open_tokenizer
 
@@ -29,17 +28,12 @@ __all__ = [
     "Corpus",
     "Curriculum",
     "Dataset",
-    "Document",
     "Example",
     "HeldOut",
     "Mixture",
     "NGram",
-    "PackedDataset",
     "Prepared",
     "Rows",
-    "Shape",
-    "Splits",
-    "Store",
     "Tokenizer",
     "heldout",
     "heldout_rows",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from k31fn.data import images
-from k31fn.data.prepare import Config, Progress, prepare
+from k31fn.data.prepare import Config, PrepareProgress, prepare
 
 __all__ = ["bar", "main"]
 
@@ -61,17 +61,15 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         cfg = _config(given)
+        # On stderr, so that what was prepared can be piped on.
         with bar(sys.stderr.write, terminal=sys.stderr.isatty()) as report:
             result = prepare(cfg, given.folder, workers=given.workers, report=report)
     except (ValueError, ImportError, OSError) as e:
         print(f"k31fn.data: {e}", file=sys.stderr)
         return 2
     skipped = ", ".join(f"{n} {reason}" for reason, n in result.skipped.items()) or "none"
-    print(
-        "{documents:,} documents, {tokens:,} tokens, {images:,} images".format_map(result.counts),
-        end="",
-    )
-    print(f" in {given.folder}; documents left out: {skipped}")
+    totals = "{documents:,} documents, {tokens:,} tokens, {images:,} images"
+    print(f"{totals.format_map(result.counts)} in {given.folder}; documents left out: {skipped}")
     if given.chat:
         print(
             "learnt: {learnt:,} tokens; {shortened:,} conversations shortened, "
@@ -97,22 +95,28 @@ def _config(given: argparse.Namespace) -> Config:
 
 
 @contextlib.contextmanager
-def bar(write: Callable[[str], object], *, terminal: bool) -> Iterator[Callable[[Progress], None]]:
+def bar(
+    write: Callable[[str], object], *, terminal: bool
+) -> Iterator[Callable[[PrepareProgress], None]]:
     """Reports progress to a terminal as a bar, whose line ends with the block, elsewhere as a line
     per tenth.
     """
-    began, shown = time.monotonic(), -1
+    began = time.monotonic()
+    shown = -1  # how far the last line said it was, in parts of the bar or in tenths
 
-    def show(progress: Progress) -> None:
+    def show(progress: PrepareProgress) -> None:
         nonlocal shown
-        done, total = progress.done, max(progress.total, 1)
+        done = progress.done
+        total = max(progress.total, 1)
         seconds = time.monotonic() - began
+        # Shards that an earlier call left count as done at second 0, so this is too low after one.
         left = f", about {seconds / done * (total - done):.0f} s left" if 0 < done < total else ""
         line = (
             f"{done} of {total} shards, {progress.counts['tokens']:,} tokens, {seconds:.0f} s{left}"
         )
         if terminal:
             shown = filled = 30 * done // total
+            # Back to the start of the line, and what was there before is erased.
             write(f"\r\033[K[{'#' * filled}{'.' * (30 - filled)}] {line}")
         elif 10 * done // total > shown:
             shown = 10 * done // total

@@ -42,7 +42,7 @@ from k31fn.data.tokenizer import CHAT_NAMES, Tokenizer
 __all__ = [
     "END_OF_ANSWER",
     "Conversation",
-    "Piece",
+    "MessagePiece",
     "check_tokenizer",
     "encode",
     "prompt",
@@ -55,8 +55,10 @@ END_OF_ANSWER = _CLOSE
 further.
 """
 
+# What this format can say. Another key is refused: what it meant would be lost in silence.
 _ROLES = ("system", "user", "assistant", "tool")
 _KEYS = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id", "tool"}
+# Names of the types of arguments; every other type, such as dict, is an "object".
 _KINDS = {
     type(None): "null",
     bool: "boolean",
@@ -67,7 +69,7 @@ _KINDS = {
 }
 
 
-class Piece(NamedTuple):
+class MessagePiece(NamedTuple):
     """A part of a message: a special token by name, text, or an image, and whether it is learnt."""
 
     kind: str
@@ -94,8 +96,11 @@ class Conversation(NamedTuple):
         """How many messages make the longest start of at most ``length`` tokens that ends in an
         answer; 0: none.
         """
-        found = [i + 1 for i, end in enumerate(self.ends) if self.answers[i] and end <= length]
-        return found[-1] if found else 0
+        count = 0
+        for number, (end, is_answer) in enumerate(zip(self.ends, self.answers, strict=True), 1):
+            if is_answer and end <= length:
+                count = number
+        return count
 
     def cut(self, count: int) -> Conversation:
         """The first messages."""
@@ -111,7 +116,8 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
     Raises:
         ValueError: names those that are missing.
     """
-    if missing := [name for name in CHAT_NAMES if name not in tokenizer.special_tokens]:
+    missing = [name for name in CHAT_NAMES if name not in tokenizer.special_tokens]
+    if missing:
         raise ValueError(
             f"the tokenizer has no {', '.join(missing)}, which conversations need; use another, "
             "such as 'bytes+chat'"
@@ -126,7 +132,7 @@ def encode(messages: Any, images: Sequence[Image], tokenizer: Tokenizer, name: s
         ValueError: the messages are not such a conversation, or have no answer, or another number
             of images; begins with ``name``.
     """
-    left = list(images)[::-1]
+    left = list(images)[::-1]  # taken from the end, in their order
     tokens: list[np.ndarray] = []
     learnt: list[bool] = []
     ends: list[int] = []
@@ -157,10 +163,11 @@ def prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
     check_tokenizer(tokenizer)
     (question,) = render([{"role": "user", "content": text}], "prompt")
     pieces = [*question, *_open("message", {"role": "assistant"}), *_open("response")]
+    # Piece by piece, as in training: a token never spans two of them.
     return np.concatenate([_encode(piece, [], tokenizer, "prompt") for piece in pieces])
 
 
-def render(messages: Any, name: str) -> list[list[Piece]]:
+def render(messages: Any, name: str) -> list[list[MessagePiece]]:
     """The pieces of each message.
 
     Raises:
@@ -170,68 +177,92 @@ def render(messages: Any, name: str) -> list[list[Piece]]:
         raise ValueError(
             f"{name}: messages must be a list of at least one message, not {str(messages)[:60]!r}"
         )
-    found, calls, answered = [], [], 0
+    rendered: list[list[MessagePiece]] = []
+    calls: list[tuple[str, dict[str, Any]]] = []  # of the last answer
+    answered = 0  # how many of them have their result
     for number, message in enumerate(messages):
         where = f"{name}: messages[{number}]"
         _check(message, where)
         role = message["role"]
-        attributes = {"role": role} | (
-            {"name": message["name"]} if message.get("name") and role != "tool" else {}
-        )
+        attributes = {"role": role}
+        # Of a tool's result the name is that of the tool, which has an attribute of its own.
+        if message.get("name") and role != "tool":
+            attributes["name"] = message["name"]
         if role == "assistant":
-            body, calls, answered = _answer(message, where), _calls(message, where), 0
+            body = _answer(message, where)
+            calls = _calls(message, where)
+            answered = 0
         else:
             body = _content(message.get("content"), False, where)
         if role == "tool":
             answered += 1
-            tool = (
-                message.get("tool")
-                or message.get("name")
-                or next((n for n, _ in calls[answered - 1 : answered]), "")
-            )
-            if not tool:
-                raise ValueError(
-                    f"{where} answers no call: give it a 'name', or put it behind the calls it "
-                    "answers"
-                )
-            attributes |= {"tool": tool, "index": str(answered)}
+            attributes |= _tool_attributes(message, calls, answered, where)
         learnt = role == "assistant"
-        end = Piece("special", _END, learnt)
-        found.append([*_open("message", attributes), *body, *_close("message", learnt), end])
-    return found
+        end = MessagePiece("special", _END, learnt)
+        # What opens a message is the prompt's, also of an answer: a model never writes it.
+        rendered.append([*_open("message", attributes), *body, *_close("message", learnt), end])
+    return rendered
 
 
-def _answer(message: Mapping[str, Any], where: str) -> list[Piece]:
-    content, calls = _content(message.get("content"), True, where), _calls(message, where)
+def _tool_attributes(
+    message: Mapping[str, Any],
+    calls: Sequence[tuple[str, dict[str, Any]]],
+    index: int,
+    where: str,
+) -> dict[str, str]:
+    """The attributes of the result of call ``index`` of the answer before it."""
+    tool = message.get("tool") or message.get("name")
+    if not tool and index <= len(calls):
+        tool = calls[index - 1][0]
+    if not tool:
+        raise ValueError(
+            f"{where} answers no call: give it a 'name', or put it behind the calls it answers"
+        )
+    return {"tool": tool, "index": str(index)}
+
+
+def _answer(message: Mapping[str, Any], where: str) -> list[MessagePiece]:
+    """The elements inside of an answer's message."""
+    content = _content(message.get("content"), True, where)
+    calls = _calls(message, where)
     if any(piece.kind == "image" for piece in content):
         raise ValueError(f"{where}: an answer holds an image; a model writes text only")
     if not content and not calls:
         raise ValueError(f"{where}: an answer without content and tool_calls; leave it out")
-    body = [*_open("response"), *content, *_close("response", True)]
-    if isinstance(thought := message.get("reasoning_content"), str):
-        head = [*_open("think"), *_text(thought, True), *_close("think", True)]
-        body = head + [piece._replace(learnt=True) for piece in body]
+    # The first element is opened by the prompt (:func:`prompt`): behind a thought the model opens
+    # the response itself.
+    thought = message.get("reasoning_content")
+    body: list[MessagePiece] = []
+    if isinstance(thought, str):
+        body += [*_open("think"), *_text(thought, True), *_close("think", True)]
+    body += [*_open("response", learnt=bool(body)), *content, *_close("response", True)]
     if calls:
         body += _open("tools", learnt=True)
         for index, (tool, arguments) in enumerate(calls, 1):
-            body += _open("call", {"tool": tool, "index": str(index)}, learnt=True)
-            for key, value in arguments.items():
-                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                body += _open(
-                    "argument", {"key": key, "type": _KINDS.get(type(value), "object")}, learnt=True
-                )
-                body += [*_text(text, True), *_close("argument", True)]
-            body += _close("call", True)
+            body += _call(tool, index, arguments)
         body += _close("tools", True)
     return body
 
 
+def _call(tool: str, index: int, arguments: Mapping[str, Any]) -> list[MessagePiece]:
+    pieces = _open("call", {"tool": tool, "index": str(index)}, learnt=True)
+    for key, value in arguments.items():
+        # A string stands as it is, without quotes: its type says that it is one.
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        kind = _KINDS.get(type(value), "object")
+        pieces += _open("argument", {"key": key, "type": kind}, learnt=True)
+        pieces += [*_text(text, True), *_close("argument", True)]
+    return pieces + _close("call", True)
+
+
 def _calls(message: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
     """Name and arguments of each call."""
-    found = []
+    calls = []
     for call in message.get("tool_calls") or []:
+        # OpenAI's form has a "function" with arguments as a JSON string; a plain object will do.
         function = call.get("function", call) if isinstance(call, dict) else {}
-        name, arguments = function.get("name"), function.get("arguments", {})
+        name = function.get("name")
+        arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
@@ -243,17 +274,18 @@ def _calls(message: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, 
             raise ValueError(
                 f"{where}: a call needs a name and arguments by name, not {str(call)[:60]!r}"
             )
-        found.append((name, arguments))
-    return found
+        calls.append((name, arguments))
+    return calls
 
 
 def _check(message: Any, where: str) -> None:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise ValueError(f"{where}: role {str(role)[:60]!r} must be one of {list(_ROLES)}")
-    if unknown := sorted(
-        name for name, value in message.items() if name not in _KEYS and value is not None
-    ):
+    # None is what a table of records has where a field is absent.
+    present = {name for name, value in message.items() if value is not None}
+    unknown = sorted(present - _KEYS)
+    if unknown:
         raise ValueError(
             f"{where} has {unknown}, which this format cannot express; known: {sorted(_KEYS)}"
         )
@@ -265,48 +297,50 @@ def _check(message: Any, where: str) -> None:
         )
 
 
-def _content(content: Any, learnt: bool, where: str) -> list[Piece]:
-    """Of text, or of a list of parts with their type."""
+def _content(content: Any, learnt: bool, where: str) -> list[MessagePiece]:
+    """The pieces of text, or of a list of parts with their type."""
     if content is None or isinstance(content, str):
         return _text(content or "", learnt)
-    found: list[Piece] = []
+    pieces: list[MessagePiece] = []
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("image", "image_url"):
-            found.append(Piece("image", "", learnt))
+            pieces.append(MessagePiece("image", "", learnt))
         elif kind == "text" and isinstance(part.get("text"), str):
-            found += _text(part["text"], learnt)
+            pieces += _text(part["text"], learnt)
         else:
             raise ValueError(
                 f"{where}: content is text, or a list of parts of type 'text' and 'image', not "
                 f"{part!r}"
             )
-    return found
+    return pieces
 
 
-def _text(text: str, learnt: bool) -> list[Piece]:
-    return [Piece("text", text, learnt)] if text else []
+def _text(text: str, learnt: bool) -> list[MessagePiece]:
+    return [MessagePiece("text", text, learnt)] if text else []
 
 
 def _open(
     tag: str, attributes: Mapping[str, str] | None = None, *, learnt: bool = False
-) -> list[Piece]:
-    texts = [tag]
+) -> list[MessagePiece]:
+    pieces = [MessagePiece("special", _OPEN, learnt), *_text(tag, learnt)]
     for key, value in (attributes or {}).items():
-        texts += [f" {key}", '="', str(value).replace("&", "&amp;").replace('"', "&quot;"), '"']
-    texts = [Piece("text", text, learnt) for text in texts if text]
-    return [Piece("special", _OPEN, learnt), *texts, Piece("special", _SEP, learnt)]
+        # Only what would end the attribute is escaped, and the mark of an escape itself.
+        escaped = str(value).replace("&", "&amp;").replace('"', "&quot;")
+        for text in (f" {key}", '="', escaped, '"'):
+            pieces += _text(text, learnt)
+    return [*pieces, MessagePiece("special", _SEP, learnt)]
 
 
-def _close(tag: str, learnt: bool) -> list[Piece]:
+def _close(tag: str, learnt: bool) -> list[MessagePiece]:
     return [
-        Piece("special", _CLOSE, learnt),
-        Piece("text", tag, learnt),
-        Piece("special", _SEP, learnt),
+        MessagePiece("special", _CLOSE, learnt),
+        MessagePiece("text", tag, learnt),
+        MessagePiece("special", _SEP, learnt),
     ]
 
 
-def _encode(piece: Piece, left: list[Image], tokenizer: Tokenizer, name: str) -> np.ndarray:
+def _encode(piece: MessagePiece, left: list[Image], tokenizer: Tokenizer, name: str) -> np.ndarray:
     if piece.kind == "special":
         return np.array([tokenizer.special_tokens[piece.text]], np.int64)
     if piece.kind == "image":

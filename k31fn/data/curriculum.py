@@ -51,7 +51,7 @@ class Curriculum:
 
     @property
     def fingerprint(self) -> str:
-        """Of the text."""
+        """The hash of the text."""
         return self.parts[0].fingerprint
 
     def batch_at(
@@ -62,16 +62,18 @@ class Curriculum:
         Raises:
             ValueError: as the dataset of that step, or a negative step.
         """
+        # A negative step goes to the first part, which refuses it.
         number = max(bisect.bisect_right(self.starts, step) - 1, 0)
-        here = step - self.starts[number]
+        own_step = step - self.starts[number]  # each part counts from its first row
         return self.parts[number].batch_at(
-            here, rank=rank, num_ranks=num_ranks, micro=micro, num_micro=num_micro
+            own_step, rank=rank, num_ranks=num_ranks, micro=micro, num_micro=num_micro
         )
 
     def steps_of_parts(self, num_steps: int) -> Iterator[tuple[Dataset | Mixture, int]]:
         """Each part and how many of the first ``num_steps`` steps it has."""
         ends = [*self.starts[1:], num_steps]
         for part, (start, stop) in zip(self.parts, itertools.pairwise([0, *ends]), strict=True):
+            # A run may end before the later parts begin.
             yield part, max(min(stop, num_steps) - start, 0)
 
 

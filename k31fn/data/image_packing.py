@@ -30,13 +30,13 @@ from k31fn.layers import projector
 from k31fn.layers.patches import Grid, Images, from_grids, num_patches, num_slots
 from k31fn.typing import Tensor
 
-__all__ = ["PackedDataset", "Piece", "Row", "Shape", "collate"]
+__all__ = ["DocumentPiece", "PackedDataset", "Row", "Shape", "collate"]
 
 IGNORED = -100
 
 
 class Shape(NamedTuple):
-    """Of rows.
+    """The size of rows.
 
     Attributes:
         length: tokens.
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
     patches: int = 0
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Part of a document: its number, and from where to where its tokens go."""
 
     document: int
@@ -102,7 +102,7 @@ class PackedDataset:
             raise ValueError(
                 "the store holds no document; prepare more data, or hold out another fraction"
             )
-        _ = self._rows
+        _ = self._rows  # now, so that a document that does not fit is an error at the start
 
     @property
     def num_rows(self) -> int:
@@ -118,75 +118,78 @@ class PackedDataset:
         for piece in self._rows[place]:
             document = self.store.read(piece.document)
             row.pieces.append(document.tokens[piece.start : piece.stop])
-            whole = (
-                document.learnt if self.store.answers else np.ones(len(document.tokens), np.bool_)
-            )
-            row.learnt.append(np.asarray(whole[piece.start : piece.stop]))
-            for grid, (start, stop), patches in zip(
-                document.grids, document.spans, document.patches, strict=True
-            ):
+            if self.store.answers:
+                row.learnt.append(np.asarray(document.learnt[piece.start : piece.stop]))
+            else:
+                row.learnt.append(np.ones(piece.stop - piece.start, np.bool_))
+            images = zip(document.grids, document.spans, document.patches, strict=True)
+            for grid, (start, stop), patches in images:
+                # An image is in one piece of its document, whole.
                 if piece.start <= start and stop <= piece.stop:
                     row.grids.append(grid)
                     row.patches.append(patches)
         return row
 
     @functools.cached_property
-    def _rows(self) -> list[list[Piece]]:
+    def _rows(self) -> list[list[DocumentPiece]]:
         """The pieces of every row."""
         count = self.store.num_documents
-        _, keys = draw(self.seed, 1 << 63, count)  # an epoch that never comes
-        rows: list[list[Piece]] = []
+        # Drawn once, from the numbers of an epoch that never comes: which documents share a row
+        # stays the same, so all rows are known from lengths alone.
+        _, keys = draw(self.seed, 1 << 63, count)
+        rows: list[list[DocumentPiece]] = []
         tokens = patches = 0
         for document in permute(np.arange(count), count, keys).tolist():
             for piece, size in self._pieces(document):
-                length = piece.stop - piece.start
-                if (
-                    not rows
-                    or tokens + length > self.shape.length
-                    or patches + size > self.shape.patches
-                ):
+                tokens += piece.stop - piece.start
+                patches += size
+                if not rows or tokens > self.shape.length or patches > self.shape.patches:
                     rows.append([])
-                    tokens = patches = 0
+                    tokens = piece.stop - piece.start
+                    patches = size
                 rows[-1].append(piece)
-                tokens, patches = tokens + length, patches + size
         return rows
 
-    def _pieces(self, document: int) -> Iterator[tuple[Piece, int]]:
+    def _pieces(self, document: int) -> Iterator[tuple[DocumentPiece, int]]:
         """The pieces of a document, each with its patches: as few as fit into rows, none ending
         inside an image.
         """
         spans, grids = self.store.images_of(document)
         sizes = grids.prod(1, dtype=np.int64)
         self._check(document, spans, sizes)
-        length, start, image = int(self.store.lengths[document]), 0, 0
+        length = int(self.store.lengths[document])
+        # An answer without its question teaches something else.
         if self.store.answers and (length > self.shape.length or sizes.sum() > self.shape.patches):
             raise ValueError(
                 f"document {document} is a conversation of {length} tokens and {sizes.sum()} "
-                "patches, which is not "
-                f"cut; a row has data.length={self.shape.length}, "
-                f"data.patches={self.shape.patches}: prepare the data "
-                f"with --max-length {self.shape.length}, or make rows longer"
+                f"patches, which is not cut; a row has data.length={self.shape.length}, "
+                f"data.patches={self.shape.patches}: prepare the data with "
+                f"--max-length {self.shape.length}, or make rows longer"
             )
+        start = 0
+        image = 0  # the first one that no piece has yet
         while start < length:
-            stop, last, used = min(start + self.shape.length, length), image, 0
-            while last < len(spans) and spans[last, 0] < stop:
-                if spans[last, 1] > stop or used + sizes[last] > self.shape.patches:
-                    stop = int(spans[last, 0])
+            stop = min(start + self.shape.length, length)
+            used = 0
+            while image < len(spans) and spans[image, 0] < stop:
+                # The piece ends before the first image that does not fit, and the next begins with
+                # it.
+                if spans[image, 1] > stop or used + sizes[image] > self.shape.patches:
+                    stop = int(spans[image, 0])
                     break
-                used += int(sizes[last])
-                last += 1
-            yield Piece(document, start, stop), used
-            start, image = stop, last
+                used += int(sizes[image])
+                image += 1
+            yield DocumentPiece(document, start, stop), used
+            start = stop
 
     def _check(self, document: int, spans: np.ndarray, sizes: np.ndarray) -> None:
         for (start, stop), size in zip(spans.tolist(), sizes.tolist(), strict=True):
             if stop - start > self.shape.length or size > self.shape.patches:
                 raise ValueError(
                     f"document {document} has an image of {stop - start} tokens and {size} "
-                    "patches, more than a row: "
-                    f"data.length={self.shape.length}, data.patches={self.shape.patches}; raise "
-                    "them, or prepare the "
-                    "data with fewer patches per image"
+                    f"patches, more than a row: data.length={self.shape.length}, "
+                    f"data.patches={self.shape.patches}; raise them, or prepare the data with "
+                    "fewer patches per image"
                 )
 
 
@@ -194,24 +197,24 @@ def collate(rows: Sequence[Row], shape: Shape, store: Store) -> Example:
     """A batch of rows, on the CPU; ``store`` is one of those they are from, for its tokens and
     sizes.
     """
-    tokens, learnt = (
-        np.zeros((len(rows), shape.length), np.int64),
-        np.zeros((len(rows), shape.length), np.bool_),
-    )
+    tokens = np.zeros((len(rows), shape.length), np.int64)
+    learnt = np.zeros((len(rows), shape.length), np.bool_)
+    lengths: list[list[int]] = []
     for line, marks, row in zip(tokens, learnt, rows, strict=True):
-        whole = np.concatenate(row.pieces)
-        line[: len(whole)], marks[: len(whole)] = whole, np.concatenate(row.learnt)
-    packing = segments.from_lengths(
-        [[len(piece) for piece in row.pieces] for row in rows], shape.length
-    )
+        lengths.append(list(map(len, row.pieces)))
+        count = sum(lengths[-1])
+        line[:count] = np.concatenate(row.pieces)
+        marks[:count] = np.concatenate(row.learnt)
+    packing = segments.from_lengths(lengths, shape.length)
     inputs = torch.from_numpy(tokens)
     labels = segments.next_token_labels(inputs, packing)
+    # Whether the label's own token is learnt, which stands one place further.
     labels = labels.masked_fill(~torch.from_numpy(learnt).roll(-1, dims=1), IGNORED)
+    # Features, not tokens, are what stands in the placeholders: there is nothing to predict.
     if store.media_token >= 0:
         labels = labels.masked_fill(labels == store.media_token, IGNORED)
-    return Example(
-        inputs, labels, packing, _images(rows, inputs, shape, store) if shape.patches else ()
-    )
+    images = _images(rows, inputs, shape, store) if shape.patches else ()
+    return Example(inputs, labels, packing, images)
 
 
 def _images(rows: Sequence[Row], tokens: Tensor, shape: Shape, store: Store) -> Images:
@@ -225,10 +228,11 @@ def _images(rows: Sequence[Row], tokens: Tensor, shape: Shape, store: Store) -> 
             )
             line[: len(values)] = values
     slots = projector.slots(tokens, store.media_token)
-    held = torch.tensor([sum(map(num_slots, row.grids)) for row in rows])
-    if not torch.equal(slots.amax(1) + 1, held):
+    # A placeholder more or less would give every image after it the features of another.
+    placeholders = slots.amax(1) + 1
+    wanted = torch.tensor([sum(map(num_slots, row.grids)) for row in rows])
+    if not torch.equal(placeholders, wanted):
         raise ValueError(
-            f"rows have {(slots.amax(1) + 1).tolist()} placeholders for images of {held.tolist()} "
-            "slots"
+            f"rows have {placeholders.tolist()} placeholders for images of {wanted.tolist()} slots"
         )
     return Images(pixels, patches, slots)

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from einops import rearrange
 
 from k31fn.layers.patches import MERGE, Grid, cell_order, num_slots
 from k31fn.typing import Float, Tensor
@@ -42,19 +43,12 @@ __all__ = [
     "patchify",
 ]
 
-_SQUARE, _WHITE, _GREY = (
-    8,
-    255,
-    180,
-)  # of the board behind transparent pixels, as released; white at the top left
-FORMATS = (
-    "BMP",
-    "GIF",
-    "JPEG",
-    "PNG",
-    "TIFF",
-    "WEBP",
-)  # no format whose reader starts a program or follows links
+# The board behind transparent pixels, as released; white at the top left.
+_SQUARE = 8
+_WHITE = 255
+_GREY = 180
+# No format whose reader starts a program or follows links.
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 
 Reason = Literal["missing", "empty", "corrupt", "huge", "animated", "unsupported"]
 
@@ -67,9 +61,8 @@ class ImageError(ValueError):
     """
 
     def __init__(self, name: str, reason: Reason, why: str):
-        super().__init__(
-            name, reason, why
-        )  # all three, so that it can come back from another process
+        # All three, so that it can come back from another process.
+        super().__init__(name, reason, why)
         self.reason: Reason = reason
 
     def __str__(self) -> str:
@@ -141,12 +134,14 @@ def fit(width: int, height: int, cfg: Config) -> Size:
     """The size that an image of this size is brought to."""
     p = cfg.patch_size
     area = max(1, width // p) * max(1, height // p)
-    scale = min(
-        1.0, math.sqrt(cfg.max_patches / area), cfg.max_side * p / width, cfg.max_side * p / height
-    )
-    w, h = (min(max(1, int(n * scale)), cfg.max_side * p) for n in (width, height))
+    most = cfg.max_side * p  # pixels of a side
+    scale = min(1.0, math.sqrt(cfg.max_patches / area), most / width, most / height)
+    # Rounding may give a pixel too many, and a thin image none.
+    new_width = min(max(1, int(width * scale)), most)
+    new_height = min(max(1, int(height * scale)), most)
     unit = MERGE * p
-    return Size(w, h, (1, -(-h // unit) * MERGE, -(-w // unit) * MERGE))
+    grid = (1, -(-new_height // unit) * MERGE, -(-new_width // unit) * MERGE)
+    return Size(new_width, new_height, grid)
 
 
 def decode(data: bytes, name: str, cfg: Config) -> Image:
@@ -165,6 +160,7 @@ def decode(data: bytes, name: str, cfg: Config) -> Image:
     if not data:
         raise ImageError(name, "empty", "the file is empty")
     with _opened(data, name) as image:
+        # All of this from the header: a small file may say that it has billions of pixels.
         width, height = image.size
         if width * height > cfg.max_pixels:
             raise ImageError(
@@ -179,6 +175,7 @@ def decode(data: bytes, name: str, cfg: Config) -> Image:
                 "animated",
                 f"the {image.format} has several frames; give one of them as an image",
             )
+        # 16 and 32 bits per channel, of which nobody says what is white.
         if image.mode.startswith(("I", "F")):
             raise ImageError(
                 name,
@@ -195,11 +192,13 @@ def patchify(pixels: np.ndarray, patch_size: int) -> np.ndarray:
     and below.
     """
     unit = MERGE * patch_size
-    height, width, channels = pixels.shape
+    height, width, _ = pixels.shape
     pixels = np.pad(pixels, ((0, -height % unit), (0, -width % unit), (0, 0)))
-    h, w = pixels.shape[0] // patch_size, pixels.shape[1] // patch_size
-    blocks = pixels.reshape(h, patch_size, w, patch_size, channels).transpose(0, 2, 4, 1, 3)
-    return blocks.reshape(h * w, -1)[cell_order((1, h, w))]
+    patches = rearrange(pixels, "(h p) (w q) c -> (h w) (c p q)", p=patch_size, q=patch_size)
+    h = pixels.shape[0] // patch_size
+    w = pixels.shape[1] // patch_size
+    # The tower merges 2 x 2 patches, a cell, so those of a cell stand side by side.
+    return patches[cell_order((1, h, w))]
 
 
 def normalise(patches: np.ndarray) -> Float[Tensor, "*rows X"]:
@@ -218,19 +217,17 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
         raise ImportError("images need Pillow; pip install 'k31fn[vision]'") from e
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of the file's oddities, and of bombs, which max_pixels catches
-            with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            # Of the file's oddities, and of bombs, which max_pixels catches.
+            warnings.simplefilter("ignore")
+            with PIL.Image.open(io.BytesIO(data), formats=_FORMATS) as image:
                 yield image
     except ImageError:
         raise
     except PIL.Image.DecompressionBombError as e:
         raise ImageError(name, "huge", f"{e}") from e
-    # decoders of untrusted bytes raise nearly everything: OSError, SyntaxError, struct.error
-    except Exception as e:
+    except Exception as e:  # decoders of untrusted bytes: OSError, SyntaxError, struct.error, ...
         raise ImageError(
-            name, "corrupt", f"cannot be decoded ({type(e).__name__}: {e}); known: {FORMATS}"
+            name, "corrupt", f"cannot be decoded ({type(e).__name__}: {e}); known: {_FORMATS}"
         ) from e
 
 
@@ -241,6 +238,7 @@ def _pixels(image: Any, size: Size) -> np.ndarray:
     transparent = image.has_transparency_data
     image = image.convert("RGBA" if transparent else "RGB")
     if image.size != (size.width, size.height):
+        # BICUBIC, as released: another filter gives other features.
         image = image.resize((size.width, size.height), PIL.Image.Resampling.BICUBIC)
     if transparent:
         board = PIL.Image.fromarray(_board(size)).convert("RGBA")
@@ -249,5 +247,6 @@ def _pixels(image: Any, size: Size) -> np.ndarray:
 
 
 def _board(size: Size) -> np.ndarray:
+    """Squares of white and grey, ``[H W]``."""
     rows, columns = np.indices((size.height, size.width)) // _SQUARE
     return np.where((rows + columns) % 2, _GREY, _WHITE).astype(np.uint8)

@@ -39,8 +39,7 @@ class JsonTokenizer:
         if "ByteLevel" not in kinds:
             raise ValueError(
                 f"{self.path}: decoder {kinds or 'missing'}; k31fn reads byte-level tokenizers, "
-                "whose decoder is "
-                "ByteLevel: the others cannot say which bytes a token stands for"
+                "whose decoder is ByteLevel: the others cannot say which bytes a token stands for"
             )
         if self.end not in self.special_tokens:
             raise ValueError(
@@ -51,6 +50,7 @@ class JsonTokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the highest id."""
+        # Not the number of tokens: ids may have gaps, and each needs a row of the embedding.
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
@@ -66,6 +66,7 @@ class JsonTokenizer:
     def encode(self, text: str | bytes) -> np.ndarray:
         """The tokens of a text, none of them special; what is not UTF-8 becomes U+FFFD."""
         string = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
+        # A lone surrogate, which a str may hold, has no bytes.
         clean = string.encode("utf-8", errors="replace").decode("utf-8")
         return np.array(self._tokenizer.encode(clean, add_special_tokens=False).ids, np.uint32)
 
@@ -89,9 +90,11 @@ class JsonTokenizer:
 
     @functools.cached_property
     def _special(self) -> dict[str, int]:
-        return {
-            t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special
-        }
+        special: dict[str, int] = {}
+        for number, token in self._tokenizer.get_added_tokens_decoder().items():
+            if token.special:
+                special[token.content] = number
+        return special
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
@@ -103,25 +106,36 @@ class JsonTokenizer:
             tokenizer = tokenizers.Tokenizer.from_file(str(self.path))
         except Exception as e:  # it raises Exception itself
             raise ValueError(f"{self.path} is not a tokenizer file: {e}") from e
-        tokenizer.encode_special_tokens = True  # their names in a text are text
+        # Their names in a text are text: what a user writes can never become one.
+        tokenizer.encode_special_tokens = True
         return tokenizer
 
 
 def _kinds(decoder: dict[str, Any]) -> list[str]:
-    return (
-        [decoder["type"], *(kind for d in decoder.get("decoders", ()) for kind in _kinds(d))]
-        if decoder
-        else []
-    )
+    """The types of a decoder and of those inside of it."""
+    if not decoder:
+        return []
+    kinds = [decoder["type"]]
+    for inner in decoder.get("decoders", ()):
+        kinds += _kinds(inner)
+    return kinds
 
 
 def _alphabet() -> dict[str, int]:
     """GPT-2's characters for bytes: printable Latin-1 stands for itself, the others follow from
     U+0100.
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+    # Without the space, and without the soft hyphen at 0xAD.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet: dict[str, int] = {}
+    following = 0x100
+    for byte in range(256):
+        if byte in printable:
+            alphabet[chr(byte)] = byte
+        else:
+            alphabet[chr(following)] = byte
+            following += 1
+    return alphabet
 
 
 _BYTES = _alphabet()

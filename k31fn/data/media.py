@@ -46,13 +46,14 @@ def media_tokens(tokenizer: Tokenizer) -> MediaTokens:
         ValueError: it has not all of them.
     """
     known = tokenizer.special_tokens
-    if missing := [name for name in MEDIA_NAMES if name not in known]:
+    missing = [name for name in MEDIA_NAMES if name not in known]
+    if missing:
         raise ValueError(
             f"the tokenizer has no {', '.join(missing)}, which documents with images need; use "
-            "one that has, such as "
-            "ByteTokenizer(media=True)"
+            "one that has, such as ByteTokenizer(media=True)"
         )
-    return MediaTokens(*(known[name] for name in MEDIA_NAMES))
+    begin, content, end, pad = MEDIA_NAMES
+    return MediaTokens(known[begin], known[content], known[end], known[pad])
 
 
 def encode(text: str, images: Sequence[Image], tokenizer: Tokenizer, name: str) -> np.ndarray:
@@ -67,25 +68,22 @@ def encode(text: str, images: Sequence[Image], tokenizer: Tokenizer, name: str) 
     by_name = dict(zip(MEDIA_NAMES, media, strict=True))
     parts: list[np.ndarray] = []
     left = iter(images)
+    # The pattern has a group, so what it splits at is among the pieces.
     for piece in _STRUCTURE.split(text):
         if piece == PLACEHOLDER:
-            if (image := next(left, None)) is None:
+            image = next(left, None)
+            if image is None:
                 raise ValueError(f"{name} has more {PLACEHOLDER} than its {len(images)} images")
             label = tokenizer.encode(f"image {image.width}x{image.height}")
-            parts += [
-                np.array([media.begin]),
-                label,
-                np.array([media.content, media.pad, media.end]),
-            ]
+            # One placeholder of features, which `expand` repeats.
+            tail = np.array([media.content, media.pad, media.end])
+            parts += [np.array([media.begin]), label, tail]
         elif piece in by_name:
             parts.append(np.array([by_name[piece]]))
         elif piece:
             parts.append(tokenizer.encode(piece))
-    tokens = (
-        np.concatenate([np.asarray(part, np.int64) for part in parts])
-        if parts
-        else np.zeros(0, np.int64)
-    )
+    # Behind an empty part, since an empty text has none and numpy refuses to join nothing.
+    tokens = np.concatenate([np.zeros(0, np.int64), *parts], dtype=np.int64)
     return expand(tokens, [image.num_slots for image in images], media.pad, name)
 
 
@@ -98,7 +96,9 @@ def expand(tokens: np.ndarray, slots: Sequence[int], pad: int, name: str) -> np.
             names the document.
     """
     is_pad = tokens == pad
-    count, total = int(is_pad.sum()), sum(slots)
+    count = int(is_pad.sum())
+    total = sum(slots)
+    # Images of one slot each come here, too: one placeholder is all that they have.
     if count == len(slots):
         repeats = np.ones(len(tokens), np.int64)
         repeats[is_pad] = slots
@@ -108,14 +108,14 @@ def expand(tokens: np.ndarray, slots: Sequence[int], pad: int, name: str) -> np.
             f"{name} has {count} image placeholders; its {len(slots)} images need one each, or "
             f"{' + '.join(map(str, slots)) or 0} = {total} in all, one per 2 x 2 patches"
         )
+    # All are there. A run of them may be of several images, but must end where one does.
     edges = np.flatnonzero(np.diff(is_pad, prepend=False, append=False))
     runs = edges[1::2] - edges[::2]
-    ends = set(np.cumsum(slots).tolist())
-    if wrong := [at for at in np.cumsum(runs).tolist() if at not in ends]:
+    wrong = np.setdiff1d(np.cumsum(runs), np.cumsum(slots))
+    if len(wrong):
         raise ValueError(
             f"{name}: its placeholders are interrupted after {wrong[0]} of them, inside an image; "
-            "images need "
-            f"{list(slots)} in a row each"
+            f"images need {list(slots)} in a row each"
         )
     return tokens
 
@@ -126,13 +126,17 @@ def spans(tokens: np.ndarray, slots: Sequence[int], media: MediaTokens) -> np.nd
 
     A document may be cut anywhere but inside a span.
     """
-    pads, ends = np.flatnonzero(tokens == media.pad), np.cumsum([0, *slots])
-    found = np.zeros((len(slots), 2), np.int64)
+    pads = np.flatnonzero(tokens == media.pad)
+    ends = np.cumsum([0, *slots])  # of each image, in placeholders
+    places = np.zeros((len(slots), 2), np.int64)
     before = 0
     for i, (first, last) in enumerate(itertools.pairwise(ends)):
-        start, stop = int(pads[first]), int(pads[last - 1]) + 1
+        start = int(pads[first])
+        stop = int(pads[last - 1]) + 1
+        # The last begin since the image before: its label stands between it and the placeholders.
         opened = np.flatnonzero(tokens[before:start] == media.begin)
         start = before + int(opened[-1]) if len(opened) else start
         stop += int(stop < len(tokens) and tokens[stop] == media.end)
-        found[i], before = (start, stop), stop
-    return found
+        places[i] = (start, stop)
+        before = stop
+    return places

@@ -19,7 +19,7 @@ from k31fn.data.packing import Example, draw, permute
 
 __all__ = ["BLOCK", "Mixture"]
 
-BLOCK = 256
+BLOCK = 256  # rows; shares are kept to a row in each, so a short run has them too
 _UNITS = 1 << 32  # shares are counted in whole numbers: they add up exactly, however long the run
 
 
@@ -57,10 +57,11 @@ class Mixture:
                 f"{len(self.sources)} sources with weights {list(self.weights)}: needed is a "
                 "positive weight for each"
             )
-        kinds = {
-            (s.shape, s.store.end_token, s.store.media_token, s.store.patch_width)
-            for s in self.sources
-        }
+        kinds = set()
+        for source in self.sources:
+            store = source.store
+            kinds.add((source.shape, store.end_token, store.media_token, store.patch_width))
+        # Rows of several sources share a batch.
         if len(kinds) > 1:
             raise ValueError(
                 "sources differ in (length, patches), end token, media token or bytes of a patch: "
@@ -79,7 +80,8 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """Of the indices of the stores: of what was prepared, and how."""
+        """The hash of the indices of the stores: of what was prepared, and how."""
+        # Not of the tokens: reading a store of terabytes would take hours.
         indices = json.dumps([source.store.index for source in self.sources], sort_keys=True)
         return hashlib.blake2b(indices.encode(), digest_size=16).hexdigest()
 
@@ -104,24 +106,32 @@ class Mixture:
             )
         size = self.batch_size // (num_ranks * num_micro)
         first = self.first_row + step * self.batch_size + (rank * num_micro + micro) * size
-        found = [self.find(number) for number in range(first, first + size)]
-        rows = [self.sources[source].row(number) for source, number in found]
+        rows = []
+        for number in range(first, first + size):
+            source, own_number = self.find(number)
+            rows.append(self.sources[source].row(own_number))
+        # The store is only asked for what is the same of all sources.
         return collate(rows, self.sources[0].shape, self.sources[0].store)
 
     def find(self, number: int) -> tuple[int, int]:
         """The source of a row, and its number in that source."""
         block, inside = divmod(number, BLOCK)
-        before, after = self._given(block), self._given(block + 1)
+        before = self._given(block)
+        counts = self._given(block + 1) - before
+        # In the block the rows of source 0 come first, then those of 1, ...; the order is drawn.
         _, keys = draw(self.seed, block, BLOCK)
         place = int(permute(np.array([inside]), BLOCK, keys)[0])
-        ends = np.cumsum(after - before)
+        ends = np.cumsum(counts)
         source = int(np.searchsorted(ends, place, side="right"))
-        return source, int(before[source] + place - (ends[source] - (after - before)[source]))
+        first = ends[source] - counts[source]
+        return source, int(before[source] + place - first)
 
     def _given(self, blocks: int) -> np.ndarray:
         """Rows of each source in the first blocks: its share of them, rounded so that they add
         up.
         """
+        # Sums of shares are rounded and not the shares, whose roundings would not add up. Python's
+        # integers do not overflow, however long the run.
         shares = np.cumsum(self.weights) / sum(self.weights)
         bounds = [0, *(round(share * _UNITS) for share in shares[:-1]), _UNITS]
         return np.diff([bound * blocks * BLOCK // _UNITS for bound in bounds])

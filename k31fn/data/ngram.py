@@ -53,14 +53,14 @@ class NGram:
         Raises:
             ValueError: ``order`` is not 1 to 4, or there is no byte.
         """
-        if not 1 <= order <= 4:
+        if not 1 <= order <= 4:  # four bytes are what a uint32 packs
             raise ValueError(f"order={order} must be 1 to 4")
         data, position = _join(documents)
         if not len(data):
             raise ValueError("documents: no bytes to fit a model on")
-        return cls(
-            tuple(_count(grams[position >= k]) for k, grams in enumerate(_grams(data, order)))
-        )
+        # Grams that reach into the document before are left out.
+        orders = [_count(grams[position >= k]) for k, grams in enumerate(_grams(data, order))]
+        return cls(tuple(orders))
 
     def nats(self, documents: Iterable[bytes]) -> np.ndarray:
         """-log P of each byte of the documents, one after the other, float64."""
@@ -83,25 +83,28 @@ class NGram:
         """P(w | context) for the 256 bytes w; only the last ``order - 1`` bytes of the context
         matter.
         """
+        # As 256 documents that end in each byte: the last of each is the one asked for.
         nats = self.nats([context + bytes([w]) for w in range(256)])
         return np.exp(-nats[len(context) :: len(context) + 1])
 
     def _nats(self, data: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """-log P of each byte, order by order: each is interpolated with the one below."""
         p = np.full(len(data), 1 / 256)
         for k, grams in enumerate(_grams(data, len(self.orders))):
-            table, inside = self.orders[k], position >= k
+            table = self.orders[k]
             if not len(table.grams):
                 continue  # fitted on documents shorter than this
-            gram, lower = grams[inside], p[inside]
-            index, seen = _find(table.contexts, gram >> 8)
-            total, distinct = (
-                np.where(seen, table.totals[index], 0),
-                np.where(seen, table.distinct[index], 1),
-            )
-            index, seen = _find(table.grams, gram)
-            p[inside] = (np.where(seen, table.counts[index], 0) + distinct * lower) / (
-                total + distinct
-            )
+            # The first k bytes of a document have shorter contexts only, and keep their p.
+            inside = position >= k
+            gram = grams[inside]
+            lower = p[inside]
+            # A context that was never seen has total 0 and distinct 1: that leaves p as it is.
+            index, known = _find(table.contexts, gram >> 8)
+            total = np.where(known, table.totals[index], 0)
+            distinct = np.where(known, table.distinct[index], 1)
+            index, known = _find(table.grams, gram)
+            count = np.where(known, table.counts[index], 0)
+            p[inside] = (count + distinct * lower) / (total + distinct)
         return -np.log(p)
 
 
@@ -121,13 +124,15 @@ def _grams(data: np.ndarray, order: int) -> Iterator[np.ndarray]:
     """
     packed = np.zeros(len(data), np.uint32)
     for k in range(order):
-        packed = packed.copy()
+        packed = packed.copy()  # the caller may still hold the shorter ones
         packed[k:] += data[: len(data) - k].astype(np.uint32) << np.uint32(8 * k)
         yield packed
 
 
 def _count(grams: np.ndarray) -> _Counts:
+    """Counts of the grams, and of their contexts, which in sorted order lie side by side."""
     grams, counts = np.unique(grams, return_counts=True)
+    # The last byte is the lowest: contexts come sorted out of sorted grams.
     contexts, first, distinct = np.unique(grams >> 8, return_index=True, return_counts=True)
     totals = np.add.reduceat(counts, first) if len(first) else counts[:0]
     return _Counts(grams, counts, contexts, totals, distinct)

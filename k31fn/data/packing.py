@@ -37,7 +37,7 @@ from k31fn.typing import Int, Tensor
 
 __all__ = ["Corpus", "Dataset", "Example", "draw", "permute", "pieces"]
 
-_ROUNDS = 8  # of the Feistel network, four for each half
+_ROUNDS = 8  # of the Feistel network, four for each half: fewer leave neighbours near each other
 
 
 @tree.dataclass
@@ -85,7 +85,9 @@ class Corpus:
         """
         if not documents:
             raise ValueError("documents: none; a corpus needs at least one")
-        offsets = np.cumsum([0, *(len(d) + 1 for d in documents)], dtype=np.int64)
+        lengths = np.array([0, *map(len, documents)], np.int64)
+        lengths[1:] += 1  # the end token
+        offsets = np.cumsum(lengths)
         tokens = np.empty(offsets[-1], np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         for index, (start, document) in enumerate(zip(offsets[:-1], documents, strict=True)):
             if not len(document):
@@ -138,7 +140,7 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokens: another one if any differs."""
+        """The hash of the tokens: another one if any differs."""
         return hashlib.blake2b(self.corpus.tokens.data, digest_size=16).hexdigest()
 
     def batch_at(
@@ -160,6 +162,8 @@ class Dataset:
                 f"step={step} must be at least 0, rank={rank} in [0, {num_ranks}) and "
                 f"micro={micro} in [0, {num_micro})"
             )
+        # Ranks first, then micro-batches: each micro-batch is a run of neighbouring rows, and the
+        # rows of a step are the same however they are cut.
         size = self.batch_size // (num_ranks * num_micro)
         first = self.first_row + step * self.batch_size + (rank * num_micro + micro) * size
         return self.rows(np.arange(first, first + size))
@@ -167,20 +171,18 @@ class Dataset:
     def rows(self, numbers: np.ndarray) -> Example:
         """The rows of these numbers, counted from 0 through all epochs."""
         shape = (len(numbers), self.length)
-        tokens, starts, used = (
-            np.zeros(shape, np.int64),
-            np.zeros(shape, np.bool_),
-            np.zeros(len(numbers), np.int64),
-        )
+        tokens = np.zeros(shape, np.int64)
+        starts = np.zeros(shape, np.bool_)  # where a piece of a document begins
+        used = np.zeros(len(numbers), np.int64)  # tokens of each row; the rest is padding
         epochs, inside = np.divmod(numbers, self.num_rows)
+        # A batch may reach into the next epoch, which has another phase and order.
         for epoch in np.unique(epochs):
             phase, keys = draw(self.seed, int(epoch), len(self.corpus.tokens))
             chosen = np.flatnonzero(epochs == epoch)
-            for row, place in zip(
-                chosen, permute(inside[chosen], self.num_rows, keys), strict=True
-            ):
+            places = permute(inside[chosen], self.num_rows, keys)
+            for row, place in zip(chosen, places, strict=True):
                 used[row] = self._fill(tokens[row], starts[row], phase, int(place))
-        starts[:, 0] = True
+        starts[:, 0] = True  # a row begins anywhere in a document
         ids = np.cumsum(starts, axis=1) * (np.arange(self.length) < used[:, None])
         packing = segments.from_ids(torch.from_numpy(ids))
         inputs = torch.from_numpy(tokens)
@@ -190,16 +192,17 @@ class Dataset:
         """Writes the row at ``place`` of the epoch's circle and marks where documents start;
         returns its length.
         """
-        stream, offsets = self.corpus.tokens, self.corpus.offsets
+        stream = self.corpus.tokens
+        offsets = self.corpus.offsets
         count = min(self.length, len(stream) - place * self.length)
-        at = 0
-        while at < count:  # at most twice: the circle closes at a document's end
-            begin = (phase + place * self.length + at) % len(stream)
-            size = min(count - at, len(stream) - begin)
-            tokens[at : at + size] = stream[begin : begin + size]
+        filled = 0
+        while filled < count:  # at most twice: the circle closes at a document's end
+            begin = (phase + place * self.length + filled) % len(stream)
+            size = min(count - filled, len(stream) - begin)
+            tokens[filled : filled + size] = stream[begin : begin + size]
             low, high = np.searchsorted(offsets, (begin, begin + size))
-            starts[at + offsets[low:high] - begin] = True
-            at += size
+            starts[filled + offsets[low:high] - begin] = True
+            filled += size
         return count
 
 
@@ -210,12 +213,16 @@ def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[bytes]:
     for tokens, ids in zip(example.tokens.numpy(), example.segments.ids.numpy(), strict=True):
         bounds = np.flatnonzero(np.diff(ids, prepend=0, append=0))
         for start, stop in itertools.pairwise(bounds):
-            if ids[start] and (data := tokenizer.decode_bytes(tokens[start:stop])):
+            if not ids[start]:
+                continue  # padding
+            data = tokenizer.decode_bytes(tokens[start:stop])
+            if data:
                 yield data
 
 
 def draw(seed: int, epoch: int, size: int) -> tuple[int, np.ndarray]:
     """The phase in [0, size) and the round keys of an epoch."""
+    # Raw words and not NumPy's distributions, whose streams may change between versions.
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(1 + _ROUNDS)
     return int(words[0] % np.uint64(size)), words[1:]
 
@@ -224,17 +231,20 @@ def permute(numbers: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """A permutation of [0, size) applied to ``numbers``, by the Feistel network of the module's
     docstring.
     """
+    # The smallest a b >= size with a about its root: little falls outside.
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
     moduli = np.array([a, b], np.uint64)
     out = numbers.astype(np.uint64)
     outside = np.ones(len(out), np.bool_)
     while outside.any():
-        half = list(np.divmod(out[outside], moduli[1]))
-        for i, key in enumerate(keys):
-            one, other = i % 2, 1 - i % 2
-            half[one] = (half[one] + _mix(half[other] + key) % moduli[one]) % moduli[one]
-        out[outside] = half[0] * moduli[1] + half[1]
+        halves = list(np.divmod(out[outside], moduli[1]))
+        for number, key in enumerate(keys):
+            one = number % 2
+            mixed = _mix(halves[1 - one] + key) % moduli[one]
+            halves[one] = (halves[one] + mixed) % moduli[one]
+        out[outside] = halves[0] * moduli[1] + halves[1]
+        # Applied again to what is outside: a bijection of a b numbers that comes back in the end.
         outside = out >= size
     return out.astype(np.int64)
 

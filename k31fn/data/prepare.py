@@ -31,10 +31,12 @@ from k31fn.data.records import Record, Unit, position, read_unit, units
 from k31fn.data.tokenizer import Tokenizer
 from k31fn.data.tokenizer_files import open_tokenizer
 
-__all__ = ["SPLITS", "Config", "Progress", "Result", "prepare"]
+__all__ = ["SPLITS", "Config", "PrepareProgress", "PrepareResult", "prepare"]
 
 SPLITS = ("train", "heldout")
-_PLAN, _DONE = "plan.json", "counts.json"
+_PLAN = "plan.json"  # what is prepared, of the whole folder
+_DONE = "counts.json"  # what a shard holds; written last, so it says that the shard is whole
+_SKIPPED = "skipped_"  # how names of counts begin that are of documents left out
 _PATIENCE = 0.5  # seconds between reports of progress
 
 
@@ -80,7 +82,7 @@ class Config:
             )
 
 
-class Progress(NamedTuple):
+class PrepareProgress(NamedTuple):
     """How far it is: shards done of all, and what they hold."""
 
     done: int
@@ -88,7 +90,7 @@ class Progress(NamedTuple):
     counts: Counter[str]
 
 
-class Result(NamedTuple):
+class PrepareResult(NamedTuple):
     """What the stores hold, and how many documents were left out, by the fault of their image or as
     too long.
 
@@ -105,8 +107,8 @@ def prepare(
     folder: str | Path,
     *,
     workers: int = 1,
-    report: Callable[[Progress], None] | None = None,
-) -> Result:
+    report: Callable[[PrepareProgress], None] | None = None,
+) -> PrepareResult:
     """Writes the stores ``folder/train`` and ``folder/heldout``.
 
     Shards that are there are kept, so calling it again after a failure does what is left. It is
@@ -124,37 +126,36 @@ def prepare(
         OSError: it cannot be written.
     """
     root = Path(folder)
-    found = units(cfg.source, cfg.suffixes)
+    work = units(cfg.source, cfg.suffixes)
     tokenizer = open_tokenizer(cfg.tokenizer, end=cfg.end)
     if cfg.images:
         media.media_tokens(tokenizer)  # or a clear error before any work
     if cfg.chat:
         chat.check_tokenizer(tokenizer)
-    _keep_plan(root, cfg, found)
-    names = [f"shard-{i:06}" for i in range(len(found))]
+    _keep_plan(root, cfg, work)
+    names = [f"shard-{number:06}" for number in range(len(work))]
     counts: Counter[str] = Counter()
     done = 0
-    for finished in _work(cfg, root, list(zip(names, found, strict=True)), max(1, workers)):
+    for finished in _work(cfg, root, list(zip(names, work, strict=True)), max(1, workers)):
         done += len(finished)
         for name in finished:
             counts.update(_read_json(root / name / _DONE))
         if report:
-            report(Progress(done, len(found), counts))
+            report(PrepareProgress(done, len(work), counts))
+    # Last, since a store without its index is none: nobody trains on half of the data by mistake.
     for split in SPLITS:
         _write_index(root / split, split, names, cfg, tokenizer)
-    skipped = Counter(
-        {
-            name.removeprefix("skipped_"): n
-            for name, n in counts.items()
-            if name.startswith("skipped_")
-        }
-    )
-    return Result(
-        Counter({n: c for n, c in counts.items() if not n.startswith("skipped_")}), skipped
-    )
+    held: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
+    for name, count in counts.items():
+        if name.startswith(_SKIPPED):
+            skipped[name.removeprefix(_SKIPPED)] = count
+        else:
+            held[name] = count
+    return PrepareResult(held, skipped)
 
 
-def _keep_plan(root: Path, cfg: Config, found: list[Unit]) -> None:
+def _keep_plan(root: Path, cfg: Config, work: list[Unit]) -> None:
     """Notes the settings, or compares them with those of an earlier call: mixed shards would be no
     data set.
     """
@@ -164,7 +165,8 @@ def _keep_plan(root: Path, cfg: Config, found: list[Unit]) -> None:
         raise ValueError(
             f"folder {str(root)!r} cannot be made: {e.strerror}; give one that can be"
         ) from e
-    plan = json.loads(json.dumps({"config": dataclasses.asdict(cfg), "units": found}))
+    # Through JSON, which turns tuples into lists, so that it compares with what was read.
+    plan = json.loads(json.dumps({"config": dataclasses.asdict(cfg), "units": work}))
     file = root / _PLAN
     if not file.exists():
         if any(root.iterdir()):
@@ -173,22 +175,19 @@ def _keep_plan(root: Path, cfg: Config, found: list[Unit]) -> None:
         return
     before = _read_json(file)
     if before == plan:
-        for left in root.glob(".*.partial"):  # of processes that were killed
-            shutil.rmtree(left)
+        for partial in root.glob(".*.partial"):  # of processes that were killed
+            shutil.rmtree(partial)
         return
-    changed = [
-        name for name, value in plan["config"].items() if before["config"].get(name) != value
-    ]
-    what = (
-        f"with other settings: {', '.join(changed)}"
-        if changed
-        else "from other files, or files of other sizes"
-    )
+    settings = plan["config"].items()
+    changed = [name for name, value in settings if before["config"].get(name) != value]
+    what = "from other files, or files of other sizes"
+    if changed:
+        what = f"with other settings: {', '.join(changed)}"
     raise ValueError(f"{root} was prepared {what}; use another folder, or remove it")
 
 
 # ------------------------------------------------------------------------------------------ a shard
-def _done(root: Path, name: str) -> bool:
+def _is_done(root: Path, name: str) -> bool:
     return (root / name / _DONE).is_file()
 
 
@@ -197,6 +196,7 @@ def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
 
     They are moved to their places together, so a killed process leaves none or all.
     """
+    # Opened in each process: the packages behind it have threads, and cannot be sent.
     tokenizer = open_tokenizer(cfg.tokenizer, end=cfg.end)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts: Counter[str] = Counter()
@@ -209,12 +209,13 @@ def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
             except ImageError as e:
                 if cfg.image.on_bad == "refuse":
                     raise
-                counts[f"skipped_{e.reason}"] += 1
+                counts[f"{_SKIPPED}{e.reason}"] += 1
                 continue
             if not len(document.tokens):
-                counts["skipped_length"] += 1
+                counts[f"{_SKIPPED}length"] += 1
                 continue
-            shards[SPLITS[_place(record) < cfg.heldout_fraction]].add(document)
+            held_out = _place(record) < cfg.heldout_fraction
+            shards["heldout" if held_out else "train"].add(document)
         for split, shard in shards.items():
             totals = shard.finish()
             counts.update(totals)
@@ -224,7 +225,7 @@ def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
 
 def _document(
     record: Record, cfg: Config, tokenizer: Tokenizer, counts: Counter[str], unit: Unit
-) -> store.Document:
+) -> store.StoredDocument:
     """A record's tokens and patches; without tokens if it is a conversation that is too long."""
     pictures: list[Image] = []
     for number, data in enumerate(record.images):
@@ -237,11 +238,28 @@ def _document(
     if pictures:
         text = record.text.decode("utf-8", errors="replace")
         tokens = media.encode(text, pictures, tokenizer, record.name)
-        spans = media.spans(tokens, [p.num_slots for p in pictures], media.media_tokens(tokenizer))
+        spans = _spans(tokens, pictures, tokenizer)
     else:
-        tokens, spans = tokenizer.encode(record.text).astype(np.int64), np.zeros((0, 2), np.int64)
-    tokens = np.append(tokens, tokenizer.end_token)
-    return store.Document(tokens, [p.grid for p in pictures], spans, [p.patches for p in pictures])
+        # From bytes: a text that is not UTF-8 keeps what it is, as far as the tokenizer can say it.
+        tokens = tokenizer.encode(record.text).astype(np.int64)
+        spans = np.zeros((0, 2), np.int64)
+    return _with_images(np.append(tokens, tokenizer.end_token), pictures, spans)
+
+
+def _spans(tokens: np.ndarray, pictures: list[Image], tokenizer: Tokenizer) -> np.ndarray:
+    slots = [picture.num_slots for picture in pictures]
+    return media.spans(tokens, slots, media.media_tokens(tokenizer))
+
+
+def _with_images(
+    tokens: np.ndarray,
+    pictures: list[Image],
+    spans: np.ndarray,
+    learnt: np.ndarray | tuple[()] = (),
+) -> store.StoredDocument:
+    grids = [picture.grid for picture in pictures]
+    patches = [picture.patches for picture in pictures]
+    return store.StoredDocument(tokens, grids, spans, patches, learnt)
 
 
 def _conversation(
@@ -251,31 +269,25 @@ def _conversation(
     tokenizer: Tokenizer,
     counts: Counter[str],
     name: str,
-) -> store.Document:
+) -> store.StoredDocument:
+    """A conversation's tokens and patches, shortened to ``cfg.max_length``; none if none fit."""
     whole = chat.encode(record.messages, pictures, tokenizer, name)
-    kept = whole.fitting(cfg.max_length or len(whole.tokens))
-    talk, dropped = whole.cut(kept), len(whole.ends) - kept
-    counts.update(
-        {
-            "dropped": dropped,
-            "shortened": int(kept > 0 and dropped > 0),
-            "learnt": int(talk.learnt.sum()),
-        }
-    )
+    count = whole.fitting(cfg.max_length or len(whole.tokens))
+    short = whole.cut(count)
+    dropped = len(whole.ends) - count
+    counts["dropped"] += dropped
+    counts["shortened"] += int(count > 0 and dropped > 0)
+    counts["learnt"] += int(short.learnt.sum())
     spans = np.zeros((0, 2), np.int64)
     if pictures:
-        spans = media.spans(
-            whole.tokens, [p.num_slots for p in pictures], media.media_tokens(tokenizer)
-        )
-        spans = spans[spans[:, 1] <= len(talk.tokens)]
-    seen = pictures[: len(spans)]
-    return store.Document(
-        talk.tokens, [p.grid for p in seen], spans, [p.patches for p in seen], talk.learnt
-    )
+        spans = _spans(whole.tokens, pictures, tokenizer)
+        spans = spans[spans[:, 1] <= len(short.tokens)]  # images of messages that were dropped go
+    return _with_images(short.tokens, pictures[: len(spans)], spans, short.learnt)
 
 
 def _place(record: Record) -> float:
     """A hash of the content, in [0, 1)."""
+    # 48 bits, which a float holds exactly.
     digest = hashlib.blake2b(record.text, digest_size=6)
     for data in record.images:
         digest.update(data if isinstance(data, bytes) else b"")
@@ -289,25 +301,32 @@ def _work(
     """Does the tasks; yields the names of those that are done: at first, after each and now and
     then.
     """
-    yield [name for name, _ in tasks if _done(root, name)]
-    left = [(name, unit) for name, unit in tasks if not _done(root, name)]
+    done: list[str] = []
+    left: list[tuple[str, Unit]] = []
+    for name, unit in tasks:
+        if _is_done(root, name):
+            done.append(name)
+        else:
+            left.append((name, unit))
+    yield done
     if workers == 1 or len(left) < 2:
         for name, unit in left:
             _prepare_unit(cfg, unit, root, name)
             yield [name]
         return
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # a fork would copy the locks of torch's and tokenizers' threads
+    # A fork would copy the locks of torch's and tokenizers' threads, some of them held.
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(left)), mp_context=context) as pool:
         waiting = {pool.submit(_prepare_unit, cfg, unit, root, name): name for name, unit in left}
         try:
             while waiting:
                 finished, _ = wait(waiting, timeout=_PATIENCE, return_when=FIRST_COMPLETED)
+                # All of them before the yield, so that an error is raised where it happened.
                 for future in finished:
                     future.result()
                 yield [waiting.pop(future) for future in finished]
         except BaseException:
+            # Else leaving the block would wait for everything that is queued.
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -319,7 +338,7 @@ def _write_index(
     shards = []
     for name in names:
         totals = _read_json(folder.parent / name / split / _DONE)
-        if totals["documents"]:
+        if totals["documents"]:  # a small unit may hold nothing out
             shards.append({"name": f"../{name}/{split}", **totals})
     folder.mkdir(exist_ok=True)
     index = {
@@ -340,6 +359,7 @@ def _read_json(file: Path) -> Any:
 
 
 def _write_json(file: Path, data: Any) -> None:
+    # Another name first: whoever reads the file finds the old one or the new one, whole.
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_text(json.dumps(data, indent=1), encoding="utf-8")
     os.replace(temporary, file)

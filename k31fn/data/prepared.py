@@ -58,9 +58,9 @@ def open_prepared(
     """
     shape = Shape(length, cfg.patches)
     train = [PackedDataset(_open(folder, tokenizer), shape, seed) for folder in cfg.train]
-    return Mixture(
-        train, cfg.weights or [float(source.num_rows) for source in train], batch_size, seed
-    )
+    # Without weights each row of the union is as likely as any other.
+    weights = cfg.weights or [float(source.num_rows) for source in train]
+    return Mixture(train, weights, batch_size, seed)
 
 
 def open_heldout(cfg: Prepared, tokenizer: Tokenizer, *, length: int) -> list[PackedDataset]:
@@ -69,20 +69,21 @@ def open_heldout(cfg: Prepared, tokenizer: Tokenizer, *, length: int) -> list[Pa
     Raises:
         ValueError: as :func:`open_prepared`.
     """
-    return [
-        PackedDataset(_open(folder, tokenizer), Shape(length, cfg.patches))
-        for folder in cfg.heldout
-    ]
+    shape = Shape(length, cfg.patches)
+    # Seed 0, whatever the run's: runs of any seed are scored on the same rows.
+    return [PackedDataset(_open(folder, tokenizer), shape) for folder in cfg.heldout]
 
 
 def _open(folder: str, tokenizer: Tokenizer) -> Store:
     store = open_store(folder)
-    media = tokenizer.special_tokens.get("<|media_pad|>", -1)
-    theirs = store.index["vocab_size"], store.end_token, store.media_token
-    if theirs != (mine := (tokenizer.vocab_size, tokenizer.end_token, media)):
+    media_token = tokenizer.special_tokens.get("<|media_pad|>", -1)
+    # What tells tokenizers apart at once. The path that it was prepared with may have moved.
+    theirs = (store.index["vocab_size"], store.end_token, store.media_token)
+    ours = (tokenizer.vocab_size, tokenizer.end_token, media_token)
+    if theirs != ours:
         raise ValueError(
             f"{folder} was prepared with another tokenizer: vocabulary size, end token and media "
-            f"token {theirs}, "
-            f"those of data.tokenizer are {mine}; it was {store.index['prepared']['tokenizer']!r}"
+            f"token {theirs}, those of data.tokenizer are {ours}; it was "
+            f"{store.index['prepared']['tokenizer']!r}"
         )
     return store

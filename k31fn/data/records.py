@@ -17,7 +17,7 @@ import base64
 import binascii
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from k31fn.data import sources
@@ -25,9 +25,8 @@ from k31fn.data.images import ImageError
 
 __all__ = ["Record", "Unit", "position", "read_unit", "units"]
 
-UNIT_BYTES = (
-    64 * 2**20
-)  # of text; seconds of work, so that many cores end together and little is lost
+# Of text; seconds of work, so that many cores end together and little is lost.
+UNIT_BYTES = 64 * 2**20
 
 
 class Unit(NamedTuple):
@@ -78,17 +77,17 @@ def units(path: str | Path, suffixes: Sequence[str]) -> list[Unit]:
         raise ValueError(f"source {str(path)!r} does not exist; give a file or a folder")
     if (root / "state.json").exists() and (root / "dataset_info.json").exists():
         return [Unit("arrow", str(root / name), name) for name in sources.arrow_files(root)]
-    names = [root.name] if root.is_file() else sources.file_names(root, suffixes, _is_hidden)
     parent = root.parent if root.is_file() else root
-    found: list[Unit] = []
+    names = [root.name] if root.is_file() else sources.file_names(root, suffixes, sources.is_hidden)
+    work: list[Unit] = []
     for name in names:
         if Path(name).suffix in (".jsonl", ".parquet"):
-            found += _of_file(parent / name, name)
+            work += _of_file(parent / name, name)
         else:
-            _add_text(found, parent, name)
-    if not found:
+            _add_text(work, parent, name)
+    if not work:
         raise ValueError(f"source {str(path)!r} has no file with a suffix of {list(suffixes)}")
-    return found
+    return work
 
 
 def read_unit(unit: Unit, *, text: str, images: str, chat: str = "") -> Iterator[Record]:
@@ -107,18 +106,20 @@ def read_unit(unit: Unit, *, text: str, images: str, chat: str = "") -> Iterator
                 f"{unit.name} is a text file; conversations are records of .jsonl or .parquet files"
             )
         for name in unit.files:
-            if data := (path / name).read_bytes():
+            data = (path / name).read_bytes()
+            if data:
                 yield Record(name, data, ())
         return
-    rows = {"jsonl": _lines, "parquet": _row_groups, "arrow": _arrow}[unit.kind](
-        unit, [chat or text, *([images] if images else [])]
-    )
-    for place, row in rows:
+    main_field = chat or text
+    fields = [main_field, images] if images else [main_field]
+    read_rows = {"jsonl": _lines, "parquet": _row_groups, "arrow": _arrow}[unit.kind]
+    for place, row in read_rows(unit, fields):
         where = f"{unit.name}{place}"
-        if (chat or text) not in row:
+        if main_field not in row:
             raise ValueError(
-                f"{position(unit, place)}: no field {chat or text!r}; it has {sorted(row)}"
+                f"{position(unit, place)}: no field {main_field!r}; it has {sorted(row)}"
             )
+        # Messages as JSON, too: the hash that chooses the split is of text.
         messages = row[chat] if chat else ()
         data = _as_json(messages) if chat else sources.text_bytes(where, text, row[text])
         pictures = tuple(_images(where, images, row.get(images), path.parent)) if images else ()
@@ -127,6 +128,7 @@ def read_unit(unit: Unit, *, text: str, images: str, chat: str = "") -> Iterator
 
 
 def _as_json(messages: Any) -> bytes:
+    # Sorted and with `default`: records of Parquet files hold times and other values.
     return json.dumps(messages, sort_keys=True, default=str).encode()
 
 
@@ -137,30 +139,29 @@ def position(unit: Unit, place: str) -> str:
     if not place.startswith("@"):
         return f"{unit.path}{place}"
     with open(unit.path, "rb") as file:
-        return f"{unit.path}:{file.read(int(place[1:])).count(10) + 1}"
+        # Counted only for an error: a unit starts anywhere in its file.
+        line = file.read(int(place[1:])).count(b"\n") + 1
+    return f"{unit.path}:{line}"
 
 
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in PurePosixPath(name).parts)
-
-
-def _add_text(found: list[Unit], root: Path, name: str) -> None:
+def _add_text(work: list[Unit], root: Path, name: str) -> None:
     """Puts a text file into the last unit, or a new one if that is full or of another kind."""
     size = (root / name).stat().st_size
-    last = found[-1] if found else None
+    last = work[-1] if work else None
     if last is not None and last.kind == "text" and last.stop + size <= UNIT_BYTES:
-        found[-1] = last._replace(stop=last.stop + size, files=(*last.files, name))
+        work[-1] = last._replace(stop=last.stop + size, files=(*last.files, name))
     else:
-        found.append(Unit("text", str(root), name, 0, size, (name,)))
+        work.append(Unit("text", str(root), name, 0, size, (name,)))
 
 
 def _of_file(path: Path, name: str) -> list[Unit]:
     if path.suffix == ".jsonl":
+        # Cut without being read: the reader of a unit finds the line ends.
         size = path.stat().st_size
-        return [
-            Unit("jsonl", str(path), name, at, min(at + UNIT_BYTES, size))
-            for at in range(0, size, UNIT_BYTES)
-        ]
+        parts = []
+        for start in range(0, size, UNIT_BYTES):
+            parts.append(Unit("jsonl", str(path), name, start, min(start + UNIT_BYTES, size)))
+        return parts
     sources.pyarrow(path)
     # optional: the extra `data`
     import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
@@ -177,12 +178,17 @@ def _lines(unit: Unit, _: list[str]) -> Rows:
     whole.
     """
     with open(unit.path, "rb") as file:
-        at = unit.start
-        if at:
-            file.seek(at - 1)
-            at += len(file.readline()) - 1  # the rest of the line that holds the byte before
-        while at < unit.stop and (line := file.readline()):
-            place, at = f"@{at}", at + len(line)
+        start = unit.start
+        if start:
+            # The rest of the line that holds the byte before: it is of the unit before, or empty.
+            file.seek(start - 1)
+            start += len(file.readline()) - 1
+        while start < unit.stop:
+            line = file.readline()
+            if not line:
+                break
+            place = f"@{start}"
+            start += len(line)
             if line.strip():
                 yield place, _object(unit, place, line)
 
@@ -204,11 +210,13 @@ def _row_groups(unit: Unit, columns: list[str]) -> Rows:
     import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
     with pq.ParquetFile(unit.path) as file:
-        known = [c for c in columns if c in file.schema_arrow.names]
+        known = set(columns).intersection(file.schema_arrow.names)
         row = 0
-        for batch in file.iter_batches(
-            batch_size=256, row_groups=list(range(unit.start, unit.stop)), columns=known
-        ):
+        # 256 at a time: a row group may hold gigabytes of images.
+        batches = file.iter_batches(
+            batch_size=256, row_groups=list(range(unit.start, unit.stop)), columns=sorted(known)
+        )
+        for batch in batches:
             for values in batch.to_pylist():
                 yield f":{unit.start}:{row}", values
                 row += 1
@@ -217,9 +225,10 @@ def _row_groups(unit: Unit, columns: list[str]) -> Rows:
 def _arrow(unit: Unit, columns: list[str]) -> Rows:
     pa = sources.pyarrow(Path(unit.path))
     with pa.memory_map(unit.path) as source, pa.ipc.open_stream(source) as reader:
-        known, row = [c for c in columns if c in reader.schema.names], 0
+        known = set(columns).intersection(reader.schema.names)
+        row = 0
         for batch in reader:
-            for values in batch.select(known).to_pylist():
+            for values in batch.select(sorted(known)).to_pylist():
                 yield f":{row}", values
                 row += 1
 
@@ -228,7 +237,7 @@ def _images(where: str, field: str, value: Any, folder: Path) -> Iterator[bytes 
     if value is None:
         return
     for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, dict):
+        if isinstance(item, dict):  # as HF datasets keep an image: bytes, or a path if none
             item = item.get("bytes") or item.get("path")
         if isinstance(item, bytes):
             yield item
@@ -254,6 +263,7 @@ def _data_url(where: str, url: str) -> bytes | ImageError:
 
 
 def _file(where: str, folder: Path, name: str) -> bytes | ImageError:
+    # Resolved, so that neither ".." nor a link leads out: records come from anywhere.
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
         raise ValueError(

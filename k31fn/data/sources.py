@@ -22,7 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-__all__ = ["Document", "arrow_files", "file_names", "pyarrow", "read", "stdlib", "text_bytes"]
+__all__ = [
+    "Document",
+    "arrow_files",
+    "file_names",
+    "is_hidden",
+    "pyarrow",
+    "read",
+    "stdlib",
+    "text_bytes",
+]
 
 # bytes; long against a training row, short enough that 1 MB of text makes 60 documents to split
 SECTION = 16384
@@ -76,10 +85,13 @@ def read(path: str | Path, *, suffixes: Sequence[str], field: str) -> Iterator[D
     elif (root / "state.json").exists() and (root / "dataset_info.json").exists():
         yield from _saved_dataset(root, field)
     else:
-        for name in file_names(
-            root, suffixes, lambda name: any(p.startswith(".") for p in PurePosixPath(name).parts)
-        ):
+        for name in file_names(root, suffixes, is_hidden):
             yield from _file(root / name, name, suffixes, field, alone=False)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file, or a folder that it is in, has a name that begins with a dot."""
+    return any(part.startswith(".") for part in PurePosixPath(name).parts)
 
 
 def stdlib() -> Iterator[Document]:
@@ -102,12 +114,12 @@ def stdlib() -> Iterator[Document]:
 
 
 def _not_in_stdlib_corpus(name: str) -> bool:
-    path = PurePosixPath(name)
-    if _NOT_LIBRARY.intersection(path.parts) or any(
-        p.startswith(_THIS_MACHINE) for p in path.parts
-    ):
+    parts = PurePosixPath(name).parts
+    if _NOT_LIBRARY.intersection(parts):
         return True
-    return name in _TABLES or path.parts[0] in _TABLES
+    if any(part.startswith(_THIS_MACHINE) for part in parts):
+        return True
+    return name in _TABLES or parts[0] in _TABLES
 
 
 def file_names(root: Path, suffixes: Sequence[str], leave_out: Callable[[str], bool]) -> list[str]:
@@ -120,12 +132,16 @@ def file_names(root: Path, suffixes: Sequence[str], leave_out: Callable[[str], b
             f"data.path={str(root)!r}: cannot read folder {e.filename!r}: {e.strerror}"
         ) from e
 
-    names = []
+    names: list[str] = []
     for folder, folders, files in os.walk(root, onerror=refuse):
         relative = Path(folder).relative_to(root)
+        # In place: os.walk goes on into what the list then holds.
         folders[:] = [f for f in folders if not leave_out((relative / f).as_posix())]
-        found = [(relative / f).as_posix() for f in files if f.endswith(tuple(suffixes))]
-        names += [n for n in found if not leave_out(n)]
+        for file in files:
+            name = (relative / file).as_posix()
+            if file.endswith(tuple(suffixes)) and not leave_out(name):
+                names.append(name)
+    # The file system's order differs between machines.
     return sorted(names)
 
 
@@ -139,6 +155,7 @@ def _file(
     elif not alone:
         yield from _document(name, _bytes(path))
     elif path.suffix in (".txt", *suffixes):
+        # A file that is all of the data: else it could not be split, nor its documents mixed.
         for index, section in enumerate(_sections(_bytes(path))):
             yield from _document(f"{name}#{index}", section)
     else:
@@ -149,6 +166,7 @@ def _file(
 
 
 def _document(name: str, data: bytes) -> Iterator[Document]:
+    """The document, or nothing if it is empty: an epoch would have an end token of nothing."""
     if data:
         yield Document(name, data)
 
@@ -161,9 +179,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _sections(data: bytes) -> Iterator[bytes]:
-    """Cut after the first line end at or behind each SECTION bytes; without line ends, in one
-    piece.
-    """
+    """Parts, each cut after a line end, the first at or behind SECTION bytes."""
     start = 0
     while start < len(data):
         end = data.find(b"\n", start + SECTION)
@@ -177,9 +193,8 @@ def _jsonl(path: Path, name: str, field: str) -> Iterator[Document]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield from _document(
-                        f"{name}:{number}", _line_text(f"{path}:{number}", line, field)
-                    )
+                    text = _line_text(f"{path}:{number}", line, field)
+                    yield from _document(f"{name}:{number}", text)
     except OSError as e:
         raise ValueError(f"data.path: cannot read {str(path)!r}: {e.strerror}") from e
 
@@ -232,7 +247,8 @@ def _saved_dataset(root: Path, field: str) -> Iterator[Document]:
         try:
             with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
                 _check_column(path, reader.schema.names, field)
-                yield from _records(path, name, field, (b.select([field]) for b in reader))
+                batches = (batch.select([field]) for batch in reader)  # one at a time
+                yield from _records(path, name, field, batches)
         except (OSError, pa.ArrowException) as e:
             raise ValueError(f"data.path: cannot read {str(path)!r}: {e}") from e
 
@@ -240,9 +256,8 @@ def _saved_dataset(root: Path, field: str) -> Iterator[Document]:
 def arrow_files(root: Path) -> list[str]:
     """The Arrow files of a saved dataset, in the order of their rows."""
     try:
-        return [
-            entry["filename"] for entry in json.loads(_bytes(root / "state.json"))["_data_files"]
-        ]
+        state = json.loads(_bytes(root / "state.json"))
+        return [entry["filename"] for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
             f"data.path: {str(root / 'state.json')!r} does not list the files of a dataset: {e!r}"

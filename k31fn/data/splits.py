@@ -79,6 +79,7 @@ def load(cfg: Config, tokenizer: Tokenizer) -> Splits:
     count = 0
     for name, data in read(cfg.path, suffixes=cfg.suffixes, field=cfg.field):
         count += 1
+        # The first of equal documents stays: one of them in each part would be learnt by heart.
         texts.setdefault(_digest(data), (_place(name), name, tokenizer.encode(data)))
     if not texts:
         raise ValueError(
@@ -86,23 +87,26 @@ def load(cfg: Config, tokenizer: Tokenizer) -> Splits:
             f"data.suffixes={list(cfg.suffixes)}"
         )
     ordered = sorted(texts.values(), key=lambda text: text[:2])
-    cut = sum(place < cfg.heldout_fraction for place, _, _ in ordered)
-    if cut in (0, len(ordered)):
-        part, fix = ("held out", ordered[0][0]) if not cut else ("left to train on", ordered[-1][0])
+    train: list[np.ndarray] = []
+    heldout: list[np.ndarray] = []
+    for place, _, tokens in ordered:
+        (heldout if place < cfg.heldout_fraction else train).append(tokens)
+    if not heldout or not train:
+        if not heldout:
+            part, fix = "held out", f"raise it above {ordered[0][0]:.6f}"
+        else:
+            part, fix = "left to train on", f"lower it to {ordered[-1][0]:.6f}"
         raise ValueError(
             f"data.heldout_fraction={cfg.heldout_fraction}: none of the {len(ordered)} documents "
-            f"is {part}; "
-            f"{'raise it above' if not cut else 'lower it to'} {fix:.6f}, or give more documents"
+            f"is {part}; {fix}, or give more documents"
         )
-    parts = [
-        Corpus.of([tokens for _, _, tokens in part], tokenizer)
-        for part in (ordered[cut:], ordered[:cut])
-    ]
-    return Splits(parts[0], parts[1], count - len(ordered))
+    duplicates = count - len(ordered)
+    return Splits(Corpus.of(train, tokenizer), Corpus.of(heldout, tokenizer), duplicates)
 
 
 def _place(name: str) -> float:
     """The hash of a name, in [0, 1)."""
+    # 48 bits, which a float holds exactly.
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest()) / (1 << 48)
 
 

@@ -4,14 +4,16 @@ index.
 A store is a folder with ``index.json`` and shards. A shard is a folder of arrays (``.npy``, mapped
 when read):
 
-| file | holds | |---|---| | ``tokens`` | all documents one after the other, each with its end token
-(a conversation with none); uint16 or uint32 | | ``offsets`` | int64; document i is
-``tokens[offsets[i]:offsets[i + 1]]`` | | ``images`` | int64; the images of document i are
-``images[i]`` to ``images[i + 1]`` | | ``grids`` | ``[images, 3]``: frames, height and width in
-patches | | ``spans`` | ``[images, 2]``: where an image's tokens are in its document | |
-``patch_offsets`` | int64; the patches of image j | | ``patches`` | uint8 ``[N, 3 p p]``, in cell
-order | | ``learnt`` | of conversations only: bool, whether each token is part of an answer; only
-those are labels |
+- ``tokens``: all documents one after the other, each with its end token (a conversation with
+  none); uint16 or uint32.
+- ``offsets``: int64; document i is ``tokens[offsets[i]:offsets[i + 1]]``.
+- ``images``: int64; the images of document i are ``images[i]`` to ``images[i + 1]``.
+- ``grids``: ``[images, 3]``, frames, height and width in patches.
+- ``spans``: ``[images, 2]``, where an image's tokens are in its document.
+- ``patch_offsets``: int64; the patches of image j.
+- ``patches``: uint8 ``[N, 3 p p]``, in cell order.
+- ``learnt``: of conversations only; bool, whether each token is part of an answer: only those are
+  labels.
 
 A shard appears under its name only when it is complete.
 """
@@ -33,13 +35,14 @@ import numpy as np
 
 from k31fn.layers.patches import Grid
 
-__all__ = ["INDEX", "VERSION", "Document", "Shard", "Store", "open_store", "write_shards"]
+__all__ = ["INDEX", "VERSION", "Shard", "Store", "StoredDocument", "open_store", "write_shards"]
 
-INDEX, VERSION = "index.json", 1
+INDEX = "index.json"
+VERSION = 1  # of the index and the arrays; another one is refused
 _ARRAYS = ("tokens", "offsets", "images", "grids", "spans", "patch_offsets", "patches")
 
 
-class Document(NamedTuple):
+class StoredDocument(NamedTuple):
     """A document as it is stored.
 
     Attributes:
@@ -65,23 +68,27 @@ class Shard:
     def __init__(
         self, folder: Path, *, token_dtype: np.dtype[Any], patch_width: int, answers: bool = False
     ):
-        self._offsets, self._images, self._patch_offsets = [0], [0], [0]
+        self._offsets = [0]
+        self._images = [0]
+        self._patch_offsets = [0]
         self._grids: list[Grid] = []
         self._spans: list[np.ndarray] = []
-        self._folder, self._dtype, self._width = folder, token_dtype, patch_width
-        names = ("tokens", "patches", *(["learnt"] if answers else []))
+        self._folder = folder
+        self._dtype = token_dtype
+        self._width = patch_width
+        names = ("tokens", "patches", "learnt") if answers else ("tokens", "patches")
+        # SIM115: they stay open from document to document; `finish` and `close` close them.
         self._files = {name: open(folder / f"{name}.npy", "wb") for name in names}  # noqa: SIM115
         self._write_headers()
 
-    def add(self, document: Document) -> None:
+    def add(self, document: StoredDocument) -> None:
         """Appends a document."""
         self._files["tokens"].write(document.tokens.astype(self._dtype).tobytes())
         if "learnt" in self._files:
             self._files["learnt"].write(np.asarray(document.learnt, np.bool_).tobytes())
         self._offsets.append(self._offsets[-1] + len(document.tokens))
-        for grid, span, patches in zip(
-            document.grids, document.spans, document.patches, strict=True
-        ):
+        images = zip(document.grids, document.spans, document.patches, strict=True)
+        for grid, span, patches in images:
             self._files["patches"].write(patches.tobytes())
             self._patch_offsets.append(self._patch_offsets[-1] + len(patches))
             self._grids.append(grid)
@@ -89,7 +96,7 @@ class Shard:
         self._images.append(len(self._grids))
 
     def finish(self) -> dict[str, int]:
-        """Writes the arrays of lengths and the headers of the others; the totals."""
+        """Writes the arrays of lengths and the headers of the others; gives the totals."""
         small = {
             "offsets": self._offsets,
             "images": self._images,
@@ -99,6 +106,7 @@ class Shard:
             np.save(self._folder / f"{name}.npy", np.array(values, np.int64))
         np.save(self._folder / "grids.npy", np.array(self._grids, np.int32).reshape(-1, 3))
         np.save(self._folder / "spans.npy", np.array(self._spans, np.int64).reshape(-1, 2))
+        # Over the headers of empty arrays, which were as long.
         for file in self._files.values():
             file.seek(0)
         self._write_headers()
@@ -111,18 +119,20 @@ class Shard:
         }
 
     def _write_headers(self) -> None:
-        """Of the large arrays; NumPy leaves room for the first dimension to grow, so their length
-        stays.
+        """Writes the headers of the large arrays.
+
+        NumPy leaves room for the first dimension to grow, so their length stays.
         """
-        count, kinds = self._offsets[-1], {"tokens": self._dtype, "learnt": np.dtype(np.bool_)}
+        num_tokens = self._offsets[-1]
+        kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
+            "tokens": (self._dtype, (num_tokens,)),
+            "learnt": (np.dtype(np.bool_), (num_tokens,)),
+            "patches": (np.dtype(np.uint8), (self._patch_offsets[-1], self._width)),
+        }
         for name, file in self._files.items():
-            dtype = kinds.get(name, np.dtype(np.uint8))
-            shape = (self._patch_offsets[-1], self._width) if name == "patches" else (count,)
-            header = {
-                "descr": np.lib.format.dtype_to_descr(dtype),
-                "fortran_order": False,
-                "shape": shape,
-            }
+            dtype, shape = kinds[name]
+            descr = np.lib.format.dtype_to_descr(dtype)
+            header = {"descr": descr, "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_2_0(file, header)
 
     def close(self) -> None:
@@ -140,8 +150,7 @@ def write_shards(
     patch_width: int,
     answers: bool = False,
 ) -> Iterator[tuple[Path, dict[str, Shard]]]:
-    """One shard per split, in ``folder/split``. They are made in another folder, which is given as
-    well.
+    """Opens one shard per split, in ``folder/split``; gives the folder that they are made in, too.
 
     That folder gets its name on leaving; on failure nothing is left.
     """
@@ -151,14 +160,15 @@ def write_shards(
             shards: dict[str, Shard] = {}
             for split in splits:
                 (partial / split).mkdir(parents=True)
-                options: Any = {
-                    "token_dtype": token_dtype,
-                    "patch_width": patch_width,
-                    "answers": answers,
-                }
-                shards[split] = Shard(partial / split, **options)
+                shards[split] = Shard(
+                    partial / split,
+                    token_dtype=token_dtype,
+                    patch_width=patch_width,
+                    answers=answers,
+                )
                 stack.callback(shards[split].close)
             yield partial, shards
+        # All splits appear at once: a unit is prepared or it is not.
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -206,12 +216,14 @@ class Store:
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each document."""
-        return np.concatenate(
-            [np.zeros(0, np.int64), *(np.diff(shard["offsets"]) for shard in self.shards)]
-        )
+        lengths = [np.zeros(0, np.int64)]  # numpy refuses to join nothing
+        for shard in self.shards:
+            lengths.append(np.diff(shard["offsets"]))
+        return np.concatenate(lengths)
 
     def find(self, number: int) -> tuple[dict[str, np.ndarray], int]:
         """The shard of a document, and its number in it."""
+        # From the right: of shards without documents the last one begins at the same number.
         shard = int(np.searchsorted(self.first, number, side="right")) - 1
         return self.shards[shard], number - int(self.first[shard])
 
@@ -221,7 +233,7 @@ class Store:
         low, high = shard["images"][i : i + 2]
         return shard["spans"][low:high], shard["grids"][low:high]
 
-    def read(self, number: int) -> Document:
+    def read(self, number: int) -> StoredDocument:
         """A document; its arrays are views of the files."""
         shard, i = self.find(number)
         start, stop = shard["offsets"][i : i + 2]
@@ -230,7 +242,7 @@ class Store:
         patches = [shard["patches"][a:b] for a, b in itertools.pairwise(bounds)]
         grids = [(int(t), int(h), int(w)) for t, h, w in shard["grids"][low:high]]
         learnt = shard["learnt"][start:stop] if self.answers else ()
-        return Document(
+        return StoredDocument(
             shard["tokens"][start:stop], grids, shard["spans"][low:high], patches, learnt
         )
 
@@ -253,8 +265,10 @@ def open_store(folder: str | Path) -> Store:
         )
     names = (*_ARRAYS, "learnt") if index.get("answers") else _ARRAYS
     shards = tuple(_open_shard(root / entry["name"], entry, names) for entry in index["shards"])
-    first = np.cumsum([0, *(entry["documents"] for entry in index["shards"])])
-    return Store(shards, index, first)
+    first = [0]
+    for entry in index["shards"]:
+        first.append(first[-1] + entry["documents"])
+    return Store(shards, index, np.array(first))
 
 
 def _open_shard(folder: Path, entry: dict[str, Any], names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -262,15 +276,17 @@ def _open_shard(folder: Path, entry: dict[str, Any], names: Sequence[str]) -> di
         arrays = {name: _mapped(folder / f"{name}.npy") for name in names}
     except (OSError, ValueError) as e:
         raise ValueError(f"shard {folder} is missing or damaged: {e}") from e
-    held = len(arrays["offsets"]) - 1, len(arrays["tokens"]), len(arrays["grids"])
+    # Lengths are all that is compared: reading terabytes of tokens would take hours.
+    sizes = (len(arrays["offsets"]) - 1, len(arrays["tokens"]), len(arrays["grids"]))
     whole = len(arrays.get("learnt", arrays["tokens"])) == len(arrays["tokens"])
-    if not whole or held != (entry["documents"], entry["tokens"], entry["images"]):
+    if not whole or sizes != (entry["documents"], entry["tokens"], entry["images"]):
         raise ValueError(
-            f"shard {folder} holds {held} documents, tokens and images, not what {INDEX} says: "
+            f"shard {folder} holds {sizes} documents, tokens and images, not what {INDEX} says: "
             f"{entry}"
         )
     return arrays
 
 
 def _mapped(file: Path) -> np.ndarray:
+    # Files may come from anywhere, and a pickle would run what it likes.
     return np.load(file, mmap_mode="r", allow_pickle=False)

@@ -83,7 +83,7 @@ class ByteTokenizer:
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """The media tokens, then those of conversations."""
-        names = (*(MEDIA_NAMES if self.media else ()), *(CHAT_NAMES if self.chat else ()))
+        names = (MEDIA_NAMES if self.media else ()) + (CHAT_NAMES if self.chat else ())
         return {name: 257 + i for i, name in enumerate(names)}
 
     def encode(self, text: str | bytes) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from k31fn.data.json_tokenizer import JsonTokenizer
-from k31fn.data.ranks import RanksTokenizer, read_ranks
+from k31fn.data.ranks_tokenizer import RanksTokenizer, read_ranks
 from k31fn.data.tokenizer import ByteTokenizer, Tokenizer
 
 __all__ = ["open_tokenizer"]
@@ -22,10 +22,13 @@ _K3 = {
     "<|open|>": 3,
     "<|close|>": 4,
     "<|sep|>": 5,
+    "<|media_begin|>": 18,
+    "<|media_content|>": 19,
+    "<|media_end|>": 20,
+    "<|media_pad|>": 21,
     "[UNK]": 254,
     "[PAD]": 255,
 }
-_K3 |= {"<|media_begin|>": 18, "<|media_content|>": 19, "<|media_end|>": 20, "<|media_pad|>": 21}
 
 
 def open_tokenizer(path: str | Path, *, end: str = "") -> Tokenizer:
@@ -51,23 +54,26 @@ def open_tokenizer(path: str | Path, *, end: str = "") -> Tokenizer:
     if file.suffix == ".json":
         return JsonTokenizer(file, end)
     ranks = read_ranks(file)
-    added = beside.get("added_tokens_decoder", {})
-    named = {_name(token): int(i) for i, token in added.items() if int(i) >= len(ranks)}
-    return RanksTokenizer(ranks, named or {name: len(ranks) + i for name, i in _K3.items()}, end)
+    named: dict[str, int] = {}
+    for number, token in beside.get("added_tokens_decoder", {}).items():
+        if int(number) >= len(ranks):  # below are ordinary tokens that a file names, too
+            named[_name(token)] = int(number)
+    if not named:
+        named = {name: len(ranks) + place for name, place in _K3.items()}
+    return RanksTokenizer(ranks, named, end)
 
 
 def _file(path: Path) -> Path:
     if path.is_file():
         return path
-    found = [
-        path / name for name in ("tiktoken.model", "tokenizer.json") if (path / name).is_file()
-    ]
-    if not found:
-        raise ValueError(
-            f"tokenizer {str(path)!r}: neither 'bytes', nor a file, nor a folder with "
-            "tiktoken.model or tokenizer.json"
-        )
-    return found[0]
+    # The ranks file first: where a folder has both, the other was made from it.
+    for name in ("tiktoken.model", "tokenizer.json"):
+        if (path / name).is_file():
+            return path / name
+    raise ValueError(
+        f"tokenizer {str(path)!r}: neither 'bytes', nor a file, nor a folder with tiktoken.model "
+        "or tokenizer.json"
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:

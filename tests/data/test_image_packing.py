@@ -12,11 +12,11 @@ import torch
 
 from k31fn import params, random, segments, tree
 from k31fn.data import ByteTokenizer, media
-from k31fn.data.image_packing import PackedDataset, Piece, Shape, collate
+from k31fn.data.image_packing import DocumentPiece, PackedDataset, Shape, collate
 from k31fn.data.images import Image
 from k31fn.data.mixture import BLOCK, Mixture
 from k31fn.data.prepare import Config, prepare
-from k31fn.data.store import Document, Store, open_store
+from k31fn.data.store import Store, StoredDocument, open_store
 from k31fn.layers import projector, vision, vision_block
 
 TOKENIZER = ByteTokenizer(media=True)
@@ -24,7 +24,7 @@ MEDIA = media.media_tokens(TOKENIZER)
 PAD = MEDIA.pad
 
 
-def document(number: int, length: int, sizes: list[tuple[int, int]]) -> Document:
+def document(number: int, length: int, sizes: list[tuple[int, int]]) -> StoredDocument:
     """``length`` letters with images of these heights and widths after every third; each patch
     holds its numbers.
     """
@@ -38,10 +38,10 @@ def document(number: int, length: int, sizes: list[tuple[int, int]]) -> Document
     tokens = media.encode(text, pictures, TOKENIZER, str(number))
     spans = media.spans(tokens, [p.num_slots for p in pictures], MEDIA)
     tokens = np.append(tokens, TOKENIZER.end_token)
-    return Document(tokens, [p.grid for p in pictures], spans, [p.patches for p in pictures])
+    return StoredDocument(tokens, [p.grid for p in pictures], spans, [p.patches for p in pictures])
 
 
-def stored(documents: list[Document]) -> Store:
+def stored(documents: list[StoredDocument]) -> Store:
     """A store in memory."""
     grids = [g for d in documents for g in d.grids]
     shard = {
@@ -73,7 +73,7 @@ STORE = stored(DOCUMENTS)
 SHAPE = Shape(64, 48)
 
 
-def epoch(dataset: PackedDataset, number: int = 0) -> list[list[Piece]]:
+def epoch(dataset: PackedDataset, number: int = 0) -> list[list[DocumentPiece]]:
     return [dataset._rows[i] for i in range(dataset.num_rows)]
 
 
@@ -82,7 +82,7 @@ def epoch(dataset: PackedDataset, number: int = 0) -> list[list[Piece]]:
 )
 def test_every_token_and_image_is_in_one_row_of_an_epoch(shape: Shape):
     dataset = PackedDataset(STORE, shape)
-    found: dict[int, list[Piece]] = {}
+    found: dict[int, list[DocumentPiece]] = {}
     for row in epoch(dataset):
         assert sum(p.stop - p.start for p in row) <= shape.length
         for piece in row:

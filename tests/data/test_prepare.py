@@ -16,7 +16,7 @@ import pytest
 
 from k31fn.data import ByteTokenizer, images, media, records
 from k31fn.data.__main__ import bar, main
-from k31fn.data.prepare import Config, Progress, prepare
+from k31fn.data.prepare import Config, PrepareProgress, prepare
 from k31fn.data.store import Store, open_store
 from tests.data.pictures import coordinates, file, pil, png
 
@@ -147,7 +147,7 @@ def test_more_processes_write_the_same(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(records, "UNIT_BYTES", 400)
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     for workers in (1, 2):
         prepare(Config(str(lines)), tmp_path / str(workers), workers=workers, report=seen.append)
     files = [
@@ -171,7 +171,7 @@ def test_it_goes_on_where_it_was_stopped(
     cfg = Config(str(lines))
     prepare(cfg, tmp_path / "whole")
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: PrepareProgress) -> None:
         if progress.done == 3:
             raise KeyboardInterrupt
 
@@ -364,7 +364,7 @@ def test_the_bar_on_a_terminal():
     out = io.StringIO()
     with bar(out.write, terminal=True) as show:
         for done in (0, 1, 2):
-            show(Progress(done, 2, Counter(tokens=1000 * done)))
+            show(PrepareProgress(done, 2, Counter(tokens=1000 * done)))
     assert out.getvalue().count("\r") == 3
     assert "[###############...............] 1 of 2 shards, 1,000 tokens" in out.getvalue()
     assert out.getvalue().endswith("\n")
@@ -375,7 +375,7 @@ def test_an_error_ends_the_bars_line_if_there_is_one():
     def fail(out: io.StringIO, *shown: int):
         with bar(out.write, terminal=True) as show:
             for done in shown:
-                show(Progress(done, 2, Counter()))
+                show(PrepareProgress(done, 2, Counter()))
             raise ValueError("bad")
 
     for shown, written in (((), ""), ((1,), "\n")):

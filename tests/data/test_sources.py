@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from k31fn.data import Document, read, stdlib
+from k31fn.data import read, stdlib
+from k31fn.data.sources import Document
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 

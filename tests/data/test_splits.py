@@ -3,7 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from k31fn.data import ByteTokenizer, Config, Corpus, Splits, load
+from k31fn.data import ByteTokenizer, Config, Corpus, load
+from k31fn.data.splits import Splits
 
 TOKENIZER = ByteTokenizer()
 

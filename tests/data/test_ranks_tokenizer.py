@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from k31fn.data import Tokenizer, media
-from k31fn.data.ranks import RanksTokenizer, read_ranks
+from k31fn.data.ranks_tokenizer import RanksTokenizer, read_ranks
 from k31fn.data.tokenizer_files import open_tokenizer
 
 pytest.importorskip("tiktoken", reason="tiktoken (the extra `data`) is not installed")

@@ -30,14 +30,13 @@ from k31fn.data.tokenizer import Tokens
 __all__ = ["PATTERN", "RanksTokenizer", "read_ranks"]
 
 NUM_SPECIAL = 256
-_MAX_CHARS, _MAX_RUN = (
-    400_000,
-    25_000,
-)  # of one call, and of characters that are all spaces or all none
+_MAX_CHARS = 400_000  # of one call
+_MAX_RUN = 25_000  # characters that are all spaces or all none
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_BEFORE, _CONTRACTION = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 
 PATTERN = "|".join(
     [
@@ -56,9 +55,8 @@ up to three digits; punctuation with a space before and line ends after it; line
 the last before a word; spaces."""
 
 _RUNS = re.compile(rf"\s{{1,{_MAX_RUN}}}|\S{{1,{_MAX_RUN}}}")
-_INVALID = re.compile(
-    r"([\udc80-\udcff]+)"
-)  # what surrogateescape makes of bytes that are not UTF-8
+# What surrogateescape makes of bytes that are not UTF-8; the group keeps them among the pieces.
+_INVALID = re.compile(r"([\udc80-\udcff]+)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +79,10 @@ class RanksTokenizer:
     end: str = "[EOS]"
 
     def __post_init__(self) -> None:
-        first, last = len(self.ranks), self.vocab_size - 1
-        if wrong := {name: i for name, i in self.named.items() if not first <= i <= last}:
+        first = len(self.ranks)
+        last = self.vocab_size - 1
+        wrong = {name: i for name, i in self.named.items() if not first <= i <= last}
+        if wrong:
             raise ValueError(
                 f"special tokens {wrong} are outside the special ids {first} to {last}"
             )
@@ -90,7 +90,7 @@ class RanksTokenizer:
             raise ValueError(
                 f"end token {self.end!r} is not a special token; known: {sorted(self.named)}"
             )
-        _ = self._encoding
+        _ = self._encoding  # now, so that a missing package is an error at the start
 
     @property
     def vocab_size(self) -> int:
@@ -112,26 +112,24 @@ class RanksTokenizer:
 
         Bytes that are not UTF-8 become the tokens of single bytes.
         """
-        string = (
-            text.decode("utf-8", errors="surrogateescape")
-            if isinstance(text, bytes)
-            else _clean(text)
-        )
-        found: list[int] = []
+        if isinstance(text, bytes):
+            string = text.decode("utf-8", errors="surrogateescape")
+        else:
+            string = _clean(text)
+        tokens: list[int] = []
         for index, part in enumerate(_INVALID.split(string)):
-            if index % 2:
-                found += [self._byte_tokens[ord(c) - 0xDC00] for c in part]
+            if index % 2:  # what the pattern matched: bytes b as U+DC00 + b
+                tokens += [self._byte_tokens[ord(c) - 0xDC00] for c in part]
             else:
                 for chunk in _chunks(part):
-                    found += self._encoding.encode_ordinary(chunk)
-        return np.array(found, np.uint32)
+                    tokens += self._encoding.encode_ordinary(chunk)
+        return np.array(tokens, np.uint32)
 
     def decode_bytes(self, tokens: Tokens) -> bytes:
         """The bytes of the base tokens; special ones and what is no token have none."""
         values = np.asarray(tokens, dtype=np.int64).ravel()
-        return b"".join(
-            self.ranks[t] for t in values[(values >= 0) & (values < len(self.ranks))].tolist()
-        )
+        base = values[(values >= 0) & (values < len(self.ranks))]
+        return b"".join(map(self.ranks.__getitem__, base.tolist()))
 
     def decode(self, tokens: Tokens) -> str:
         """The bytes as UTF-8, with U+FFFD for what is not."""
@@ -139,9 +137,12 @@ class RanksTokenizer:
 
     @functools.cached_property
     def _special(self) -> dict[str, int]:
-        taken = set(self.named.values())
-        rest = (i for i in range(len(self.ranks), self.vocab_size) if i not in taken)
-        return {**self.named, **{f"<|reserved_token_{i}|>": i for i in rest}}
+        special = dict(self.named)
+        taken = set(special.values())
+        for number in range(len(self.ranks), self.vocab_size):
+            if number not in taken:
+                special[f"<|reserved_token_{number}|>"] = number
+        return special
 
     @functools.cached_property
     def _encoding(self) -> Any:
@@ -149,13 +150,18 @@ class RanksTokenizer:
             import tiktoken  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
         except ImportError as e:
             raise ImportError("a ranks file needs tiktoken; pip install 'k31fn[data]'") from e
+        # Without special tokens: no text can become one.
         ranks = {token: rank for rank, token in enumerate(self.ranks)}
         return tiktoken.Encoding("k31fn", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     @functools.cached_property
     def _byte_tokens(self) -> list[int]:
-        places = {token: rank for rank, token in enumerate(self.ranks) if len(token) == 1}
-        return [places[bytes([b])] for b in range(256)]
+        """The token of each single byte."""
+        tokens = [0] * 256
+        for rank, token in enumerate(self.ranks):
+            if len(token) == 1:
+                tokens[token[0]] = rank
+        return tokens
 
 
 def read_ranks(path: Path) -> list[bytes]:
@@ -165,32 +171,34 @@ def read_ranks(path: Path) -> list[bytes]:
         ValueError: a line that is no token and rank, ranks that are not 0, 1, 2, ..., a token
             twice, or a byte that no token stands for; names the line.
     """
-    found: dict[int, bytes] = {}
+    by_rank: dict[int, bytes] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
             code, rank = line.split()
-            token, place = base64.b64decode(code, validate=True), int(rank)
+            token = base64.b64decode(code, validate=True)
+            place = int(rank)
         except (ValueError, binascii.Error) as e:
             raise ValueError(
                 f"{path}:{number}: expected a token in base64 and its rank, got {line[:60]!r}"
             ) from e
-        if not token or place in found:
-            raise ValueError(
-                f"{path}:{number}: "
-                f"{'an empty token' if not token else f'rank {place} is given twice'}"
-            )
-        found[place] = token
-    ranks = [found[i] for i in range(len(found)) if i in found]
-    if len(ranks) != len(found) or len(set(ranks)) != len(ranks):
-        raise ValueError(f"{path}: ranks must be 0 to {len(found) - 1}, each of another token")
-    if missing := [b for b in range(256) if bytes([b]) not in set(ranks)]:
+        if not token:
+            raise ValueError(f"{path}:{number}: an empty token")
+        if place in by_rank:
+            raise ValueError(f"{path}:{number}: rank {place} is given twice")
+        by_rank[place] = token
+    tokens = set(by_rank.values())
+    if sorted(by_rank) != list(range(len(by_rank))) or len(tokens) != len(by_rank):
+        raise ValueError(f"{path}: ranks must be 0 to {len(by_rank) - 1}, each of another token")
+    # Any text can be told from its bytes only if each of them has a token.
+    missing = [b for b in range(256) if bytes([b]) not in tokens]
+    if missing:
         raise ValueError(
             f"{path}: no token for byte {missing[0]} and {len(missing) - 1} others; it is not a "
             "ranks file"
         )
-    return ranks
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _clean(text: str) -> str:
@@ -202,10 +210,12 @@ def _chunks(text: str) -> Iterator[str]:
     """The text in parts of at most _MAX_CHARS, cut also where a run of spaces or of none reaches
     _MAX_RUN.
     """
-    for at in range(0, len(text), _MAX_CHARS):
-        part = text[at : at + _MAX_CHARS]
-        start, runs = 0, list(_RUNS.finditer(part)) if len(part) > _MAX_RUN else []
+    for begin in range(0, len(text), _MAX_CHARS):
+        part = text[begin : begin + _MAX_CHARS]
+        start = 0
+        runs = list(_RUNS.finditer(part)) if len(part) > _MAX_RUN else []
         for run, following in itertools.pairwise(runs):
+            # Two of a kind side by side: one run that was cut at its longest.
             if run[0].isspace() == following[0].isspace():
                 yield part[start : run.end()]
                 start = run.end()
