@@ -49,10 +49,9 @@ Read = Callable[[str, Tile], Tensor]
 """``(path, tile) -> values``: a part of a weight of the model that is adapted, by its path there.
 """
 
-_SPLIT = frozenset(
-    {"heads", "mlp", "vocab", "expert_mlp"}
-)  # logical axes that tensor parallelism splits
-_MOST_RANKS = 8  # of it that find whole FP8 blocks
+# Logical axes that tensor parallelism splits, and the most ranks of it that find whole FP8 blocks.
+_SPLIT = frozenset({"heads", "mlp", "vocab", "expert_mlp"})
+_MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,7 @@ def apply(
         ValueError: ``pattern`` matches no matrix, or an argument is out of its range.
     """
     cfg = Config("", pattern, rank, alpha, held, held_pattern)
+    # A pattern with a typing error would otherwise train nothing, in silence.
     matrices = [path for path, spec in tree.flatten_with_paths(specs) if "matrix" in spec.tags]
     if not any(re.search(pattern, path) for path in matrices):
         raise ValueError(
@@ -127,21 +127,25 @@ def apply(
         base = _base(path, spec, cfg)
         if "matrix" not in spec.tags or not re.search(pattern, path):
             return base
-        (*lead, rows, columns), (*first, of_rows, of_columns) = spec.shape, spec.axes
+        *lead, rows, columns = spec.shape
+        *lead_axes, row_axis, column_axis = spec.axes
         tags = spec.tags & {"expert"}
+        # ``beside``: the axis of W that the adapter lacks, so that its gradient is summed over the
+        # ranks among which W is split there.
         a = ParamSpec(
             (*lead, rows, rank),
-            (*first, of_rows, ""),
+            (*lead_axes, row_axis, ""),
             Normal(rows**-0.5),
             tags=tags,
-            beside=(of_columns,),
+            beside=(column_axis,),
         )
+        # B is zero, so the adapted model begins as the base, and A is not, so B has a gradient.
         b = ParamSpec(
             (*lead, rank, columns),
-            (*first, "", of_columns),
+            (*lead_axes, "", column_axis),
             Constant(0.0),
             tags=tags,
-            beside=(of_rows,),
+            beside=(row_axis,),
         )
         return LowRank(base, a, b, alpha / rank)
 
@@ -169,34 +173,39 @@ def init(
         tile: see :func:`k31fn.params.init`; paths are those of the adapted model.
     """
 
-    def part(path: str, spec: ParamSpec) -> Tile:
-        given = tuple(slice(None) for _ in spec.shape) if tile is None else tile(path, spec)
+    def tile_of(path: str, spec: ParamSpec) -> Tile:
+        """This rank's tile, with start and stop in every dimension."""
+        if tile is None:
+            return tuple(slice(0, n) for n in spec.shape)
+        given = tile(path, spec)
         return tuple(slice(*s.indices(n)[:2]) for s, n in zip(given, spec.shape, strict=True))
 
-    def held(path: str, at: str, node: Any) -> Any:
-        """What stands ``at`` a path of the adapted model, made from the weight at ``path``."""
+    def frozen(path: str, adapted_path: str, node: Any) -> Any:
+        """The leaf at ``adapted_path``, made from the weight at ``path`` of the model read."""
         if isinstance(node, Quantized):
-            tiles = {
-                name: part(f"{at}.{name}", getattr(node, name)) for name in ("codes", "scales")
-            }
-            return _encode_tiles(node, tiles, lambda tile: read(path, tile).to(key.device))
-        return read(path, part(at, node)).to(device=key.device, dtype=node.dtype)
-
-    def leaf(path: str, node: Any) -> Any:
-        if not isinstance(node, LowRank):
-            return held(path, path, node)
-        a, b = (
-            declared.draw(
-                f"{path}.{name}", spec, key, dtype=dtype, tile=part(f"{path}.{name}", spec)
+            codes_tile = tile_of(f"{adapted_path}.codes", node.codes)
+            scales_tile = tile_of(f"{adapted_path}.scales", node.scales)
+            # Encoded on the device, which is faster than reading is.
+            return _encode_tiles(
+                node, codes_tile, scales_tile, lambda part: read(path, part).to(key.device)
             )
-            for name, spec in (("a", node.a), ("b", node.b))
-        )
-        return dataclasses.replace(node, base=held(path, f"{path}.base", node.base), a=a, b=b)
+        return read(path, tile_of(adapted_path, node)).to(device=key.device, dtype=node.dtype)
 
-    return tree.unflatten(
-        tree.flatten(specs, is_leaf=_is_weight)[1],
-        [leaf(path, node) for path, node in tree.flatten_with_paths(specs, is_leaf=_is_weight)],
-    )
+    def adapter(path: str, spec: ParamSpec) -> Tensor:
+        return declared.draw(path, spec, key, dtype=dtype, tile=tile_of(path, spec))
+
+    def weight(path: str, node: Any) -> Any:
+        if not isinstance(node, LowRank):
+            return frozen(path, path, node)
+        base = frozen(path, f"{path}.base", node.base)
+        a = adapter(f"{path}.a", node.a)
+        b = adapter(f"{path}.b", node.b)
+        return dataclasses.replace(node, base=base, a=a, b=b)
+
+    # A weight and its adapters as one node: each is made from one weight of the model read.
+    structure = tree.flatten(specs, is_leaf=_is_weight)[1]
+    pairs = tree.flatten_with_paths(specs, is_leaf=_is_weight)
+    return tree.unflatten(structure, [weight(path, node) for path, node in pairs])
 
 
 def merge(params: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -216,6 +225,7 @@ def _dense(w: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(w, Quantized):
         return dequantize(w, dtype)
     if isinstance(w, LowRank):
+        # The sum in float32: in bfloat16 an update below 1/256 of a weight would be lost.
         wide = precision.island(dtype)
         return (_dense(w.base, wide) + w.scale * (w.a.to(wide) @ w.b.to(wide))).to(dtype)
     return w.to(dtype)
@@ -225,29 +235,26 @@ def _base(path: str, spec: ParamSpec, cfg: Config) -> Any:
     """The frozen form of a leaf."""
     tags = (spec.tags & {"expert", "no_decay"}) | {"frozen", "as_declared"}
     frozen = dataclasses.replace(spec, tags=tags, head_dim=0)
-    rows, columns = spec.shape[-2:] if "matrix" in spec.tags else (0, 0)
+    if "matrix" not in spec.tags or not re.search(cfg.held_pattern, path):
+        return frozen
+    *lead, rows, columns = spec.shape
 
     def quantised(
         codes: tuple[int, int], scales: tuple[int, int], dtype: torch.dtype, fmt: declared.Format
     ) -> Any:
-        parts = zip((codes, scales), (torch.uint8, dtype), strict=True)
+        # Zeros: what these are drawn as is never used, they are read.
+        zeros = dataclasses.replace(frozen, init=Constant(0.0))
         return Quantized(
-            *(
-                dataclasses.replace(
-                    frozen, shape=(*spec.shape[:-2], *s), init=Constant(0.0), dtype=d
-                )
-                for s, d in parts
-            ),
+            dataclasses.replace(zeros, shape=(*lead, *codes), dtype=torch.uint8),
+            dataclasses.replace(zeros, shape=(*lead, *scales), dtype=dtype),
             format=fmt,
         )
 
-    if not rows or not re.search(cfg.held_pattern, path):
-        return frozen
     if cfg.held == "fp8":
-        blocks = [_block(n, axis) for n, axis in zip((rows, columns), spec.axes[-2:], strict=True)]
-        return quantised(
-            (rows, columns), (rows // blocks[0], columns // blocks[1]), torch.float32, "fp8"
-        )
+        height = _block(rows, spec.axes[-2])
+        width = _block(columns, spec.axes[-1])
+        blocks = (rows // height, columns // width)
+        return quantised((rows, columns), blocks, torch.float32, "fp8")
     if cfg.held == "mxfp4" and "expert" in spec.tags:
         mxfp4.check_columns(rows)  # along which it is packed: the columns of a checkpoint
         return quantised((rows // 2, columns), (rows // mxfp4.GROUP, columns), torch.uint8, "mxfp4")
@@ -255,39 +262,62 @@ def _base(path: str, spec: ParamSpec, cfg: Config) -> Any:
 
 
 def _block(size: int, axis: str) -> int:
+    """Side of the FP8 blocks of a dimension: one that divides each rank's part of it, too."""
     return fp8.block_size(size // math.gcd(size, _MOST_RANKS) if axis in _SPLIT else size)
 
 
 def _encode_tiles(
-    node: Quantized[ParamSpec], tiles: dict[str, Tile], read: Callable[[Tile], Tensor]
+    node: Quantized[ParamSpec],
+    codes_tile: Tile,
+    scales_tile: Tile,
+    read: Callable[[Tile], Tensor],
 ) -> Any:
-    """Tiles of codes and scales: the weight is read from the start of the first group to the end of
-    the last.
+    """Tiles of codes and of scales.
+
+    A code depends on all weights of its group, so the weight is read from the start of the first
+    group that a tile touches to the end of the last. So the bits are those of the whole.
     """
-    rows, columns = (
-        node.codes.shape[-2] * (2 if node.format == "mxfp4" else 1),
-        node.codes.shape[-1],
+    per_code = 2 if node.format == "mxfp4" else 1  # rows of the weight in one code
+    rows = node.codes.shape[-2] * per_code
+    columns = node.codes.shape[-1]
+    groups = (rows // node.scales.shape[-2], columns // node.scales.shape[-1])
+    codes_source, codes_inner = _source_of(codes_tile, (per_code, 1), groups)
+    scales_source, scales_inner = _source_of(scales_tile, groups, groups)
+    codes, scales = _encode(node.format, read(codes_source), groups)
+    # Mostly they are of the same part of the weight, which is then read once.
+    if str(scales_source) != str(codes_source):
+        _, scales = _encode(node.format, read(scales_source), groups)
+    # Contiguous: a slice would keep all of what was read alive.
+    return Quantized(
+        codes[..., *codes_inner].contiguous(), scales[..., *scales_inner].contiguous(), node.format
     )
-    groups = rows // node.scales.shape[-2], columns // node.scales.shape[-1]
-    per_element = {"codes": (rows // node.codes.shape[-2], 1), "scales": groups}
-    found, made = {}, dict[Any, Any]()
-    for name, tile in tiles.items():
-        *lead, height, width = tile
-        each = list(zip((height, width), per_element[name], groups, strict=True))
-        ranges = [(s.start * n // g * g, -(-s.stop * n // g) * g) for s, n, g in each]
-        source = (*lead, *(slice(*r) for r in ranges))
-        if (known := str(source)) not in made:
-            made[known] = _encode(node.format, read(source), groups)
-        inner = [
-            slice(s.start - r[0] // n, s.stop - r[0] // n)
-            for (s, n, _), r in zip(each, ranges, strict=True)
-        ]
-        found[name] = made[known][name == "scales"][..., inner[0], inner[1]].contiguous()
-    return Quantized(found["codes"], found["scales"], node.format)
+
+
+def _source_of(
+    tile: Tile, per_element: tuple[int, int], groups: tuple[int, int]
+) -> tuple[Tile, list[slice]]:
+    """The part of a weight, in whole groups, that a tile is encoded from, and its place therein.
+
+    Args:
+        tile: of codes or of scales.
+        per_element: rows and columns of the weight that one of these stands for.
+        groups: rows and columns of a group.
+    """
+    *lead, height, width = tile
+    source: list[slice] = []
+    inner: list[slice] = []
+    for s, size, group in zip((height, width), per_element, groups, strict=True):
+        start = s.start * size // group * group
+        stop = -(-s.stop * size // group) * group
+        source.append(slice(start, stop))
+        inner.append(slice(s.start - start // size, s.stop - start // size))
+    return (*lead, *source), inner
 
 
 def _encode(fmt: declared.Format, dense: Tensor, groups: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a weight ``[in, out]``."""
     if fmt == "fp8":
         return fp8.encode(dense, groups)
+    # Groups of MXFP4 run along the columns of ``[out, in]``, as a checkpoint stores it.
     codes, scales = mxfp4.encode(dense.mT)
     return codes.mT, scales.mT
