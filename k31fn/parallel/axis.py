@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Axis", "Axes", "Channel", "Host", "active"]  # noqa: RUF022 (by subject)
+# Axis first, then what may stand for it: the order in which a reader needs them.
+__all__ = ["Axis", "Axes", "Channel", "Host", "active", "axis_names", "num_ranks"]  # noqa: RUF022
 
 
 @runtime_checkable
@@ -60,7 +62,7 @@ class Host(Protocol):
 @dataclass(frozen=True)
 class Axis:
     """A named mesh axis of ``size`` ranks. An axis in a ``Sharding`` is an object, never a name to
-    look up.
+    look up: names looked up at run time are lost on the threads that run a device's backward.
 
     Attributes:
         name: of the atomic axis.
@@ -71,6 +73,7 @@ class Axis:
 
     name: str
     size: int
+    # Not compared: the same axis of two runs, or without ranks, is the same key of a dict.
     host: Host | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -90,10 +93,22 @@ def active(axes: Axes) -> tuple[Axis, ...]:
     Raises:
         ValueError: an axis named twice.
     """
-    some = tuple(a for a in (axes if isinstance(axes, tuple) else (axes,)) if a.size > 1)
-    names = [a.name for a in some]
+    given = axes if isinstance(axes, tuple) else (axes,)
+    # An axis of one rank is no axis: over it every collective is the identity.
+    several = tuple(a for a in given if a.size > 1)
+    names = axis_names(several)
     if len(set(names)) != len(names):
         raise ValueError(
-            f"axes {names}: an axis is named twice; name each once, in the mesh's order"
+            f"axes {list(names)}: an axis is named twice; name each once, in the mesh's order"
         )
-    return some
+    return several
+
+
+def num_ranks(axes: tuple[Axis, ...]) -> int:
+    """The number of ranks that these axes span together."""
+    return math.prod(axis.size for axis in axes)
+
+
+def axis_names(axes: tuple[Axis, ...]) -> tuple[str, ...]:
+    """The names of these axes, in their order."""
+    return tuple(a.name for a in axes)

@@ -53,6 +53,7 @@ class CollectiveRecord:
     @property
     def counts(self) -> Counter[str]:
         """Collectives issued, by kind."""
+        # Issues, not waits: both are noted, and one that was never waited for was sent too.
         return Counter(e.kind for e in self.events if e.what == "issue")
 
     @property
@@ -63,13 +64,14 @@ class CollectiveRecord:
         total: Counter[str] = Counter()
         for event in self.events:
             total[event.kind] += event.nbytes if event.what == "issue" else 0
-        return +total
+        return +total  # without the kinds of which nothing was issued
 
     def over(self, *axes: str) -> Counter[str]:
         """Collectives issued over exactly these atomic axes, by kind."""
         return Counter(e.kind for e in self.events if e.what == "issue" and e.axes == axes)
 
 
+# Of the context, not global: threads are ranks, and each records for itself.
 _RECORDS: contextvars.ContextVar[tuple[CollectiveRecord, ...]] = contextvars.ContextVar(
     "k31fn_collectives", default=()
 )
@@ -81,13 +83,14 @@ def record_collectives() -> Iterator[CollectiveRecord]:
     whatever thread.
     """
     record = CollectiveRecord()
+    # Beside the records around it: a test may count a part of what another counts.
     with record_into((*_RECORDS.get(), record)):
         yield record
 
 
 @contextlib.contextmanager
 def record_into(records: tuple[CollectiveRecord, ...]) -> Iterator[None]:
-    """Inside, events go to exactly these records."""
+    """A scope whose events go to exactly these records."""
     token = _RECORDS.set(records)
     try:
         yield
@@ -96,7 +99,9 @@ def record_into(records: tuple[CollectiveRecord, ...]) -> Iterator[None]:
 
 
 def current_records() -> tuple[CollectiveRecord, ...]:
-    """Where events go now; a collective captures it in its forward for its backward."""
+    """The records to which events go now; a collective captures them in its forward for its
+    backward.
+    """
     return _RECORDS.get()
 
 

@@ -33,7 +33,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from k31fn.autodiff import stop_gradient
-from k31fn.parallel.axis import Axes, Axis, active
+from k31fn.parallel.axis import Axes, Axis, active, axis_names, num_ranks
 from k31fn.parallel.primitive import Collective, issue
 
 __all__ = [
@@ -55,12 +55,18 @@ __all__ = [
 Array = Shaped[Tensor, "..."]
 
 
+# Every collective returns its operand where no axis has more than one rank, so that a layer on one
+# device issues nothing and its graph has no node for the mesh.
+
+
 def psum(x: Array, axis: Axes) -> Array:
     """The sum of ``x`` over the ranks of ``axis`` (V to I); its transpose hands the cotangent
     back.
     """
     axes = _bound("psum", axis)
-    return issue(Collective("psum", axes), x) if axes else x
+    if not axes:
+        return x
+    return issue(Collective("psum", axes), x)
 
 
 def pvary(x: Array, axis: Axes) -> Array:
@@ -68,7 +74,9 @@ def pvary(x: Array, axis: Axes) -> Array:
     is :func:`psum`.
     """
     axes = _bound("pvary", axis)
-    return issue(Collective("pvary", axes), x) if axes else x
+    if not axes:
+        return x
+    return issue(Collective("pvary", axes), x)
 
 
 def all_gather(
@@ -92,21 +100,21 @@ def all_gather(
     """
     axes = _bound("all_gather", axis)
     if not axes:
+        # One rank casts too: the dtype of a weight in use may not depend on the mesh.
         return x if dtype is None else x.to(dtype)
     kw = {"dim": _dim("all_gather", x, dim), "grad_dtype": grad_dtype, "dtype": dtype}
     return issue(Collective("all_gather", axes, kw), x)
 
 
 def all_gather_invariant(x: Array, axis: Axes, dim: int = 0) -> Array:
-    """The parts of all ranks, concatenated, for a use that is equal on all ranks (S to I);
-    transpose: own slice.
+    """The parts of all ranks, concatenated, for a use that is equal on all ranks (S to I); its
+    transpose is :func:`pslice`: the ranks hold equal cotangents, a sum would count them n times.
     """
     axes = _bound("all_gather_invariant", axis)
     if not axes:
         return x
-    return issue(
-        Collective("all_gather_invariant", axes, {"dim": _dim("all_gather_invariant", x, dim)}), x
-    )
+    kw = {"dim": _dim("all_gather_invariant", x, dim)}
+    return issue(Collective("all_gather_invariant", axes, kw), x)
 
 
 def pslice(x: Array, axis: Axes, dim: int = 0) -> Array:
@@ -114,9 +122,10 @@ def pslice(x: Array, axis: Axes, dim: int = 0) -> Array:
     :func:`all_gather_invariant`.
     """
     axes = _bound("pslice", axis)
-    return (
-        issue(Collective("pslice", axes, {"dim": _even("pslice", x, dim, axes)}), x) if axes else x
-    )
+    if not axes:
+        return x
+    kw = {"dim": _even_dim("pslice", x, dim, axes)}
+    return issue(Collective("pslice", axes, kw), x)
 
 
 def psum_scatter(x: Array, axis: Axes, dim: int = 0) -> Array:
@@ -124,27 +133,29 @@ def psum_scatter(x: Array, axis: Axes, dim: int = 0) -> Array:
     :func:`all_gather`.
     """
     axes = _bound("psum_scatter", axis)
-    return (
-        issue(Collective("psum_scatter", axes, {"dim": _even("psum_scatter", x, dim, axes)}), x)
-        if axes
-        else x
-    )
+    if not axes:
+        return x
+    kw = {"dim": _even_dim("psum_scatter", x, dim, axes)}
+    return issue(Collective("psum_scatter", axes, kw), x)
 
 
 def all_to_all(x: Array, axis: Axes, split: int, concat: int) -> Array:
-    """Part i of ``x`` along ``split`` goes to rank i; what comes is concatenated along ``concat``
-    in rank order.
+    """Sends part i of ``x`` along ``split`` to rank i; what comes is concatenated along ``concat``
+    in rank order (S to S).
     """
     axes = _bound("all_to_all", axis)
     if not axes:
         return x
-    kw = {"split": _even("all_to_all", x, split, axes), "concat": _dim("all_to_all", x, concat)}
+    kw = {
+        "split": _even_dim("all_to_all", x, split, axes),
+        "concat": _dim("all_to_all", x, concat),
+    }
     return issue(Collective("all_to_all", axes, kw), x)
 
 
 def ragged_all_to_all(x: Array, axis: Axes, send: Sequence[int], recv: Sequence[int]) -> Array:
-    """``send[i]`` rows of ``x``, in order, go to rank i; ``recv[i]`` rows come from it, in rank
-    order.
+    """Sends ``send[i]`` rows of ``x``, in order, to rank i; ``recv[i]`` rows come from it, in rank
+    order (V to V).
 
     On real ranks only: in the simulated mesh every rank has the same shapes.
 
@@ -156,28 +167,35 @@ def ragged_all_to_all(x: Array, axis: Axes, send: Sequence[int], recv: Sequence[
     if len(send) != n or len(recv) != n or sum(send) != x.shape[0] or min(*send, *recv) < 0:
         raise ValueError(
             f"ragged_all_to_all: send={list(send)}, recv={list(recv)} for {n} ranks and "
-            f"{x.shape[0]} rows; needed is "
-            "one size per rank, and send adds up to the rows"
+            f"{x.shape[0]} rows; needed is one size per rank, and send adds up to the rows"
         )
     if not axes:
         return x
-    return issue(
-        Collective("ragged_all_to_all", axes, {"send": tuple(send), "recv": tuple(recv)}), x
-    )
+    # Issued also by a rank that has no row to send: the others wait for it.
+    kw = {"send": tuple(send), "recv": tuple(recv)}
+    return issue(Collective("ragged_all_to_all", axes, kw), x)
 
 
 def ppermute(x: Array, axis: Axes, perm: Sequence[tuple[int, int]]) -> Array:
-    """``(source, target)`` pairs: each target gets its source's ``x``, a rank that is no target
-    gets zeros.
+    """Sends ``x`` along ``(source, target)`` pairs: each target gets its source's ``x``, a rank
+    that is no target gets zeros (V to V).
 
     Raises:
         ValueError: a rank outside the axis, or one that is source or target twice.
     """
     axes = _bound("ppermute", axis)
-    n, pairs = axis_size(axes), tuple((int(a), int(b)) for a, b in perm)
-    sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
-    once = len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
-    if not once or any(not 0 <= r < n for r in sources + targets):
+    n = axis_size(axes)
+    # Numbers of any kind become ints: the pairs are compared, and kept for the transpose.
+    pairs = tuple((int(source), int(target)) for source, target in perm)
+    sources: set[int] = set()
+    targets: set[int] = set()
+    for source, target in pairs:
+        sources.add(source)
+        targets.add(target)
+    # Twice a target would be a sum, twice a source a broadcast: no permutation, and no inverse
+    # that a gradient could take.
+    once = len(sources) == len(pairs) == len(targets)
+    if not once or not (sources | targets) <= set(range(n)):
         raise ValueError(
             f"ppermute: perm={list(pairs)} over {n} ranks; each rank is source and target at most "
             "once"
@@ -190,19 +208,27 @@ def ppermute(x: Array, axis: Axes, perm: Sequence[tuple[int, int]]) -> Array:
 def pmax(x: Array, axis: Axes) -> Array:
     """The elementwise maximum over the ranks (V to I), without gradient."""
     axes = _bound("pmax", axis)
+    # Stopped on one rank as well: a gradient that appears or goes with the mesh would be a bug
+    # that only one of them shows.
     x = stop_gradient(x)
-    return issue(Collective("pmax", axes), x) if axes else x
+    if not axes:
+        return x
+    return issue(Collective("pmax", axes), x)
 
 
 def axis_index(axis: Axes) -> Int[Tensor, ""]:
     """This rank's index on ``axis``, row-major over a tuple (V); an int64 scalar, on the CPU for
     real ranks.
+
+    It works on every backend; :func:`own_index` gives a number, on real ranks only.
     """
     index = torch.zeros((), dtype=torch.int64)
     for a in _bound("axis_index", axis):
         assert a.host is not None
         token = a.host.token(a.name)
-        index = index * a.size + (a.host.channel((a.name,)).index if token is None else token)
+        # A simulated rank is a sample of vmap: its index is a batched tensor, never a number.
+        here = a.host.channel((a.name,)).index if token is None else token
+        index = index * a.size + here
     return index
 
 
@@ -216,7 +242,7 @@ def own_index(axis: Axes) -> int:
     axes = active(axis)
     if not axes:
         return 0
-    names = tuple(a.name for a in axes)
+    names = axis_names(axes)
     for a in axes:
         if a.host is None:
             raise ValueError(
@@ -225,8 +251,7 @@ def own_index(axis: Axes) -> int:
         if a.host.token(a.name) is not None:
             raise ValueError(
                 f"axes {names} in the simulated mesh, where all ranks run one program: send, recv "
-                "and pipelines need "
-                "real ranks; use backend 'threads' or 'processes'"
+                "and pipelines need real ranks; use backend 'threads' or 'processes'"
             )
     assert axes[0].host is not None
     return axes[0].host.channel(names).index
@@ -234,24 +259,25 @@ def own_index(axis: Axes) -> int:
 
 def axis_size(axis: Axes) -> int:
     """Number of ranks."""
-    n = 1
-    for a in active(axis):
-        n *= a.size
-    return n
+    return num_ranks(active(axis))
 
 
 def _bound(name: str, axis: Axes) -> tuple[Axis, ...]:
+    """The axes of more than one rank, outermost first."""
     axes = active(axis)
-    if unbound := [a for a in axes if a.host is None]:
-        raise ValueError(
-            f"{name} over axis {unbound[0].name!r} of size {unbound[0].size}: not bound to ranks; "
-            "take the axis from "
-            "the mesh axes that shard_map hands to its function"
-        )
+    for a in axes:
+        if a.host is None:
+            raise ValueError(
+                f"{name} over axis {a.name!r} of size {a.size}: not bound to ranks; take the axis "
+                "from the mesh axes that shard_map hands to its function"
+            )
+    # In the mesh's order, however a caller names them: ranks that named them in different orders
+    # would make different groups, and wait for each other.
     return tuple(sorted(axes, key=lambda a: a.host.names.index(a.name) if a.host else 0))
 
 
 def _dim(name: str, x: Tensor, dim: int) -> int:
+    """The dimension, not negative: a vmap level that comes in front shifts it by one."""
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"{name}: dim={dim} of a tensor of {x.ndim} dimensions; use {-x.ndim} to {x.ndim - 1}"
@@ -259,8 +285,12 @@ def _dim(name: str, x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def _even(name: str, x: Tensor, dim: int, axes: tuple[Axis, ...]) -> int:
-    dim, n = _dim(name, x, dim), axis_size(axes)
+def _even_dim(name: str, x: Tensor, dim: int, axes: tuple[Axis, ...]) -> int:
+    """The dimension, not negative, which the ranks divide: parts of unlike sizes would end in a
+    backend's own error, or in none.
+    """
+    dim = _dim(name, x, dim)
+    n = axis_size(axes)
     if x.shape[dim] % n:
         raise ValueError(
             f"{name}: {n} ranks do not divide dimension {dim} of {list(x.shape)}; pad it to a "

@@ -47,10 +47,10 @@ def left_halo(
     if tail.shape[1] < count:
         raise ValueError(
             f"mesh.cp={axis_size(context)}: a slice of {tail.shape[1]} tokens is shorter than the "
-            f"{count} that the "
-            f"next rank needs of it; rows of at least {axis_size(context) * count} tokens or "
-            "fewer ranks would fit"
+            f"{count} that the next rank needs of it; rows of at least "
+            f"{axis_size(context) * count} tokens or fewer ranks would fit"
         )
+    # No wrap-around: rank 0 has nobody before it, and is no target, so it gets zeros.
     before = ppermute(tail, context, [(i, i + 1) for i in range(axis_size(context) - 1)])
     distance = torch.arange(count, 0, -1, device=tail.device)
     return torch.where((position[:, :1] >= distance)[..., None], before, 0)
@@ -79,9 +79,12 @@ def relay(
         context: the ranks.
     """
     continues = (position[:, 0] > 0)[:, None, None, None]
+    # State and transition side by side: one collective, and one latency, for both.
     pair = torch.cat([state, torch.where(continues, transition, 0)], dim=-1)
     rank = axis_index(context).to(state.device)
     folded = torch.zeros_like(state)
+    # Every rank folds all pairs and selects by its index: in the simulated mesh no rank can run
+    # fewer steps than another. The last pair comes before nobody.
     for j, other in enumerate(all_gather(pair[None], context)[:-1].unbind(0)):
         s, m = other.split([state.shape[-1], transition.shape[-1]], dim=-1)
         folded = torch.where(j < rank, m @ folded + s if j else s, folded)

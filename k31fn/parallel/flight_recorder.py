@@ -9,6 +9,7 @@ from typing import Any
 
 __all__ = ["FlightRecorder", "IssuedCollective"]
 
+# Some layers of a model: enough to see where a rank stands, and a report of a few pages.
 _NUM_REMEMBERED = 256
 
 
@@ -50,6 +51,8 @@ class FlightRecorder:
         self, kind: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str
     ) -> IssuedCollective:
         """Notes a collective that is about to be issued; the caller sets its ``waited``."""
+        # Messages are numbered by their other end: unlike a collective, one concerns two ranks of
+        # the group, and a number of the whole group would differ on each.
         counted = (*axes, kind) if kind.startswith(("send", "recv")) else axes
         self._numbers[counted] += 1
         issued = IssuedCollective(
@@ -59,8 +62,12 @@ class FlightRecorder:
         return issued
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Oldest first; times as seconds before now, ``waited`` null for one that is not over."""
-        now, rows = time.monotonic(), []
+        """The collectives as JSON values, oldest first; times as seconds before now, ``waited``
+        null for one that is not over.
+        """
+        now = time.monotonic()
+        rows: list[dict[str, Any]] = []
+        # A copy: another thread may add one meanwhile, and a deque may not change under a loop.
         for issued in list(self._last):
             row = asdict(issued)
             row["began"] = round(now - issued.began, 3)

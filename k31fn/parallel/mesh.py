@@ -25,13 +25,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from k31fn.parallel.axis import Axis, Host
+from k31fn.parallel.axis import Axis, Host, axis_names, num_ranks
 
-__all__ = ["VIEWS", "Coordinate", "Mesh", "MeshAxes"]
+__all__ = ["VIEWS", "Coordinate", "Mesh", "MeshAxes", "nearest_divisors", "row_major"]
 
 VIEWS = ("pp", "dp", "fsdp", "cp", "tp", "ep", "efsdp", "etp")
 
@@ -74,17 +73,23 @@ class MeshAxes:
         Raises:
             ValueError: an unknown view, or two views that share an axis.
         """
-        found: list[Axis] = []
+        axes: list[Axis] = []
         for name in names:
             if name not in VIEWS:
                 raise ValueError(f"mesh axis {name!r} unknown; known: {', '.join(VIEWS)}")
-            view: tuple[Axis, ...] = getattr(self, name)
-            if shared := [a.name for a in view if a in found]:
-                raise ValueError(
-                    f"mesh axes {names}: {name!r} shares axis {shared[0]!r} with another; name one"
-                )
-            found += view
-        return tuple(a for a in self.atoms if a in found)
+            for axis in getattr(self, name):
+                # As fsdp and ep do: a sum over such a pair would count some ranks twice.
+                if axis in axes:
+                    raise ValueError(
+                        f"mesh axes {names}: {name!r} shares axis {axis.name!r} with another; name "
+                        "one"
+                    )
+                axes.append(axis)
+        return self.in_order(axes)
+
+    def in_order(self, axes: Collection[Axis]) -> tuple[Axis, ...]:
+        """Atomic axes in the mesh's order."""
+        return tuple(axis for axis in self.atoms if axis in axes)
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,7 @@ class Mesh:
             fitting = [n for n in range(1, ranks + 1) if self._expert_split(n) is not None]
             raise ValueError(
                 f"mesh.ep={self.ep} does not divide fsdp x cp x tp = {self.fsdp} x {self.cp} x "
-                f"{self.tp} from its "
-                f"innermost ranks; nearest: {_nearest(self.ep, fitting)}"
+                f"{self.tp} from its innermost ranks; nearest: {_nearest(self.ep, fitting)}"
             )
 
     @property
@@ -126,35 +130,52 @@ class Mesh:
 
     def axes(self, host: Host | None = None) -> MeshAxes:
         """The axis objects, bound to ``host``; without one they have names and sizes only."""
-        split = self._expert_split(self.ep)
-        assert split is not None
-        views: dict[str, tuple[Axis, ...]] = {
-            n: _atoms(n, (getattr(self, n),), host) for n in ("pp", "dp")
-        }
+        expert_split = self._expert_split(self.ep)
+        assert expert_split is not None
+        views = {"pp": _atoms("pp", (self.pp,), host), "dp": _atoms("dp", (self.dp,), host)}
         expert: list[Axis] = []
-        for name, inner in zip(("fsdp", "cp", "tp"), split, strict=True):
-            size = getattr(self, name)
-            views[name] = _atoms(
-                name, (size,) if inner in (1, size) else (size // inner, inner), host
-            )
-            expert += views[name][-1:] if inner > 1 else ()
-        atoms = tuple(a for view in views.values() for a in view)
-        efsdp = tuple(a for n in ("fsdp", "cp") for a in views[n] if a not in expert)
+        for name, inner in zip(("fsdp", "cp", "tp"), expert_split, strict=True):
+            size: int = getattr(self, name)
+            # Cut in two only where ep takes a part of it: each atom is a group of ranks, and in
+            # the simulated mesh a level of vmap.
+            cut = inner not in (1, size)
+            views[name] = _atoms(name, (size // inner, inner) if cut else (size,), host)
+            if inner > 1:
+                expert.append(views[name][-1])
+        atoms: list[Axis] = []
+        for view in views.values():
+            atoms += view
+        efsdp = tuple(a for a in views["fsdp"] + views["cp"] if a not in expert)
         etp = tuple(a for a in views["tp"] if a not in expert)
-        return MeshAxes(atoms, **views, ep=tuple(expert), efsdp=efsdp, etp=etp)
+        return MeshAxes(tuple(atoms), **views, ep=tuple(expert), efsdp=efsdp, etp=etp)
 
     def coordinates(self) -> Iterator[Coordinate]:
         """Each rank's coordinate, in the order of ranks."""
         atoms = self.axes().atoms
+        names = axis_names(atoms)
+        # The last index counts fastest: the order of ranks.
         for index in itertools.product(*(range(a.size) for a in atoms)):
-            yield dict(zip((a.name for a in atoms), index, strict=True))
+            yield dict(zip(names, index, strict=True))
 
     def coordinate(self, rank: int) -> Coordinate:
         """The coordinate of ``rank``."""
-        found: Coordinate = {}
-        for axis in reversed(self.axes().atoms):
-            rank, found[axis.name] = divmod(rank, axis.size)
-        return dict(reversed(found.items()))
+        atoms = self.axes().atoms
+        coordinate = dict.fromkeys(axis_names(atoms), 0)
+        for axis in reversed(atoms):  # innermost first, for it counts fastest
+            rank, coordinate[axis.name] = divmod(rank, axis.size)
+        return coordinate
+
+    def group_of(self, rank: int, names: tuple[str, ...]) -> list[int]:
+        """The ranks that differ from ``rank`` along these atomic axes only, itself among them, in
+        order.
+        """
+        here = self.coordinate(rank)
+        others = [name for name in here if name not in names]
+        ranks: list[int] = []
+        for other, coordinate in enumerate(self.coordinates()):
+            if all(coordinate[name] == here[name] for name in others):
+                ranks.append(other)
+        return ranks
 
     def check_world(self, world_size: int) -> None:
         """Refuses a world of another size.
@@ -165,15 +186,14 @@ class Mesh:
         """
         if self.world_size == world_size:
             return
-        sizes = " x ".join(
-            f"{f.name} {getattr(self, f.name)}" for f in dataclasses.fields(self) if f.name != "ep"
-        )
+        # Without ep, which takes its ranks from the others and adds none.
+        views = ("pp", "dp", "fsdp", "cp", "tp")
+        sizes = " x ".join(f"{view} {getattr(self, view)}" for view in views)
         fixed = self.world_size // self.fsdp
-        fix = (
-            f"mesh.fsdp={world_size // fixed} would fit"
-            if world_size % fixed == 0
-            else "no mesh.fsdp alone fits"
-        )
+        if world_size % fixed:
+            fix = "no mesh.fsdp alone fits"
+        else:
+            fix = f"mesh.fsdp={world_size // fixed} would fit"
         raise ValueError(
             f"mesh: {sizes} = {self.world_size} ranks, the world has {world_size}; {fix}"
         )
@@ -185,32 +205,59 @@ class Mesh:
         Raises:
             ValueError: names the nearest valid values of the view.
         """
-        ranks = math.prod(a.size for a in self.axes().view(view))
+        ranks = num_ranks(self.axes().view(view))
         for name, size in sizes.items():
             if size % ranks:
-                divisors = [n for n in range(1, size + 1) if size % n == 0]
                 raise ValueError(
                     f"mesh.{view}={ranks} does not divide {name}={size}; nearest: "
-                    f"{_nearest(ranks, divisors)}"
+                    f"{nearest_divisors(ranks, size)}"
                 )
 
     def _expert_split(self, ep: int) -> tuple[int, int, int] | None:
         """Ranks that ``ep`` takes of fsdp, cp and tp, innermost first; None if it cannot."""
         taken: list[int] = []
+        # tp first: ranks of one node, between which the experts' exchange costs least.
         for size in (self.tp, self.cp, self.fsdp):
+            # A view goes to ep whole while more is wanted; the last one is cut.
             inner = size if ep % size == 0 else ep
             if size % inner:
                 return None
             taken.append(inner)
             ep //= inner
-        return (taken[2], taken[1], taken[0]) if ep == 1 else None
+        if ep > 1:
+            return None
+        return taken[2], taken[1], taken[0]
+
+
+def row_major(axes: tuple[Axis, ...], coordinate: Coordinate) -> tuple[int, int]:
+    """The index of a coordinate along these axes taken as one, the last counting fastest, and how
+    many there are.
+    """
+    index, size = 0, 1
+    for axis in axes:
+        index = index * axis.size + coordinate[axis.name]
+        size *= axis.size
+    return index, size
 
 
 def _atoms(name: str, sizes: tuple[int, ...], host: Host | None) -> tuple[Axis, ...]:
+    """One axis of the view's name, or two; those of one rank are left out."""
     names = (name,) if len(sizes) == 1 else (f"{name}_outer", f"{name}_inner")
-    return tuple(Axis(n, s, host) for n, s in zip(names, sizes, strict=True) if s > 1)
+    atoms: list[Axis] = []
+    for atom_name, size in zip(names, sizes, strict=True):
+        if size > 1:
+            atoms.append(Axis(atom_name, size, host))
+    return tuple(atoms)
 
 
-def _nearest(value: int, valid: list[int]) -> str:
-    below, above = [v for v in valid if v < value][-1:], [v for v in valid if v > value][:2]
-    return ", ".join(map(str, below + above))
+def nearest_divisors(ranks: int, size: int, *, num_above: int = 2) -> str:
+    """The divisors of ``size`` next to ``ranks``, as text for an error."""
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    return _nearest(ranks, divisors, num_above)
+
+
+def _nearest(value: int, valid: list[int], num_above: int = 2) -> str:
+    """The nearest valid value below, and some above."""
+    below = [v for v in valid if v < value]
+    above = [v for v in valid if v > value]
+    return ", ".join(map(str, below[-1:] + above[:num_above]))

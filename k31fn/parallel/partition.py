@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from k31fn import tree
-from k31fn.parallel.axis import Axis
-from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
+from k31fn.parallel.axis import Axis, axis_names, num_ranks
+from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes, nearest_divisors, row_major
 
 __all__ = [
     "AxisRules",
@@ -39,12 +38,23 @@ class P:
     dims: tuple[Views, ...]
 
     def __init__(self, *dims: str | Sequence[str] | None) -> None:
-        views = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
-        object.__setattr__(self, "dims", views)
+        views: list[Views] = []
+        for dim in dims:
+            if dim is None:
+                views.append(())
+            else:
+                views.append((dim,) if isinstance(dim, str) else tuple(dim))
+        # Frozen, so that a P is a key of a dict; the dataclass's own __init__ would take one tuple.
+        object.__setattr__(self, "dims", tuple(views))
 
     def __repr__(self) -> str:
-        shown = [repr(d[0]) if len(d) == 1 else repr(d) if d else "None" for d in self.dims]
-        return f"P({', '.join(shown)})"
+        entries: list[str] = []
+        for views in self.dims:
+            if not views:
+                entries.append("None")
+            else:
+                entries.append(repr(views[0] if len(views) == 1 else views))
+        return f"P({', '.join(entries)})"
 
 
 def resolve(spec: P, axes: MeshAxes, ndim: int) -> tuple[tuple[Axis, ...], ...]:
@@ -59,16 +69,25 @@ def resolve(spec: P, axes: MeshAxes, ndim: int) -> tuple[tuple[Axis, ...], ...]:
             f"{spec} has {len(spec.dims)} entries for a tensor of {ndim} dimensions; drop the "
             "last ones"
         )
-    # in the order of the spec, not the mesh's: P(("tp", "fsdp")) leaves each tp rank a contiguous
-    # block when gathered
-    found = [tuple(a for view in views for a in axes.view(view)) for views in spec.dims]
-    found += [()] * (ndim - len(found))
-    names = [a.name for dim in found for a in dim]
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(
-            f"{spec} uses mesh axis {twice[0]!r} twice in one tensor; split one dimension by it"
-        )
-    return tuple(found)
+    dims: list[tuple[Axis, ...]] = []
+    used: set[str] = set()
+    for views in spec.dims:
+        # In the order of the spec, not the mesh's: P(("tp", "fsdp")) leaves each tp rank a
+        # contiguous block when gathered.
+        split: list[Axis] = []
+        for view in views:
+            split += axes.view(view)
+        dims.append(tuple(split))
+        for axis in split:
+            # Its ranks would hold only the diagonal tiles, and nobody the others.
+            if axis.name in used:
+                raise ValueError(
+                    f"{spec} uses mesh axis {axis.name!r} twice in one tensor; split one dimension "
+                    "by it"
+                )
+            used.add(axis.name)
+    dims += [()] * (ndim - len(dims))
+    return tuple(dims)
 
 
 def local_shape(spec: P, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
@@ -83,11 +102,10 @@ def local_shape(spec: P, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 def tile(spec: P, shape: Sequence[int], mesh: Mesh, coordinate: Coordinate) -> Tile:
     """The slices of a global ``shape`` that the rank at ``coordinate`` holds."""
-    slices = []
+    slices: list[slice] = []
     for n, axes in zip(shape, resolve(spec, mesh.axes(), len(shape)), strict=True):
-        size, index = _divide(spec, n, axes), 0
-        for axis in axes:
-            index = index * axis.size + coordinate[axis.name]
+        size = _divide(spec, n, axes)
+        index, _ = row_major(axes, coordinate)
         slices.append(slice(index * size, (index + 1) * size))
     return tuple(slices)
 
@@ -110,17 +128,19 @@ def broadcast(prefix: Any, full: Any) -> list[P]:
         ValueError: ``prefix`` is no prefix of ``full``, or holds something else than a P.
     """
     specs, structure = tree.flatten(prefix)
-    if wrong := [s for s in specs if not isinstance(s, P)]:
-        raise ValueError(
-            f"partition specs hold {wrong[0]!r}; every leaf is a P, such as P('tp') or P()"
-        )
+    for spec in specs:
+        if not isinstance(spec, P):
+            raise ValueError(
+                f"partition specs hold {spec!r}; every leaf is a P, such as P('tp') or P()"
+            )
     try:
         subtrees = structure.flatten_up_to(full)
     except ValueError as e:
         raise ValueError(f"partition specs do not fit the tree: {e}") from e
-    return [
-        spec for spec, subtree in zip(specs, subtrees, strict=True) for _ in tree.leaves(subtree)
-    ]
+    by_leaf: list[P] = []
+    for spec, subtree in zip(specs, subtrees, strict=True):
+        by_leaf += [spec] * len(tree.leaves(subtree))
+    return by_leaf
 
 
 @runtime_checkable
@@ -164,11 +184,14 @@ class AxisRules:
     expert_spread: Views = ("efsdp",)
 
     def views(self) -> Mapping[str, Views]:
-        """By logical axis."""
-        names = [
-            f.name for f in dataclasses.fields(self) if f.name not in ("spread", "expert_spread")
-        ]
-        return {name: getattr(self, name) for name in names} | {"": ()}
+        """The views of each logical axis."""
+        views: dict[str, Views] = {}
+        for field in dataclasses.fields(self):
+            # These two say what is split further, whatever its logical axis.
+            if field.name not in ("spread", "expert_spread"):
+                views[field.name] = getattr(self, field.name)
+        views[""] = ()  # a dimension without a name, which nothing splits
+        return views
 
 
 def partition(specs: Any, rules: AxisRules, mesh: Mesh) -> Partition:
@@ -182,22 +205,29 @@ def partition(specs: Any, rules: AxisRules, mesh: Mesh) -> Partition:
 
 
 def _leaf_partition(path: str, spec: _PartitionedSpec, rules: AxisRules, mesh: Mesh) -> P:
-    views, axes = rules.views(), mesh.axes()
-    if unknown := [a for a in spec.axes if a not in views]:
-        raise ValueError(
-            f"{path}: logical axis {unknown[0]!r} unknown to AxisRules; known: {', '.join(views)}"
-        )
-    dims = [views[a] for a in spec.axes]
+    views = rules.views()
+    axes = mesh.axes()
+    dims: list[Views] = []
+    for name in spec.axes:
+        if name not in views:
+            raise ValueError(
+                f"{path}: logical axis {name!r} unknown to AxisRules; known: {', '.join(views)}"
+            )
+        dims.append(views[name])
     try:
         local = list(local_shape(P(*dims), spec.shape, mesh))
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from e
     spread = rules.expert_spread if "expert" in spec.tags else rules.spread
-    ranks = math.prod(a.size for a in axes.view(*spread))
+    ranks = num_ranks(axes.view(*spread))
     if ranks > 1:
-        fitting = [i for i, n in enumerate(local) if n % ranks == 0]
-        if fitting:
-            dims[fitting[0]] = (*dims[fitting[0]], *spread)
+        # The first dimension that divides: spread along one only, a weight is one all_gather. Its
+        # views come last, inside what compute splits, so that the gathered parts are in order.
+        for i, n in enumerate(local):
+            if n % ranks == 0:
+                dims[i] = (*dims[i], *spread)
+                break
+    # Again with what was added: rules may spread over a view that splits the weight already.
     try:
         resolve(P(*dims), axes, len(dims))
     except ValueError as e:
@@ -206,13 +236,11 @@ def _leaf_partition(path: str, spec: _PartitionedSpec, rules: AxisRules, mesh: M
 
 
 def _divide(spec: P, size: int, axes: tuple[Axis, ...]) -> int:
-    ranks = math.prod(a.size for a in axes)
+    ranks = num_ranks(axes)
     if size % ranks:
-        names = " x ".join(a.name for a in axes)
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
-        near = [n for n in divisors if n < ranks][-1:] + [n for n in divisors if n > ranks][:1]
+        names = " x ".join(axis_names(axes))
+        near = nearest_divisors(ranks, size, num_above=1)
         raise ValueError(
-            f"{spec}: {names} = {ranks} ranks do not divide a dimension of {size}; nearest: "
-            f"{', '.join(map(str, near))}"
+            f"{spec}: {names} = {ranks} ranks do not divide a dimension of {size}; nearest: {near}"
         )
     return size // ranks

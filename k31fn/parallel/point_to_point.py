@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from k31fn.parallel.axis import Axes, Channel, active
+from k31fn.parallel.axis import Axes, Channel, active, axis_names
 from k31fn.parallel.collective_record import Event, current_records
 from k31fn.parallel.collectives import axis_size, own_index
 
@@ -35,8 +35,10 @@ def send(x: Tensor, axis: Axes, to: int) -> Callable[[], None]:
     Raises:
         ValueError: simulated ranks, or an index that is this rank's or outside the axis.
     """
-    channel, names = _channel("send", axis, to), tuple(a.name for a in active(axis))
+    channel = _channel("send", axis, to)
+    names = axis_names(active(axis))
     _note("issue", "send", names, x)
+    # Without its graph: a message has no gradient, and the receiver must not hold the sender's.
     finish = channel.send(x.detach(), to)
 
     def wait() -> None:
@@ -62,7 +64,9 @@ def recv(
         ValueError: as in :func:`send`; on threads also, when waited for, a message of another shape
             or dtype.
     """
-    channel, names = _channel("recv", axis, source), tuple(a.name for a in active(axis))
+    channel = _channel("recv", axis, source)
+    names = axis_names(active(axis))
+    # Made at once, so that the backend can write while the rank computes.
     into = torch.empty(tuple(shape), dtype=dtype, device=device)
     _note("issue", "recv", names, into)
     finish = channel.recv(into, source)
@@ -76,16 +80,18 @@ def recv(
 
 
 def _channel(what: str, axis: Axes, other: int) -> Channel:
-    me, size = own_index(axis), axis_size(axis)
-    if other == me or not 0 <= other < size:
+    index = own_index(axis)
+    size = axis_size(axis)
+    # A message to itself would wait for itself on a backend that does not buffer.
+    if other == index or not 0 <= other < size:
         raise ValueError(
-            f"{what}: rank {other} from rank {me} of {size}; name another rank of the axis"
+            f"{what}: rank {other} from rank {index} of {size}; name another rank of the axis"
         )
     axes = active(axis)
     assert axes[0].host is not None
-    return axes[0].host.channel(tuple(a.name for a in axes))
+    return axes[0].host.channel(axis_names(axes))
 
 
 def _note(what: str, kind: str, names: tuple[str, ...], x: Tensor) -> None:
-    for r in current_records():
-        r.events.append(Event(what, kind, names, x.nbytes))
+    for record in current_records():
+        record.events.append(Event(what, kind, names, x.nbytes))

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from k31fn import scopes
-from k31fn.parallel.axis import Axis, Channel
+from k31fn.parallel.axis import Axis, Channel, axis_names
+from k31fn.parallel.backends.simulated import compute_all_ranks
 from k31fn.parallel.collective_record import CollectiveRecord, Event, current_records
 from k31fn.parallel.invariance import compare_ranks, is_checked
 
@@ -28,7 +29,8 @@ __all__ = ["Collective", "deferred", "issue", "transpose"]
 
 _TO_INVARIANT = frozenset({"psum", "pmax", "all_gather_invariant"})
 _FROM_INVARIANT = frozenset({"pvary", "psum_transpose", "pslice"})
-_LOCAL = _FROM_INVARIANT  # move no data
+# What is equal on all ranks already needs no message: these are never on record.
+_LOCAL = _FROM_INVARIANT
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,26 +43,32 @@ class Collective:
         kw: its static arguments; dims are not negative.
         records: where its events, and those of its backward, go.
         check: whether invariance is compared on real ranks.
-        held: batch dimensions of simulated axes that are leading dimensions now.
+        num_leading: batch dimensions of simulated axes that are leading dimensions now.
     """
 
     op: str
     axes: tuple[Axis, ...]
     kw: Mapping[str, Any] = field(default_factory=dict)
+    # Both are read when the collective is made and kept with it: a device's backward runs on
+    # threads of the engine, where context variables of the forward are not set.
     records: tuple[CollectiveRecord, ...] = field(default_factory=current_records)
     check: bool = field(default_factory=is_checked)
-    held: int = 0
+    num_leading: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the axes."""
-        return tuple(a.name for a in self.axes)
+        return axis_names(self.axes)
 
     @property
     def tokens(self) -> list[Tensor]:
         """One per axis in the simulated mesh; none on real ranks."""
-        found = [a.host.token(a.name) for a in self.axes if a.host]
-        return [t for t in found if t is not None]
+        tokens: list[Tensor] = []
+        for axis in self.axes:
+            token = axis.host.token(axis.name) if axis.host else None
+            if token is not None:
+                tokens.append(token)
+        return tokens
 
     @property
     def channel(self) -> Channel:
@@ -81,12 +89,12 @@ class Collective:
 
     def note(self, what: str, x: Tensor) -> None:
         """Records an event on the operand ``x``."""
-        if not self.local:
-            event = Event(
-                what, self.op, self.names, x.numel() * (self.kw.get("dtype") or x.dtype).itemsize
-            )
-            for r in self.records:
-                r.events.append(event)
+        if self.local:
+            return
+        dtype: torch.dtype = self.kw.get("dtype") or x.dtype  # in which it travels
+        event = Event(what, self.op, self.names, x.numel() * dtype.itemsize)
+        for record in self.records:
+            record.events.append(event)
 
 
 _DEFERRED: contextvars.ContextVar[list[tuple[Collective, Tensor]] | None] = contextvars.ContextVar(
@@ -97,95 +105,125 @@ _DEFERRED: contextvars.ContextVar[list[tuple[Collective, Tensor]] | None] = cont
 @contextlib.contextmanager
 def deferred() -> Iterator[list[tuple[Collective, Tensor]]]:
     """Collects the collective asked for inside, with its operand, instead of running it."""
-    calls: list[tuple[Collective, Tensor]] = []
-    token = _DEFERRED.set(calls)
+    collectives: list[tuple[Collective, Tensor]] = []
+    token = _DEFERRED.set(collectives)
     try:
-        yield calls
+        yield collectives
     finally:
         _DEFERRED.reset(token)
 
 
-def issue(call: Collective, x: Tensor, *, issued: bool = False) -> Tensor:
+def issue(collective: Collective, x: Tensor, *, issued: bool = False) -> Tensor:
     """The collective's result, differentiable to any order; ``issued``: that it was is on record
     already.
     """
-    calls = _DEFERRED.get()
-    if calls is not None:
-        calls.append((call, x))
+    collected = _DEFERRED.get()
+    if collected is not None:
+        collected.append((collective, x))
         return x
     if not issued:
-        call.note("issue", x)
-    y: Tensor = _CollectiveFunction.apply(call, x, *call.tokens)
-    call.note("wait", x)
+        collective.note("issue", x)
+    # Tokens are arguments, for vmap's rule sees only what is one: by their batch dimensions it
+    # knows which level is which axis.
+    y: Tensor = _CollectiveFunction.apply(collective, x, *collective.tokens)
+    collective.note("wait", x)
     return y
 
 
 class _CollectiveFunction(torch.autograd.Function):
     @staticmethod
-    def forward(call: Collective, x: Tensor, *tokens: Tensor) -> Tensor:
+    def forward(collective: Collective, x: Tensor, *tokens: Tensor) -> Tensor:
+        op = collective.op
+        # Each axis's level of vmap takes its token away. What is left belongs to a level over which
+        # nothing here is batched, so vmap's rule was never asked.
         if tokens:
             raise ValueError(
-                f"{call.op} over {call.names} in the simulated mesh, where no argument of the "
-                "enclosing remat or "
-                "custom_vjp varies over them: pass one that does"
+                f"{op} over {collective.names} in the simulated mesh, where no argument of the "
+                "enclosing remat or custom_vjp varies over them: pass one that does"
             )
-        if call.op == "psum_transpose" and call.check:
+        if op == "psum_transpose" and collective.check:
             compare_ranks(
-                call.channel,
+                collective.channel,
                 x,
-                f"cotangent of psum over {call.names} varies: a pvary is missing downstream",
+                f"cotangent of psum over {collective.names} varies: a pvary is missing downstream",
             )
-        if call.op in ("pvary", "psum_transpose"):
-            return x.view_as(x)
-        with scopes.scope(f"collective {call.op}"):
-            return call.channel.start(call.op, call.cast(x), call.kw)()
+        if op in ("pvary", "psum_transpose"):
+            return x.view_as(x)  # a Function that returns its input as it is loses its node
+        with scopes.scope(f"collective {op}"):
+            wait = collective.channel.start(op, collective.cast(x), collective.kw)
+            return wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.call, ctx.dtype, ctx.num_tokens = inputs[0], inputs[1].dtype, len(inputs) - 2
+        # Not the operand: every collective is linear, its transpose needs no value.
+        ctx.collective = inputs[0]
+        ctx.dtype = inputs[1].dtype
+        ctx.num_tokens = len(inputs) - 2
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        transposed, g = transpose(ctx.call, *cotangents)
-        return (None, issue(transposed, g).to(ctx.dtype), *[None] * ctx.num_tokens)
+        transposed, g = transpose(ctx.collective, *cotangents)
+        # Through issue, not the channel: a second derivative differentiates this collective too.
+        grad = issue(transposed, g).to(ctx.dtype)
+        return (None, grad, *[None] * ctx.num_tokens)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int | None]:
-        call: Collective = args[0]
+        """One level of vmap: an axis of the collective, or an unrelated one.
+
+        A level of an axis batches that axis's token and no other.
+        """
+        collective: Collective = args[0]
         x: Tensor = args[1]
         tokens: tuple[Tensor, ...] = args[2:]
         _, x_dim, *token_dims = in_dims
-        level = next((i for i, d in enumerate(token_dims) if d is not None), None)
-        if level is None:
-            return _unrelated(call, x.movedim(x_dim, call.held), tokens)
-        axis = call.axes[level]
-        if (x_dim is None) != (call.op in _FROM_INVARIANT):
-            raise ValueError(_wrong_variance(call.op, axis.name))
-        x = x.unsqueeze(0).expand(axis.size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        rest = (*tokens[:level], *tokens[level + 1 :])
-        held = call.held + 1
-        if rest:
-            axes = (
-                *call.axes[:level],
-                *call.axes[level + 1 :],
-                axis,
-            )  # axes[i] is that of the i-th token left
-            y = _CollectiveFunction.apply(dataclasses.replace(call, held=held, axes=axes), x, *rest)
+        batched = [i for i, dim in enumerate(token_dims) if dim is not None]
+        if not batched:
+            return _past_unrelated_level(collective, x, x_dim, tokens)
+        level = batched[0]
+        axis = collective.axes[level]
+        # vmap knows exactly what varies: a psum of what is equal on all ranks would count it n
+        # times, and a cotangent of psum that varies says that a pvary is missing.
+        if (x_dim is None) != (collective.op in _FROM_INVARIANT):
+            raise ValueError(_wrong_variance(collective.op, axis.name))
+        if x_dim is None:
+            x = x.unsqueeze(0).expand(axis.size, *x.shape)
         else:
-            y = _together(call.op, call.cast(x).flatten(0, held - 1), call.kw)
-            y = y if call.op in _TO_INVARIANT else y.unflatten(0, x.shape[:held])
-        return y, None if call.op in _TO_INVARIANT else 0
+            x = x.movedim(x_dim, 0)
+        to_invariant = collective.op in _TO_INVARIANT
+        num_leading = collective.num_leading + 1
+        other_tokens = tokens[:level] + tokens[level + 1 :]
+        if other_tokens:
+            # The axis goes last, so that axes[i] stays that of the i-th token left.
+            axes = collective.axes[:level] + collective.axes[level + 1 :] + (axis,)
+            inner = dataclasses.replace(collective, num_leading=num_leading, axes=axes)
+            y = _CollectiveFunction.apply(inner, x, *other_tokens)
+        else:
+            # The last level: levels arrive from the inside out, so the leading dimensions are in
+            # the mesh's order, and flattened they are the ranks in order.
+            ranks = collective.cast(x).flatten(0, num_leading - 1)
+            y = compute_all_ranks(collective.op, ranks, collective.kw)
+            if not to_invariant:
+                y = y.unflatten(0, x.shape[:num_leading])
+        return y, None if to_invariant else 0
 
 
-def _unrelated(call: Collective, x: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, int]:
-    """Past a ``vmap`` that is not of the call's axes; its batch is the dimension of ``x`` after the
-    held ones.
+def _past_unrelated_level(
+    collective: Collective, x: Tensor, x_dim: int, tokens: tuple[Tensor, ...]
+) -> tuple[Tensor, int]:
+    """The result under a ``vmap`` that is none of the collective's axes; its batch is the dimension
+    of ``x`` after the leading ones.
     """
-    out_dim = 0 if call.op in _TO_INVARIANT else call.held
-    if call.op == "ragged_all_to_all":  # its rows stay first
-        return _CollectiveFunction.apply(call, x.movedim(0, 1), *tokens), 1
-    dims = {k: v + 1 if k in ("dim", "split", "concat") else v for k, v in call.kw.items()}
-    return _CollectiveFunction.apply(dataclasses.replace(call, kw=dims), x, *tokens), out_dim
+    x = x.movedim(x_dim, collective.num_leading)
+    if collective.op == "ragged_all_to_all":
+        # Its rows stay first: they are what send and recv count.
+        return _CollectiveFunction.apply(collective, x.movedim(0, 1), *tokens), 1
+    kw = dict(collective.kw)
+    for name in ("dim", "split", "concat"):
+        if name in kw:
+            kw[name] += 1  # the batch has come in front
+    y = _CollectiveFunction.apply(dataclasses.replace(collective, kw=kw), x, *tokens)
+    return y, 0 if collective.op in _TO_INVARIANT else collective.num_leading
 
 
 def _wrong_variance(op: str, axis: str) -> str:
@@ -207,57 +245,25 @@ def _wrong_variance(op: str, axis: str) -> str:
             )
 
 
-def _together(op: str, x: Tensor, kw: Mapping[str, Any]) -> Tensor:
-    """All ranks at once: ``x [n, ...]`` to ``[n, ...]``, or to one value for a result equal on all
-    ranks.
-    """
-    n, each = x.shape[0], x.unbind(0)
-    match op:
-        case "psum":
-            return x.sum(0, dtype=x.dtype)
-        case "pmax":
-            return x.amax(0)
-        case "pvary" | "psum_transpose":
-            return x
-        case "all_gather_invariant":
-            return torch.cat(each, kw["dim"])
-        case "all_gather":
-            y = torch.cat(each, kw["dim"])
-            return y.unsqueeze(0).expand(n, *y.shape)
-        case "psum_scatter":
-            return torch.stack(x.sum(0, dtype=x.dtype).chunk(n, kw["dim"]))
-        case "pslice":
-            return torch.stack([t.chunk(n, kw["dim"])[i] for i, t in enumerate(each)])
-        case "all_to_all":
-            parts = [t.chunk(n, kw["split"]) for t in each]
-            return torch.stack([torch.cat([p[i] for p in parts], kw["concat"]) for i in range(n)])
-        case "ppermute":
-            source = {target: s for s, target in kw["perm"]}
-            return torch.stack(
-                [each[source[i]] if i in source else torch.zeros_like(each[0]) for i in range(n)]
-            )
-        case _:
-            raise ValueError(
-                f"{op} in the simulated mesh: sizes differ by rank; use a padded all_to_all, or "
-                "backend threads"
-            )
-
-
-def transpose(call: Collective, g: Tensor) -> tuple[Collective, Tensor]:
+def transpose(collective: Collective, g: Tensor) -> tuple[Collective, Tensor]:
     """The collective that carries the cotangent ``g`` back, and ``g`` in the dtype in which that is
     to be done.
 
     Raises:
         ValueError: the collective has no gradient.
     """
-    kw = call.kw
-    match call.op:
+    kw = collective.kw
+    match collective.op:
         case "psum":
+            # Each rank's operand counts once in a result that all hold: the cotangent as it is.
             op, kw = "psum_transpose", {}
         case "pvary" | "psum_transpose":
             op, kw = "psum", {}
         case "all_gather":
-            op, g, kw = "psum_scatter", g.to(kw["grad_dtype"] or g.dtype), {"dim": kw["dim"]}
+            op = "psum_scatter"
+            # Summed in the wider dtype: n bfloat16 gradients lose what the smallest of them adds.
+            g = g.to(kw["grad_dtype"] or g.dtype)
+            kw = {"dim": kw["dim"]}
         case "psum_scatter":
             op, kw = "all_gather", {"dim": kw["dim"], "dtype": None, "grad_dtype": None}
         case "all_gather_invariant":
@@ -267,9 +273,10 @@ def transpose(call: Collective, g: Tensor) -> tuple[Collective, Tensor]:
         case "all_to_all":
             op, kw = "all_to_all", {"split": kw["concat"], "concat": kw["split"]}
         case "ragged_all_to_all":
-            op, kw = call.op, {"send": kw["recv"], "recv": kw["send"]}
+            op, kw = collective.op, {"send": kw["recv"], "recv": kw["send"]}
         case "ppermute":
-            op, kw = call.op, {"perm": tuple((b, a) for a, b in kw["perm"])}
+            inverse = tuple((target, source) for source, target in kw["perm"])
+            op, kw = collective.op, {"perm": inverse}
         case _:
-            raise ValueError(f"{call.op} has no gradient; stop_gradient its operand")
-    return Collective(op, call.axes, kw, call.records, call.check), g
+            raise ValueError(f"{collective.op} has no gradient; stop_gradient its operand")
+    return Collective(op, collective.axes, kw, collective.records, collective.check), g

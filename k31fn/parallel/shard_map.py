@@ -10,11 +10,12 @@ from torch import Tensor
 
 from k31fn import _functorch, tree
 from k31fn.autodiff import custom_vjp, vjp
+from k31fn.parallel.axis import axis_names
 from k31fn.parallel.backends import simulated
 from k31fn.parallel.backends.processes import axes_of_process
 from k31fn.parallel.backends.threads import each_rank
 from k31fn.parallel.invariance import compare_ranks, is_checked
-from k31fn.parallel.mesh import Mesh, MeshAxes
+from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
 from k31fn.parallel.partition import P, broadcast, local_shape, resolve
 from k31fn.parallel.tiling import assemble, cut
 
@@ -32,7 +33,7 @@ def shard_map(
     backend: str = "simulated",
     timeout: float | int = 60.0,
 ) -> Callable[..., Any]:
-    """The function of ``args`` that runs ``f(axes, *local_args)`` on every rank.
+    """Makes a function of ``args`` that runs ``f(axes, *local_args)`` on every rank.
 
     ``axes`` is a :class:`~k31fn.parallel.mesh.MeshAxes`: its views are what collectives and a
     layer's ``sh`` take. ``f`` may differentiate: gradients of what a rank holds come out as the
@@ -93,34 +94,33 @@ class _GlobalShardMap:
         def fwd(*args: Any) -> tuple[Any, Any]:
             values = tree.leaves(args)
             if self.backend == "simulated":
-                out, found = simulated.run(f, self.mesh, specs, values, structure, out_specs)
+                out, leaf_specs = simulated.run(f, self.mesh, specs, values, structure, out_specs)
             else:
-                out, found = self._threads(f, specs, values, structure, out_specs)
-            return out, (args, _Opaque(found))
+                out, leaf_specs = self._threads(f, specs, values, structure, out_specs)
+            return out, (args, _Opaque(leaf_specs))
 
         def bwd(residuals: Any, ct: Any) -> tuple[Any, ...]:
-            args, found = residuals
+            """Runs the pullback of ``f`` on every rank: a ``shard_map`` itself, so that it can be
+            differentiated again. What an argument was split by, its gradient is.
+            """
+            args, leaf_specs = residuals
             cts = tree.leaves(ct, allow_none=True)
-            given = [i for i, c in enumerate(cts) if c is not None]
-            values = tree.leaves(args)
-            wanted = [
-                i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point()
-            ]
+            # None is not a leaf that a rank could be handed, so outputs without one stay out.
+            with_ct = [i for i, c in enumerate(cts) if c is not None]
+            floating = _floating(tree.leaves(args))
 
             def pull(axes: MeshAxes, args: Any, some: list[Tensor]) -> list[Tensor]:
-                return pull_back(lambda *a: f(axes, *a), args, dict(zip(given, some, strict=True)))[
-                    1
-                ]
+                by_output = dict(zip(with_ct, some, strict=True))
+                _, grads = pull_back(lambda *a: f(axes, *a), args, by_output)
+                return grads
 
-            pull_specs = (in_specs, [found.value[i] for i in given])
-            grads = self(
-                pull, pull_specs, [specs[i] for i in wanted], (args, [cts[i] for i in given])
-            )
-            every: list[Tensor | None] = [None] * len(values)
-            for i, g in zip(wanted, grads, strict=True):
-                every[i] = g
-            return tree.unflatten(structure, every)
+            pull_specs = (in_specs, _pick(leaf_specs.value, with_ct))
+            pull_args = (args, _pick(cts, with_ct))
+            grads = self(pull, pull_specs, _pick(specs, floating), pull_args)
+            return tree.unflatten(structure, _spread(grads, floating, structure.num_leaves))
 
+        # As one step with a rule of its own: outside of it nothing may hold a tensor of a level
+        # of vmap that is closed, or a graph that a rank's thread has made.
         rule = custom_vjp(fwd, bwd, name=f"shard_map({getattr(f, '__name__', type(f).__name__)})")
         return rule(*args)
 
@@ -132,38 +132,36 @@ class _GlobalShardMap:
         structure: Any,
         out_specs: Any,
     ) -> tuple[Any, list[P]]:
-        if any(isinstance(v, Tensor) and _functorch.level(v) for v in values):
-            raise ValueError(
-                "shard_map on threads inside vmap: threads know no transforms; use "
-                "backend='simulated'"
-            )
         for spec, value in zip(specs, values, strict=True):
-            if isinstance(value, Tensor):
-                local_shape(spec, value.shape, self.mesh)
+            if not isinstance(value, Tensor):
+                continue
+            if _functorch.level(value):
+                raise ValueError(
+                    "shard_map on threads inside vmap: threads know no transforms; use "
+                    "backend='simulated'"
+                )
+            local_shape(spec, value.shape, self.mesh)  # refuses what does not divide
 
         def body(axes: MeshAxes, *args: Any) -> tuple[list[Tensor], Any, list[P]]:
             out = f(axes, *args)
-            return (
-                [o.detach() for o in _tensors(out)],
-                tree.flatten(out)[1],
-                broadcast(out_specs, out),
-            )
+            _, out_structure = tree.flatten(out)
+            # Detached: the gradient comes by bwd, and a rank's graph ends with its thread.
+            outputs = [o.detach() for o in _tensors(out)]
+            return outputs, out_structure, broadcast(out_specs, out)
 
-        ranks = each_rank(
-            body,
-            self.mesh,
-            lambda coordinate: tree.unflatten(structure, cut(specs, values, self.mesh, coordinate)),
-            timeout=self.timeout,
-        )
-        _, out_structure, found = ranks[0]
-        whole = [
-            assemble([r[0][i] for r in ranks], spec, self.mesh) for i, spec in enumerate(found)
-        ]
-        return tree.unflatten(out_structure, whole), found
+        def local_args(coordinate: Coordinate) -> tuple[Any, ...]:
+            return tree.unflatten(structure, cut(specs, values, self.mesh, coordinate))
+
+        ranks = each_rank(body, self.mesh, local_args, timeout=self.timeout)
+        _, out_structure, leaf_specs = ranks[0]
+        whole: list[Tensor] = []
+        for i, spec in enumerate(leaf_specs):
+            whole.append(assemble([outputs[i] for outputs, *_ in ranks], spec, self.mesh))
+        return tree.unflatten(out_structure, whole), leaf_specs
 
 
 class _Opaque:
-    """Passes through a tree as one leaf."""
+    """A list of specs that passes through a tree as one leaf."""
 
     def __init__(self, value: list[P]) -> None:
         self.value = value
@@ -172,28 +170,46 @@ class _Opaque:
 def pull_back(
     f: Callable[..., Any], args: Any, cotangents: dict[int, Tensor]
 ) -> tuple[Any, list[Tensor]]:
-    """``f(*args)``, and the gradients of the floating leaves of ``args`` for cotangents by output
-    leaf.
+    """The value ``f(*args)``, and the gradients of the floating leaves of ``args`` for cotangents
+    by output leaf.
     """
     values, structure = tree.flatten(args)
-    wanted = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point()]
+    floating = _floating(values)
 
-    def of_floating(*some: Tensor) -> Any:
+    def of_floating(*xs: Tensor) -> Any:
         full = list(values)
-        for i, x in zip(wanted, some, strict=True):
+        for i, x in zip(floating, xs, strict=True):
             full[i] = x
         return f(*tree.unflatten(structure, full))
 
-    out, back = vjp(of_floating, *[values[i] for i in wanted])
+    out, back = vjp(of_floating, *_pick(values, floating))
     outputs, out_structure = tree.flatten(out)
     cts = tree.unflatten(out_structure, [cotangents.get(i) for i in range(len(outputs))])
     return out, list(back(cts))
 
 
+def _floating(values: list[Any]) -> list[int]:
+    """The indices of what has a gradient."""
+    return [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def _pick(values: list[Any], indices: list[int]) -> list[Any]:
+    return [values[i] for i in indices]
+
+
+def _spread(values: list[Tensor], indices: list[int], size: int) -> list[Tensor | None]:
+    """A list of ``size`` with the values at these indices, None elsewhere."""
+    spread: list[Tensor | None] = [None] * size
+    for i, value in zip(indices, values, strict=True):
+        spread[i] = value
+    return spread
+
+
 def _tensors(out: Any) -> list[Tensor]:
     outputs = tree.leaves(out)
-    if wrong := [o for o in outputs if not isinstance(o, Tensor)]:
-        raise ValueError(f"shard_map: an output is {wrong[0]!r}; every leaf must be a tensor")
+    for y in outputs:
+        if not isinstance(y, Tensor):
+            raise ValueError(f"shard_map: an output is {y!r}; every leaf must be a tensor")
     return outputs
 
 
@@ -204,22 +220,23 @@ def _on_this_process(
     out_specs: Any,
     args: tuple[Any, ...],
 ) -> Any:
+    # Only whether the specs fit: of a local array nobody knows the global shape.
     for spec, value in zip(broadcast(in_specs, args), tree.leaves(args), strict=True):
         if isinstance(value, Tensor):
             resolve(spec, axes, value.ndim)
     out = f(axes, *args)
     for spec, y in zip(broadcast(out_specs, out), _tensors(out), strict=True):
-        named = {a.name for dim in resolve(spec, axes, y.ndim) for a in dim}
-        if is_checked() and not _functorch.transforms_active():
-            for axis in axes.atoms:
-                if axis.name not in named and axis.host is not None:
-                    what = (
-                        f"shard_map: an output of shape {list(y.shape)} has out_spec {spec}, "
-                        "which does not name "
-                    )
-                    compare_ranks(
-                        axis.host.channel((axis.name,)),
-                        y,
-                        f"{what}{axis.name!r}, but it varies over it",
-                    )
+        split_names: set[str] = set()
+        for split in resolve(spec, axes, y.ndim):
+            split_names.update(axis_names(split))
+        # Under a transform y has no values to compare.
+        if not is_checked() or _functorch.transforms_active():
+            continue
+        for axis in axes.atoms:
+            if axis.name not in split_names and axis.host is not None:
+                complaint = (
+                    f"shard_map: an output of shape {list(y.shape)} has out_spec {spec}, which "
+                    f"does not name {axis.name!r}, but it varies over it"
+                )
+                compare_ranks(axis.host.channel((axis.name,)), y, complaint)
     return out

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from k31fn.parallel.axis import Axes, Axis, active
+from k31fn.parallel.axis import Axes, Axis, active, axis_names
 from k31fn.parallel.mesh import MeshAxes
 
-__all__ = ["UNSHARDED", "Axis", "Sharding"]
+__all__ = ["UNSHARDED", "Sharding"]
 
 
 @dataclass(frozen=True)
@@ -49,33 +49,47 @@ class Sharding:
 
     def __post_init__(self) -> None:
         for name in ("heads", "mlp", "vocab"):
-            axes, others = active(getattr(self, name)), active(self.sequence)
+            axes = active(getattr(self, name))
+            others = active(self.sequence)
+            # A layer gathers its tokens over ``sequence`` and scatters its sum over them: over
+            # other axes than those that split its columns the sum would be wrong.
             if axes != others:
                 raise ValueError(
-                    f"Sharding.{name}={[a.name for a in axes]}, but "
-                    f"sequence={[a.name for a in others]}: tensor "
-                    "parallelism splits heads, widths, vocabulary and the tokens between layers "
-                    "over the same axes; "
-                    "take Sharding.on(axes)"
+                    f"Sharding.{name}={list(axis_names(axes))}, but "
+                    f"sequence={list(axis_names(others))}: tensor parallelism splits heads, "
+                    "widths, vocabulary and the tokens between layers over the same axes; take "
+                    "Sharding.on(axes)"
                 )
 
     @classmethod
     def on(cls, axes: MeshAxes) -> Sharding:
-        """How the model lies on a mesh."""
-        tp = axes.tp
-        return cls(tp, tp, tp, sequence=tp, context=axes.cp, experts=axes.ep, expert_mlp=axes.etp)
+        """The sharding of the model on a mesh."""
+        return cls(
+            heads=axes.tp,
+            mlp=axes.tp,
+            vocab=axes.tp,
+            sequence=axes.tp,
+            context=axes.cp,
+            experts=axes.ep,
+            expert_mlp=axes.etp,
+        )
 
     @property
     def tokens(self) -> tuple[Axis, ...]:
         """``context`` and ``sequence``: the axes over which a layer's input is split by token,
         outermost first.
         """
+        # Slices of the row first, then parts of a slice: the order of a gather of all tokens.
         return active(self.context) + active(self.sequence)
 
     def axes(self) -> dict[str, Axes]:
         """The logical axes that are split."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: axes for name, axes in values.items() if active(axes)}
+        split: dict[str, Axes] = {}
+        for field in dataclasses.fields(self):
+            axes: Axes = getattr(self, field.name)
+            if active(axes):
+                split[field.name] = axes
+        return split
 
 
 UNSHARDED = Sharding()

@@ -10,15 +10,14 @@ and in no time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from k31fn.parallel.axis import Channel
-from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
+from k31fn.parallel.axis import Channel, axis_names
+from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes, row_major
 
 __all__ = ["abstract_axes"]
 
@@ -29,7 +28,7 @@ def abstract_axes(mesh: Mesh, coordinate: Coordinate | None = None) -> MeshAxes:
     A collective over them gives a meta tensor of the shape and dtype that its result has on that
     rank, is recorded and has its transpose; no other rank exists, no value is exchanged.
     """
-    names = tuple(a.name for a in mesh.axes().atoms)
+    names = axis_names(mesh.axes().atoms)
     return mesh.axes(_AbstractHost(mesh, names, coordinate or mesh.coordinate(0)))
 
 
@@ -40,14 +39,14 @@ class _AbstractHost:
     coordinate: Coordinate
 
     def token(self, name: str) -> Tensor | None:
+        # A rank of its own, as on threads and processes: code that reads its index on the host
+        # takes the same path here.
         return None
 
     def channel(self, names: tuple[str, ...]) -> Channel:
-        axes = [a for a in self.mesh.axes().atoms if a.name in names]
-        index = 0
-        for axis in axes:
-            index = index * axis.size + self.coordinate[axis.name]
-        return _AbstractChannel(math.prod(a.size for a in axes), index)
+        axes = tuple(a for a in self.mesh.axes().atoms if a.name in names)
+        index, size = row_major(axes, self.coordinate)
+        return _AbstractChannel(size, index)
 
 
 @dataclass(eq=False)
@@ -61,6 +60,7 @@ class _AbstractChannel:
                 f"{op} on an abstract mesh of a tensor on {x.device}: only meta tensors have no "
                 "values"
             )
+        # Made at the start, as process groups make their buffers: a count of live bytes is right.
         y = x.new_empty(self._shape(op, list(x.shape), kw))
         return lambda: y
 
@@ -84,5 +84,6 @@ class _AbstractChannel:
             case "ragged_all_to_all":
                 shape[0] = sum(kw["recv"])
             case _:
+                # A new collective must say its shape: a guess would forecast wrong traffic.
                 raise ValueError(f"{op} on an abstract mesh: no such collective")
         return shape

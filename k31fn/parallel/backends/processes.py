@@ -71,9 +71,12 @@ def start_processes(device_type: str, *, timeout: float | int = 600.0) -> dist.S
         The key-value store that the processes share.
     """
     limit = datetime.timedelta(seconds=timeout)
+    # By hand, where init_process_group would do it: this way there is a store to return, on which
+    # watchdogs and shared work can meet without a collective.
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
     store.set_timeout(limit)
     backend = devices.process_group_backend(device_type)
+    # A prefix of its own keeps the group's keys apart from those of other users of the store.
     dist.init_process_group(
         backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit
     )
@@ -106,16 +109,16 @@ def axes_of_process(mesh: Mesh) -> tuple[MeshAxes, Coordinate]:
 
 
 def progress_of(axes: MeshAxes) -> CollectiveProgress:
-    """Of this process's collectives over axes that :func:`axes_of_process` bound; of other axes one
-    that stands.
+    """The progress of this process's collectives over axes that :func:`axes_of_process` bound; for
+    other axes one that stands still.
     """
     host = axes.atoms[0].host if axes.atoms else None
     return host.progress if isinstance(host, _ProcessHost) else CollectiveProgress()
 
 
 def exchange_json(value: Any, axis: Axes, *, device: torch.device | str = "cpu") -> list[Any]:
-    """What each rank of ``axis`` passed, in rank order; any JSON value, sent as bytes. For threads
-    as well.
+    """The value that each rank of ``axis`` passed, in rank order; any JSON value, sent as bytes.
+    For threads as well.
 
     Args:
         value: of this rank.
@@ -123,10 +126,14 @@ def exchange_json(value: Any, axis: Axes, *, device: torch.device | str = "cpu")
         device: on which the bytes travel: that of the process group's backend.
     """
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    # Sizes first: a gather takes parts of one size, and bytes of values differ in number.
     sizes = all_gather(torch.tensor([data.numel()], device=device), axis).tolist()
     padded = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))
     rows = all_gather(padded[None], axis)
-    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
+    values: list[Any] = []
+    for row, size in zip(rows, sizes, strict=True):
+        values.append(json.loads(bytes(row[:size].tolist())))
+    return values
 
 
 @dataclass(eq=False)
@@ -141,28 +148,22 @@ class _ProcessHost:
 
     def channel(self, names: tuple[str, ...]) -> _ProcessChannel:
         if names not in self.channels:
-            me = dist.get_rank()
-            mine = self.mesh.coordinate(me)
-            others = [n for n in self.names if n not in names]
-            ranks = [
-                r
-                for r, c in enumerate(self.mesh.coordinates())
-                if all(c[n] == mine[n] for n in others)
-            ]
-            where = f"over {names} on rank {me} at {mine}"
+            rank = dist.get_rank()
+            ranks = self.mesh.group_of(rank, names)
+            where = f"over {names} on rank {rank} at {self.mesh.coordinate(rank)}"
             with _named(f"making the group {where}", self.progress):
-                group: Any = (
-                    dist.new_group(ranks, use_local_synchronization=True)
-                    if others
-                    else dist.group.WORLD
-                )
+                group: Any = dist.group.WORLD
+                if len(ranks) < dist.get_world_size():
+                    # Its members only: with a barrier of the world, a group that some ranks never
+                    # use (that of a pipeline stage) would wait for them for ever.
+                    group = dist.new_group(ranks, use_local_synchronization=True)
             self.channels[names] = _ProcessChannel(
-                group, len(ranks), ranks.index(me), where, self.progress, names
+                group, len(ranks), ranks.index(rank), where, self.progress, names
             )
         return self.channels[names]
 
 
-# torch 2.13 renames these; the old names, all that 2.11 has, warn there
+# torch 2.13 renames these; the old names, all that 2.11 has, warn there.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -177,50 +178,56 @@ class _ProcessChannel:
     names: tuple[str, ...] = ()
 
     def start(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
-        what, issued = f"{op} {self.where}", self.progress.begin(op, self.names, x)
+        # Noted before it is issued: one that hangs on its way in must be in the report.
+        issued = self.progress.begin(op, self.names, x)
+        what = f"{op} {self.where}"
         with _named(what, self.progress):
-            finish = self._issue(op, x.detach().contiguous(), kw)
+            wait = self._issue(op, x.detach().contiguous(), kw)
 
-        def named() -> Tensor:
+        def wait_and_note() -> Tensor:
             with _named(what, self.progress):
-                y = finish()
+                y = wait()
             issued.waited = time.monotonic()
             return y
 
-        return named
+        return wait_and_note
 
     def send(self, x: Tensor, to: int) -> Callable[[], Tensor]:
         x = x.detach().contiguous()
-        return self._waiting(
+        return self._start_message(
             f"send to {to}", lambda: dist.isend(x, group=self.group, group_dst=to), x
         )
 
     def recv(self, into: Tensor, source: int) -> Callable[[], Tensor]:
-        return self._waiting(
+        return self._start_message(
             f"recv from {source}",
             lambda: dist.irecv(into, group=self.group, group_src=source),
             into,
         )
 
-    def _waiting(
-        self, message: str, issue: Callable[[], Any], held: Tensor
+    def _start_message(
+        self, message: str, issue: Callable[[], Any], buffer: Tensor
     ) -> Callable[[], Tensor]:
-        what, noted = f"{message} {self.where}", self.progress.begin(message, self.names, held)
+        """Issues a send or a receive; the function returned waits, and keeps the buffer alive until
+        then.
+        """
+        issued = self.progress.begin(message, self.names, buffer)
+        what = f"{message} {self.where}"
         with _named(what, self.progress):
             work = issue()
 
-        def finish() -> Tensor:
+        def wait_and_note() -> Tensor:
             with _named(what, self.progress):
                 work.wait()
-            noted.waited = time.monotonic()
-            return held
+            issued.waited = time.monotonic()
+            return buffer
 
-        return finish
+        return wait_and_note
 
     def _issue(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
         match op:
             case "psum" | "pmax":
-                y = x.clone()
+                y = x.clone()  # all_reduce writes into its operand, which is the caller's
                 kind = dist.ReduceOp.SUM if op == "psum" else dist.ReduceOp.MAX
                 return _then(dist.all_reduce(y, kind, group=self.group, async_op=True), lambda: y)
             case "all_gather" | "all_gather_invariant":
@@ -237,16 +244,17 @@ class _ProcessChannel:
                 return _then(work, lambda: torch.cat(y.unbind(0), kw["concat"]))
             case "ragged_all_to_all":
                 y = x.new_empty(sum(kw["recv"]), *x.shape[1:])
-                sizes = list(kw["recv"]), list(kw["send"])
-                return _then(
-                    dist.all_to_all_single(y, x, *sizes, group=self.group, async_op=True), lambda: y
-                )
+                recv, send = list(kw["recv"]), list(kw["send"])
+                work = dist.all_to_all_single(y, x, recv, send, group=self.group, async_op=True)
+                return _then(work, lambda: y)
             case "ppermute":
                 return self._ppermute(x, kw["perm"])
             case _:
                 raise ValueError(f"{op} over process groups: no such collective")
 
     def _all_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        # The backend gathers along the first dimension only; along another one the parts are
+        # concatenated when they have come.
         y = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         work = _gather(y, x, group=self.group, async_op=True)
         return _then(work, lambda: y if dim == 0 else torch.cat(y.chunk(self.size), dim))
@@ -257,18 +265,20 @@ class _ProcessChannel:
         return _then(_reduce_scatter(y, parts, group=self.group, async_op=True), lambda: y)
 
     def _ppermute(self, x: Tensor, perm: tuple[tuple[int, int], ...]) -> Callable[[], Tensor]:
-        targets, sources = (
-            [b for a, b in perm if a == self.index],
-            [a for a, b in perm if b == self.index],
-        )
-        flat = x.flatten() if targets else x.new_empty(0)
-        y = torch.empty_like(x) if sources else torch.zeros_like(x)
-        received = y.flatten() if sources else x.new_empty(0)
-        recv, send = (
-            [x.numel() if r in some else 0 for r in range(self.size)] for some in (sources, targets)
-        )
-        work = dist.all_to_all_single(received, flat, recv, send, group=self.group, async_op=True)
-        return _then(work, lambda: received.view(x.shape) if sources else y)
+        # As one exchange in which most sizes are 0, and not as sends and receives: every rank
+        # issues it, also one that neither sends nor receives, so the group counts alike.
+        send = [0] * self.size
+        recv = [0] * self.size
+        for source, target in perm:
+            if source == self.index:
+                send[target] = x.numel()
+            if target == self.index:
+                recv[source] = x.numel()
+        received = x.new_empty(sum(recv))
+        sent = x.flatten() if any(send) else x.new_empty(0)
+        work = dist.all_to_all_single(received, sent, recv, send, group=self.group, async_op=True)
+        is_target = any(target == self.index for _, target in perm)
+        return _then(work, lambda: received.view(x.shape) if is_target else torch.zeros_like(x))
 
 
 def _then(work: Any, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -281,8 +291,8 @@ def _then(work: Any, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 @contextlib.contextmanager
 def _named(what: str, progress: CollectiveProgress) -> Iterator[None]:
-    """The backend's errors (a timeout, a lost peer) say which collective it was, and on which
-    rank.
+    """A scope in which the backend's errors (a timeout, a lost peer) say which collective it was,
+    and on which rank.
     """
     progress.waiting = what
     try:

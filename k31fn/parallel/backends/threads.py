@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from k31fn import device as devices
+from k31fn.parallel.axis import axis_names
 from k31fn.parallel.collective_record import CollectiveRecord, current_records, record_into
 from k31fn.parallel.mesh import Coordinate, Mesh
 
@@ -21,18 +22,31 @@ __all__ = ["each_rank"]
 
 
 class _AbortedError(RuntimeError):
-    """Another rank failed first."""
+    """Another rank failed first.
+
+    A class of its own, so that :func:`each_rank` raises that rank's error and not this one.
+    """
 
 
 @dataclass(eq=False)
 class _World:
-    """What the ranks share."""
+    """What the ranks share.
+
+    Attributes:
+        coordinates: of each rank.
+        timeout: seconds that a rank waits for others.
+        changed: guards what is below, and wakes those who wait when it changes.
+        slots: under a collective's key, what each rank posted.
+        num_taken: how many ranks have collected under a key.
+        left: ranks whose function has ended.
+        failed: whether one of them raised.
+    """
 
     coordinates: list[Coordinate]
     timeout: float | int
     changed: threading.Condition = field(default_factory=threading.Condition)
     slots: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
-    taken: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    num_taken: dict[tuple[Any, ...], int] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     failed: bool = False
 
@@ -46,24 +60,30 @@ class _World:
         deadline = time.monotonic() + self.timeout
         with self.changed:
             posted = self.slots.setdefault(key, {})
-            while missing := [r for r in ranks if r not in posted]:
+            while True:
+                missing = [r for r in ranks if r not in posted]
+                if not missing:
+                    break
+                # A rank that will never post is named at once: a timeout would hide its error.
                 if self.failed:
                     raise _AbortedError(f"{what}: another rank failed")
-                if gone := [r for r in missing if r in self.left]:
-                    raise ValueError(
-                        f"{what}: the rank at {self.coordinates[gone[0]]} returned without taking "
-                        "part"
-                    )
-                if (
-                    not self.changed.wait(max(0.0, deadline - time.monotonic()))
-                    and time.monotonic() >= deadline
-                ):
+                for rank in missing:
+                    if rank in self.left:
+                        raise ValueError(
+                            f"{what}: the rank at {self.coordinates[rank]} returned without taking "
+                            "part"
+                        )
+                woken = self.changed.wait(max(0.0, deadline - time.monotonic()))
+                # Woken by a post under another key, it looks again; the deadline stays.
+                if not woken and time.monotonic() >= deadline:
                     where = [self.coordinates[r] for r in missing]
                     raise ValueError(f"{what}: waited {self.timeout} s for the ranks at {where}")
             values = [posted[r] for r in ranks]
-            self.taken[key] = self.taken.get(key, 0) + 1
-            if self.taken[key] == len(ranks):
-                del self.slots[key], self.taken[key]
+            # The last one clears the slot: it holds tensors that nobody else may need any more.
+            self.num_taken[key] = self.num_taken.get(key, 0) + 1
+            if self.num_taken[key] == len(ranks):
+                del self.slots[key]
+                del self.num_taken[key]
         return values
 
     def leave(self, rank: int, *, failed: bool) -> None:
@@ -78,6 +98,7 @@ class _ThreadHost:
     """One rank's view of the world."""
 
     world: _World
+    mesh: Mesh
     rank: int
     names: tuple[str, ...]
     channels: dict[tuple[str, ...], _ThreadChannel] = field(default_factory=dict)
@@ -87,12 +108,7 @@ class _ThreadHost:
 
     def channel(self, names: tuple[str, ...]) -> _ThreadChannel:
         if names not in self.channels:
-            mine = self.world.coordinates[self.rank]
-            ranks = [
-                r
-                for r, c in enumerate(self.world.coordinates)
-                if all(c[n] == mine[n] for n in self.names if n not in names)
-            ]
+            ranks = self.mesh.group_of(self.rank, names)
             self.channels[names] = _ThreadChannel(self.world, self.rank, ranks, names)
         return self.channels[names]
 
@@ -101,14 +117,20 @@ class _ThreadChannel:
     """Ranks exchange references to tensors, each posts its n-th collective under number n."""
 
     def __init__(self, world: _World, rank: int, ranks: list[int], names: tuple[str, ...]) -> None:
-        self.world, self.rank, self.ranks, self.names = world, rank, ranks, names
-        self.size, self.index = len(ranks), ranks.index(rank)
-        self.issued = 0
-        self.sent: Counter[tuple[int, int]] = Counter()  # by (from, to)
+        self.world = world
+        self.rank = rank
+        self.ranks = ranks
+        self.names = names
+        self.size = len(ranks)
+        self.index = ranks.index(rank)
+        self.num_issued = 0
+        self.num_messages: Counter[tuple[int, int]] = Counter()  # by (from, to)
 
     def start(self, op: str, x: Tensor, kw: Mapping[str, Any]) -> Callable[[], Tensor]:
-        key = (self.names, self.ranks[0], self.issued)
-        self.issued += 1
+        # Names and first rank say which group it is, and the number which of its collectives: all
+        # ranks of a group issue in one order, or disagree and are told so.
+        key = (self.names, self.ranks[0], self.num_issued)
+        self.num_issued += 1
         self.world.post(key, self.rank, (op, x, kw))
         what = f"{op} over {self.names} on the rank at {self.world.coordinates[self.rank]}"
         return lambda: self._finish(self.world.collect(key, self.ranks, what), what)
@@ -118,7 +140,8 @@ class _ThreadChannel:
         return lambda: x
 
     def recv(self, into: Tensor, source: int) -> Callable[[], Tensor]:
-        key, sender = self._next(source, self.index), self.ranks[source]
+        key = self._next(source, self.index)
+        sender = self.ranks[source]
         what = (
             f"recv from {source} over {self.names} on the rank at "
             f"{self.world.coordinates[self.rank]}"
@@ -136,24 +159,30 @@ class _ThreadChannel:
         return finish
 
     def _next(self, source: int, to: int) -> tuple[Any, ...]:
-        self.sent[source, to] += 1
-        return (self.names, self.ranks[0], source, to, self.sent[source, to])
+        """The key of the next message, which sender and receiver count alike."""
+        self.num_messages[source, to] += 1
+        return (self.names, self.ranks[0], source, to, self.num_messages[source, to])
 
     def _finish(self, posted: list[tuple[str, Tensor, Mapping[str, Any]]], what: str) -> Tensor:
+        own_op, own, _ = posted[self.index]
+        # Ranks that run unlike code meet in the same number: said here, with both sides, and not
+        # as a wrong sum.
         for rank, (op, x, _) in zip(self.ranks, posted, strict=True):
-            mine = posted[self.index]
-            same_shape = x.shape == mine[1].shape or op == "ragged_all_to_all"
-            if op != mine[0] or x.dtype != mine[1].dtype or not same_shape:
+            same_shape = x.shape == own.shape or op == "ragged_all_to_all"
+            if op != own_op or x.dtype != own.dtype or not same_shape:
                 raise ValueError(
-                    f"{what}: operand {list(mine[1].shape)} {mine[1].dtype}, but the rank at "
+                    f"{what}: operand {list(own.shape)} {own.dtype}, but the rank at "
                     f"{self.world.coordinates[rank]} called {op} of {list(x.shape)} {x.dtype}"
                 )
-        return _mine(posted, self.index, what)
+        return _compute_one_rank(posted, self.index, what)
 
 
-def _mine(posted: list[tuple[str, Tensor, Mapping[str, Any]]], me: int, what: str) -> Tensor:
-    """This rank's result; never a tensor that another rank holds."""
-    xs, n = [x for _, x, _ in posted], len(posted)
+def _compute_one_rank(
+    posted: list[tuple[str, Tensor, Mapping[str, Any]]], me: int, what: str
+) -> Tensor:
+    """The result of rank ``me``; never a tensor that another rank holds, for it may be changed."""
+    xs = [x for _, x, _ in posted]
+    n = len(posted)
     op, x, kw = posted[me]
     match op:
         case "psum":
@@ -170,14 +199,15 @@ def _mine(posted: list[tuple[str, Tensor, Mapping[str, Any]]], me: int, what: st
             return torch.cat([t.chunk(n, kw["split"])[me] for t in xs], kw["concat"])
         case "ragged_all_to_all":
             parts = [t.split(k["send"])[me] for _, t, k in posted]
-            if [len(p) for p in parts] != list(kw["recv"]):
-                raise ValueError(
-                    f"{what}: recv={list(kw['recv'])}, but the ranks send {[len(p) for p in parts]}"
-                )
+            sizes = list(map(len, parts))
+            if sizes != list(kw["recv"]):
+                raise ValueError(f"{what}: recv={list(kw['recv'])}, but the ranks send {sizes}")
             return torch.cat(parts)
         case "ppermute":
-            source = {target: s for s, target in kw["perm"]}
-            return xs[source[me]].clone() if me in source else torch.zeros_like(x)
+            for source, target in kw["perm"]:
+                if target == me:
+                    return xs[source].clone()
+            return torch.zeros_like(x)
         case _:
             raise ValueError(f"{what}: no such collective")
 
@@ -207,46 +237,59 @@ def each_rank(
     """
     coordinates = list(mesh.coordinates())
     world = _World(coordinates, timeout)
-    names = tuple(a.name for a in mesh.axes().atoms)
+    names = axis_names(mesh.axes().atoms)
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
-    outer, own = current_records(), [CollectiveRecord() for _ in coordinates]
+    rank_records = [CollectiveRecord() for _ in coordinates]
 
-    def go(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         failed = True
         try:
             devices.attach_thread()
-            torch.autograd.set_multithreading_enabled(
-                False
-            )  # a device's shared backward thread would deadlock
-            with record_into((own[rank],)):
-                results[rank] = f(
-                    mesh.axes(_ThreadHost(world, rank, names)), *args(coordinates[rank])
-                )
+            # The backwards of all ranks would share one thread per device, on which the first
+            # collective waits for the others, behind it: a deadlock. So each runs on its own.
+            torch.autograd.set_multithreading_enabled(False)
+            axes = mesh.axes(_ThreadHost(world, mesh, rank, names))
+            with record_into((rank_records[rank],)):
+                results[rank] = f(axes, *args(coordinates[rank]))
             failed = False
+        # Interrupts too: whatever ends a rank must reach those that wait for it.
         except BaseException as e:
             e.add_note(f"on the rank at {coordinates[rank]}")
             errors[rank] = e
         finally:
             world.leave(rank, failed=failed)
 
-    threads = [
-        threading.Thread(
-            target=contextvars.copy_context().run, args=(go, r), name=f"rank {r}", daemon=True
+    threads: list[threading.Thread] = []
+    for rank in range(len(coordinates)):
+        # A copy of the context for each: overrides around the call hold on its ranks, and what a
+        # rank sets stays its own. A daemon, so that a hanging rank cannot keep the process alive.
+        context = contextvars.copy_context()
+        threads.append(
+            threading.Thread(
+                target=context.run, args=(run_rank, rank), name=f"rank {rank}", daemon=True
+            )
         )
-        for r in range(len(coordinates))
-    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for r in outer:
-        r.events.extend(own[0].events)
-        before = r.ranks or [CollectiveRecord() for _ in own]
-        r.ranks = [CollectiveRecord(a.events + b.events) for a, b in zip(before, own, strict=True)]
-    if errors:
-        raise next(
-            (e for e in errors.values() if not isinstance(e, _AbortedError)),
-            next(iter(errors.values())),
-        )
-    return [results[r] for r in range(len(coordinates))]
+    _add_to_records(rank_records)
+    # The error that came first, not those of the ranks that it stopped.
+    for e in errors.values():
+        if not isinstance(e, _AbortedError):
+            raise e
+    for e in errors.values():
+        raise e
+    return [results[rank] for rank in range(len(coordinates))]
+
+
+def _add_to_records(rank_records: list[CollectiveRecord]) -> None:
+    """Writes what the ranks issued into the records around :func:`each_rank`."""
+    for record in current_records():
+        record.events.extend(rank_records[0].events)
+        # A record may span several calls; its ranks go on.
+        if not record.ranks:
+            record.ranks = [CollectiveRecord() for _ in rank_records]
+        for total, rank_record in zip(record.ranks, rank_records, strict=True):
+            total.events.extend(rank_record.events)

@@ -27,7 +27,8 @@ from k31fn.parallel.overlap import Pending, start, wait
 
 __all__ = ["PendingTree", "start_gather", "start_scatter", "wait_gather", "wait_scatter"]
 
-_SMALL = 2**20  # bytes of a part that is worth a copy to spare a collective
+# Bytes of a part up to which a copy is cheaper than a collective more.
+_SMALL = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,10 @@ class _Bundle:
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
 
+    def pick(self, values: Sequence[Any]) -> list[Any]:
+        """What these leaves have in a list of all leaves."""
+        return [values[i] for i in self.leaves]
+
     def join_parts(self, parts: Sequence[Tensor]) -> Tensor:
         """What this rank sends."""
         return parts[0] if len(parts) == 1 else torch.cat([x.flatten() for x in parts])
@@ -67,55 +72,66 @@ class _Bundle:
         """The inverse."""
         if len(self.leaves) == 1:
             return [x]
-        return [
-            y.view(shape)
-            for y, shape in zip(x.split([s.numel() for s in self.shapes]), self.shapes, strict=True)
-        ]
+        flat_parts = x.split(self._sizes())
+        return [y.view(shape) for y, shape in zip(flat_parts, self.shapes, strict=True)]
 
     def join_whole(self, weights: Sequence[Tensor]) -> Tensor:
         """Whole weights as :meth:`cut_whole` takes them."""
         if len(weights) == 1:
             return weights[0]
         n = axis_size(self.place.gather)
-        rows = [
-            torch.stack(w.chunk(n, dim)).flatten(1)
-            for w, dim in zip(weights, self.dims, strict=True)
-        ]
+        rows: list[Tensor] = []
+        for w, dim in zip(weights, self.dims, strict=True):
+            rows.append(torch.stack(w.chunk(n, dim)).flatten(1))  # [rank, its part]
+        # Side by side, then flat: what rank r is to have of all weights lies together.
         return torch.cat(rows, 1).flatten()
 
     def cut_whole(self, x: Tensor) -> list[Tensor]:
         """The whole weights in what was gathered."""
         if len(self.leaves) == 1:
             return [x]
-        rows = x.view(axis_size(self.place.gather), -1).split([s.numel() for s in self.shapes], 1)
-        each = zip(rows, self.shapes, self.dims, strict=True)
-        return [torch.cat(row.unflatten(1, shape).unbind(), dim) for row, shape, dim in each]
+        by_rank = x.view(axis_size(self.place.gather), -1)
+        rows = by_rank.split(self._sizes(), 1)
+        weights: list[Tensor] = []
+        for row, shape, dim in zip(rows, self.shapes, self.dims, strict=True):
+            weights.append(torch.cat(row.unflatten(1, shape).unbind(), dim))
+        return weights
+
+    def _sizes(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes]
 
 
 def _bundles(values: Sequence[Tensor], places: Sequence[Placement]) -> list[_Bundle]:
-    """The leaves of one kind that are small as one, each other alone.
+    """Bundles of the leaves: the small ones of one kind as one, each other alone.
 
     Of one kind are only leaves that the same axes split: in the simulated mesh, what tp splits and
     what it does not would both vary over tp if they were one tensor.
     """
+    # A dict keeps the order of first leaves, which is equal on all ranks: so is that of the
+    # collectives.
     kinds: dict[Any, list[int]] = {}
     for i, (x, place) in enumerate(zip(values, places, strict=True)):
         small = place.gather and x.is_floating_point() and x.nbytes <= _SMALL
-        key = dataclasses.replace(place, dims=(), dim=0), frozenset(place.axes), x.dtype, x.device
+        # Where it is gathered along is left out: laid end to end, every part is one row.
+        use = dataclasses.replace(place, dims=(), dim=0)
+        key = (use, frozenset(place.axes), x.dtype, x.device)
         kinds.setdefault(key if small else i, []).append(i)
-
-    def bundle(leaves: list[int]) -> _Bundle:
-        first, dims = places[leaves[0]], tuple(places[i].dim for i in leaves)
-        place = first if len(leaves) == 1 else dataclasses.replace(first, dim=0)
-        return _Bundle(
-            tuple(leaves),
-            place,
-            dims,
-            tuple(values[i].shape for i in leaves),
-            values[leaves[0]].dtype,
+    bundles: list[_Bundle] = []
+    for leaves in kinds.values():
+        first = leaves[0]
+        place = places[first]
+        if len(leaves) > 1:
+            place = dataclasses.replace(place, dim=0)
+        bundles.append(
+            _Bundle(
+                leaves=tuple(leaves),
+                place=place,
+                dims=tuple(places[i].dim for i in leaves),
+                shapes=tuple(values[i].shape for i in leaves),
+                dtype=values[first].dtype,
+            )
         )
-
-    return [bundle(leaves) for leaves in kinds.values()]
+    return bundles
 
 
 def start_gather(params: Any, placements: Placements) -> PendingTree:
@@ -125,10 +141,14 @@ def start_gather(params: Any, placements: Placements) -> PendingTree:
         ValueError: ``placements`` is not a tree like ``params``.
     """
     values, structure = tree.flatten(params)
-    bundles = _bundles(values, tree.leaves(tree.map(lambda _, place: place, params, placements)))
-    pending = []
+    # By the structure of params, whose absent leaves have a placement too; map refuses a tree that
+    # does not fit.
+    places = tree.leaves(tree.map(lambda _, place: place, params, placements))
+    bundles = _bundles(values, places)
+    pending: list[Pending] = []
     for b in bundles:
-        x, dtype, grad_dtype = spread(b.join_parts([values[i] for i in b.leaves]), b.place)
+        joined = b.join_parts(b.pick(values))
+        x, dtype, grad_dtype = spread(joined, b.place)
         pending.append(
             start(all_gather, x, b.place.gather, b.place.dim, dtype=dtype, grad_dtype=grad_dtype)
         )
@@ -137,10 +157,11 @@ def start_gather(params: Any, placements: Placements) -> PendingTree:
 
 def wait_gather(gathering: PendingTree) -> Any:
     """The weights that :func:`start_gather` issued."""
-    values: dict[int, Tensor] = {}
+    by_leaf: dict[int, Tensor] = {}
+    # Waited for in the order in which they were issued, which is that of one stream.
     for b, pending in zip(gathering.bundles, gathering.pending, strict=True):
-        values.update(zip(b.leaves, b.cut_whole(wait(pending)), strict=True))
-    return tree.unflatten(gathering.structure, [values[i] for i in range(len(values))])
+        by_leaf.update(zip(b.leaves, b.cut_whole(wait(pending)), strict=True))
+    return tree.unflatten(gathering.structure, [by_leaf[i] for i in range(len(by_leaf))])
 
 
 def start_scatter(grads: Any, placements: Placements, params: Any) -> PendingTree:
@@ -153,18 +174,21 @@ def start_scatter(grads: Any, placements: Placements, params: Any) -> PendingTre
     """
     values, structure = tree.flatten(grads, allow_none=True)
     parts = tree.leaves(params)
-    bundles = [
-        b for b in _bundles(parts, tree.leaves(placements)) if values[b.leaves[0]] is not None
-    ]
-    pending = []
-    for b in bundles:
-        g = b.join_whole([values[i] for i in b.leaves]).to(
-            reduce_dtype(parts[b.leaves[0]], b.place)
-        )
-        scatter = b.place.gather, b.place.dim
-        pending.append(
-            start(psum_scatter, g, *scatter) if b.place.gather else start(psum, g, b.place.vary)
-        )
+    bundles: list[_Bundle] = []
+    pending: list[Pending] = []
+    # Bundled by the parts, as the gather was. Leaves of one kind are all frozen or none is, so the
+    # first one speaks for its bundle.
+    for b in _bundles(parts, tree.leaves(placements)):
+        first = b.leaves[0]
+        if values[first] is None:
+            continue
+        joined = b.join_whole(b.pick(values))
+        g = joined.to(reduce_dtype(parts[first], b.place))
+        bundles.append(b)
+        if b.place.gather:
+            pending.append(start(psum_scatter, g, b.place.gather, b.place.dim))
+        else:
+            pending.append(start(psum, g, b.place.vary))
     return PendingTree(bundles, pending, structure)
 
 
@@ -172,7 +196,11 @@ def wait_scatter(scattering: PendingTree) -> Any:
     """The gradients of this rank's parts, which :func:`start_scatter` issued."""
     values: list[Tensor | None] = [None] * scattering.structure.num_leaves
     for b, pending in zip(scattering.bundles, scattering.pending, strict=True):
-        g = psum(wait(pending), b.place.vary if b.place.gather else ()).to(b.dtype)
+        g = wait(pending)
+        if b.place.gather:
+            # Over replicas after the scatter, which leaves 1 / n of the bytes.
+            g = psum(g, b.place.vary)
+        g = g.to(b.dtype)
         for i, part in zip(b.leaves, b.cut_parts(g), strict=True):
             values[i] = part
     return tree.unflatten(scattering.structure, values)

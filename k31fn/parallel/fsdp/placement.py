@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from k31fn import precision, tree
 from k31fn.autodiff import stop_gradient
-from k31fn.parallel.axis import Axis
+from k31fn.parallel.axis import Axis, axis_names
 from k31fn.parallel.collectives import all_gather, pvary
 from k31fn.parallel.mesh import MeshAxes
 from k31fn.parallel.partition import AxisRules, Partition, broadcast, resolve
@@ -57,7 +58,7 @@ class Placement:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """All axes whose ranks hold different parts."""
-        return tuple(a for split in self.dims for a in split)
+        return tuple(itertools.chain(*self.dims))
 
 
 Placements = Any
@@ -103,46 +104,60 @@ def placements(
             of their dimension in the mesh's order: gathered, its parts would be out of order. Names
             the weight.
     """
-    paths, structure = tree.paths(specs), tree.flatten(specs)[1]
-    rows = zip(paths, tree.leaves(specs), broadcast(partition, specs), strict=True)
-    found = []
+    leaves, structure = tree.flatten(specs)
+    rows = zip(tree.paths(specs), leaves, broadcast(partition, specs), strict=True)
+    places: list[Placement] = []
     for path, spec, p in rows:
         try:
-            dims, beside = resolve(p, axes, len(spec.shape)), _split_beside(spec, axes, rules)
-            place = _place(dims, axes, "expert" in spec.tags, beside)
+            dims = resolve(p, axes, len(spec.shape))
+            place = _place(dims, axes, "expert" in spec.tags, _split_beside(spec, axes, rules))
         except ValueError as e:
             raise ValueError(f"{path}: {p}: {e}") from e
         dtype = None if compute is None else precision.storage_dtype(spec.dtype, compute)
-        found.append(
+        places.append(
             dataclasses.replace(place, dtype=dtype, grad_dtype=reduce, frozen="frozen" in spec.tags)
         )
-    return tree.unflatten(structure, found)
+    return tree.unflatten(structure, places)
 
 
 def _split_beside(spec: _PlacedSpec, axes: MeshAxes, rules: AxisRules) -> tuple[Axis, ...]:
-    return tuple(a for name in spec.beside for a in axes.view(*rules.views()[name]))
+    """The axes that split the weight of which this one is a factor."""
+    split: list[Axis] = []
+    for name in spec.beside:
+        split += axes.view(*rules.views()[name])
+    return tuple(split)
 
 
 def _place(
-    dims: tuple[tuple[Axis, ...], ...], axes: MeshAxes, expert: bool, beside: tuple[Axis, ...] = ()
+    dims: tuple[tuple[Axis, ...], ...], axes: MeshAxes, expert: bool, beside: tuple[Axis, ...]
 ) -> Placement:
-    spread = [a for a in axes.data if not (expert and a in axes.ep)]
-    split = [i for i, own in enumerate(dims) if any(a in spread for a in own)]
-    if len(split) > 1:
-        raise ValueError(f"data axes split its dimensions {split}; spread a weight along one")
-    gathered = tuple(a for i in split for a in dims[i] if a in spread)
-    in_order = tuple(a for a in axes.atoms if a in gathered)
-    if split and dims[split[0]][-len(gathered) :] != in_order:
-        names = [a.name for a in in_order]
-        raise ValueError(f"data axes {names} must come last in their dimension, in this order")
-    held = [a for own in dims for a in own]
-    partial = tuple(a for a in beside if a not in held)
-    vary = tuple(a for a in axes.atoms if a not in held and (a in axes.data or a in partial))
-    return Placement(dims, split[0] if split else 0, gathered, vary, partial)
+    # Ranks of ep hold other experts, not other parts of one: an expert is not gathered over them.
+    data = [a for a in axes.data if not (expert and a in axes.ep)]
+    gathered_dims = [i for i, split in enumerate(dims) if not set(split).isdisjoint(data)]
+    if len(gathered_dims) > 1:
+        raise ValueError(
+            f"data axes split its dimensions {gathered_dims}; spread a weight along one"
+        )
+    dim = gathered_dims[0] if gathered_dims else 0
+    gathered: tuple[Axis, ...] = ()
+    if gathered_dims:
+        gathered = tuple(axis for axis in dims[dim] if axis in data)
+        in_order = axes.in_order(gathered)
+        # A gather lays parts end to end in the order of ranks. Only with these axes innermost are
+        # they neighbours in what tp and ep leave of the dimension.
+        if dims[dim][-len(gathered) :] != in_order:
+            names = list(axis_names(in_order))
+            raise ValueError(f"data axes {names} must come last in their dimension, in this order")
+    splitting = list(itertools.chain(*dims))
+    partial = tuple(a for a in beside if a not in splitting)
+    # A factor that is whole on ranks whose columns differ gets a part of its gradient on each, as
+    # from a part of the batch: the parts are to be summed.
+    vary = axes.in_order({*axes.data, *partial}.difference(splitting))
+    return Placement(dims, dim, gathered, vary, partial)
 
 
 def gather(params: Any, placements: Placements) -> Any:
-    """Weights as the layers use them, out of this rank's parts; gradients come back as parts,
+    """Makes weights as the layers use them of this rank's parts; gradients come back as parts,
     summed.
 
     Raises:
@@ -163,23 +178,27 @@ def spread(x: Tensor, place: Placement) -> tuple[Tensor, torch.dtype, torch.dtyp
     It varies first and is gathered then: so a gradient is scattered first, and summed over replicas
     part by part.
     """
-    dtype, grad_dtype = place.dtype or x.dtype, reduce_dtype(x, place)
-    x = stop_gradient(x) if place.frozen else x
-    return (pvary(x.to(grad_dtype), place.vary) if place.vary else x), dtype, grad_dtype
+    dtype = place.dtype or x.dtype
+    grad_dtype = reduce_dtype(x, place)
+    if place.frozen:
+        x = stop_gradient(x)  # so its transpose, a reduce-scatter, is never issued
+    if place.vary:
+        # In the reduce dtype before it varies, for the cotangent of pvary is summed in the dtype
+        # of its operand.
+        x = pvary(x.to(grad_dtype), place.vary)
+    return x, dtype, grad_dtype
 
 
 def reduce_dtype(x: Tensor, place: Placement) -> torch.dtype:
-    """In which the gradient of the part ``x`` is summed."""
-    if (
-        place.grad_dtype is None
-        or place.frozen
-        or not x.is_floating_point()
-        or x.dtype.itemsize < 2
-    ):
+    """The dtype in which the gradient of the part ``x`` is summed."""
+    # What has no gradient keeps its dtype: integers, frozen weights, and floats of one byte, which
+    # are codes of a quantised weight.
+    has_grad = x.is_floating_point() and x.dtype.itemsize > 1 and not place.frozen
+    if place.grad_dtype is None or not has_grad:
         return x.dtype
     return torch.promote_types(x.dtype, place.grad_dtype)
 
 
 def gather_only(placements: Placements) -> Placements:
-    """The same without ``vary``: for the inside of a step that :func:`enter_step` began."""
+    """The placements without ``vary``: for the inside of a step that :func:`enter_step` began."""
     return tree.map(lambda place: dataclasses.replace(place, vary=()), placements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,6 +14,7 @@ Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 """
 
 
+# A tuple, and below a frozen dataclass: both are keys, of messages, ends and cached checks.
 class Action(NamedTuple):
     """What a rank does with one micro-batch on one of its stages.
 
@@ -55,7 +57,7 @@ class Schedule:
         return self.num_ranks * self.num_chunks
 
     def rank_of(self, stage: int) -> int:
-        """Where a stage lies."""
+        """The rank on which a stage lies."""
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -65,4 +67,5 @@ class Schedule:
     @property
     def split(self) -> bool:
         """Whether any backward is split."""
-        return any(a.kind == "backward_input" for row in self.rows for a in row)
+        kinds = {action.kind for action in itertools.chain(*self.rows)}
+        return "backward_input" in kinds

@@ -55,39 +55,48 @@ class WireFormat:
         return len(self.carries[min(stage, len(self.carries) - 1)].blocks)
 
     def fresh(self, stage: int) -> range:
-        """Blocks that the rank of a stage has not seen before: those made since its stage before
+        """Blocks that the rank of a stage has not had before: those appended since its stage before
         this one ended.
         """
+        # What its last stage took and appended itself is on the rank already, so it is not sent.
         before = stage - self.num_ranks + 1
         return range(self.num_blocks(before) if before > 0 else 0, self.num_blocks(stage))
 
-    def made(self, stage: int) -> range:
+    def new(self, stage: int) -> range:
         """Blocks that a stage appends."""
         return range(self.num_blocks(stage), self.num_blocks(stage + 1))
 
-    def check(self, stage: int, stream: Any, made: Sequence[Tensor]) -> None:
+    def check(self, stage: int, stream: Any, blocks: Sequence[Tensor]) -> None:
         """Refuses what a stage gives if it is not what the next one takes.
+
+        Args:
+            stage: by global number.
+            stream: that it gives.
+            blocks: that it has appended.
 
         Raises:
             ValueError: another structure of the stream, another number of new blocks, or another
                 shape or dtype.
         """
         after = self.carries[stage + 1] if stage + 1 < len(self.carries) else StageCarry()
-        given = StageCarry(stream, tuple(made))
-        expected = StageCarry(after.stream, tuple(after.blocks[i] for i in self.made(stage)))
-        if _described(given) != _described(expected):
+        expected_blocks = tuple(after.blocks[i] for i in self.new(stage))
+        # The receiver's buffers are made by the carries: another shape would arrive as garbage.
+        given = _describe(StageCarry(stream, tuple(blocks)))
+        expected = _describe(StageCarry(after.stream, expected_blocks))
+        if given != expected:
             raise ValueError(
-                f"pipeline: stage {stage} gives {_described(given)} as its stream and new blocks, "
-                "but by the carries "
-                f"the next stage takes {_described(expected)}"
+                f"pipeline: stage {stage} gives {given} as its stream and new blocks, but by the "
+                f"carries the next stage takes {expected}"
             )
 
     def message(self, stage: int) -> list[Tensor]:
-        """What travels into a stage, and as its cotangent out of it: the stream's leaves, then the
-        fresh blocks.
+        """The tensors that travel into a stage, and as cotangents out of it: the stream's leaves,
+        then the fresh blocks.
         """
         carry = self.carries[stage]
-        return [*tree.leaves(carry.stream), *(carry.blocks[i] for i in self.fresh(stage))]
+        tensors = tree.leaves(carry.stream)
+        tensors += [carry.blocks[i] for i in self.fresh(stage)]
+        return tensors
 
     def nbytes(self, stage: int) -> int:
         """Bytes of that message."""
@@ -99,5 +108,6 @@ class WireFormat:
         return tree.unflatten(structure, tensors[: len(leaves)]), list(tensors[len(leaves) :])
 
 
-def _described(carry: StageCarry) -> list[tuple[str, str]]:
+def _describe(carry: StageCarry) -> list[tuple[str, str]]:
+    """Path, shape and dtype of each leaf."""
     return [(path, f"{list(x.shape)} {x.dtype}") for path, x in tree.flatten_with_paths(carry)]

@@ -1,4 +1,4 @@
-"""Runs a schedule on one rank.
+"""The run of a schedule on one rank.
 
 Before every action the rank issues what it may, in the order of
 :func:`~k31fn.parallel.pipeline.messages.messages`: sends of what it has made, and receives ahead of
@@ -32,7 +32,7 @@ __all__ = ["PipelineResult", "Stage", "StageOutput", "run"]
 
 
 class StageOutput(NamedTuple):
-    """What a stage computes of a micro-batch.
+    """The results of a stage on a micro-batch.
 
     Attributes:
         carry: for the next stage.
@@ -55,7 +55,7 @@ argument.
 
 
 class PipelineResult(NamedTuple):
-    """What a rank has of a step.
+    """The results of a rank in a step.
 
     Attributes:
         loss: summed over its stages and the micro-batches; ``()`` if none of its stages has a loss.
@@ -81,7 +81,7 @@ def run(
     axis: Axes,
     carries: Sequence[StageCarry],
 ) -> PipelineResult:
-    """Loss, sums and gradients of this rank's stages.
+    """Runs this rank's row, and gives loss, sums and gradients of its stages.
 
     Args:
         schedule: the table.
@@ -106,6 +106,7 @@ def run(
     ):
         if given != expected:
             raise ValueError(f"pipeline: {name} has {given}, the schedule {expected}")
+    # Before anything is sent: a table that cannot end would hang all ranks instead.
     check(schedule)
     rank = _Rank(
         schedule, stages, params, batches, axis, WireFormat(tuple(carries), schedule.num_ranks)
@@ -117,6 +118,7 @@ def run(
         "backward_weight": rank.backward_weight,
     }
     for action in schedule.rows[rank.mail.index]:
+        # Before the action, not in it: what this rank owes others travels while it computes.
         rank.mail.progress()
         perform[action.kind](action)
     return rank.finish()
@@ -134,25 +136,20 @@ class _Rank:
         axis: Axes,
         wire: WireFormat,
     ) -> None:
-        self.schedule, self.stages, self.params, self.batches, self.wire = (
-            schedule,
-            stages,
-            params,
-            batches,
-            wire,
-        )
+        self.schedule = schedule
+        self.stages = stages
+        self.params = params
+        self.batches = batches
+        self.wire = wire
         self.mail = Mailbox(schedule, wire, axis, tree.leaves(batches[0])[0].device)
-        self.pulls: dict[
-            Action, tuple[Callable[..., Any], Any]
-        ] = {}  # by forward: the pullback, and the loss's seed
-        self.rebuilds: dict[Action, list[Callable[[], None]]] = {}  # by forward
-        self.put_off: dict[
-            Action, Callable[[], Any]
-        ] = {}  # by forward: the rest of a split pullback
-        self.blocks: dict[int, list[Tensor]] = {}  # by micro-batch: those that this rank has
-        self.deposits: dict[
-            int, dict[int, Tensor]
-        ] = {}  # by micro-batch and block: its cotangent so far
+        # By the forward that made them. A pullback holds the residuals of its stage, so what is in
+        # these two is what lives between forward and backward.
+        self.pulls: dict[Action, tuple[Callable[..., Any], Any]] = {}  # with the loss's seed
+        self.weight_pulls: dict[Action, Callable[[], Any]] = {}  # what a split pullback leaves
+        self.rebuilds: dict[Action, list[Callable[[], None]]] = {}
+        # By micro-batch: the blocks that this rank has, and their cotangents so far.
+        self.blocks: dict[int, list[Tensor]] = {}
+        self.deposits: dict[int, dict[int, Tensor]] = {}
         self.loss: Any = ()
         self.sums: list[Any] = [()] * len(stages)
         self.largest: list[Any] = [()] * len(stages)
@@ -160,108 +157,126 @@ class _Rank:
         self.num_live = 0
 
     def forward(self, action: Action) -> None:
-        i, s, chunk = action.micro_batch, action.stage, action.stage // self.schedule.num_ranks
-        message, blocks = taken_by(action, self.schedule), self.blocks.setdefault(i, [])
+        i = action.micro_batch
+        s = action.stage
+        chunk = s // self.schedule.num_ranks
+        blocks = self.blocks.setdefault(i, [])
+        message = taken_by(action, self.schedule)
         stream, fresh = self.wire.parts(s, self.mail.take(message) if message else [])
         blocks += fresh
-        stage, batch, num_taken = self.stages[chunk], self.batches[i], len(blocks)
+        num_taken = len(blocks)
+        stage = self.stages[chunk]
+        batch = self.batches[i]
 
         def compute(params: Any, stream: Any, blocks: tuple[Tensor, ...]) -> Any:
             out = stage(params, StageCarry(stream, blocks), batch)
-            return (out.carry.stream, out.carry.blocks[num_taken:], out.loss), (
-                out.sums,
-                out.largest,
-            )
+            # Only the blocks of its own: what it passes on as it was is no output, or its
+            # cotangent would be counted here and where it was made.
+            outputs = (out.carry.stream, out.carry.blocks[num_taken:], out.loss)
+            return outputs, (out.sums, out.largest)
 
         note_event(str(action))
         differentiate = split_vjp if self.schedule.split else vjp
         with rebuilds() as self.rebuilds[action]:
-            (stream, made, loss), pull, (sums, largest) = differentiate(
+            outputs, pull, (sums, largest) = differentiate(
                 compute, self.params[chunk], stream, tuple(blocks), has_aux=True
             )
-        self.wire.check(s, stream, made)
-        blocks += made
+        stream, new_blocks, loss = outputs
+        self.wire.check(s, stream, new_blocks)
+        blocks += new_blocks
         self.pulls[action] = pull, tree.map(torch.ones_like, loss)
-        self.num_live = max(self.num_live, len(self.pulls) + len(self.put_off))
-        self.loss, self.sums[chunk] = (
-            _joined(torch.add, self.loss, loss),
-            _joined(torch.add, self.sums[chunk], sums),
-        )
-        self.largest[chunk] = _joined(torch.maximum, self.largest[chunk], largest)
-        if to := sent_by(action, self.schedule):
-            self.mail.give(to, [*tree.leaves(stream), *(blocks[j] for j in self.wire.fresh(s + 1))])
+        self.num_live = max(self.num_live, len(self.pulls) + len(self.weight_pulls))
+        self.loss = _combine(torch.add, self.loss, loss)
+        self.sums[chunk] = _combine(torch.add, self.sums[chunk], sums)
+        self.largest[chunk] = _combine(torch.maximum, self.largest[chunk], largest)
+        answer = sent_by(action, self.schedule)
+        if answer:
+            tensors = tree.leaves(stream)
+            tensors += [blocks[j] for j in self.wire.fresh(s + 1)]
+            self.mail.give(answer, tensors)
 
     def backward(self, action: Action) -> None:
         pull, ct = self._cotangent(action)
         note_event(str(action))
-        grads, *of_carry = pull(ct)
+        grads, stream_ct, block_cts = pull(ct)
         self._accumulate(action, grads)
-        self._return(action, *of_carry)
+        self._return(action, stream_ct, block_cts)
 
     def backward_input(self, action: Action) -> None:
         pull, ct = self._cotangent(action)
         note_event(str(action))
-        of_carry, self.put_off[_forward(action)] = pull(ct)
-        self._return(action, *of_carry)
+        (stream_ct, block_cts), self.weight_pulls[_forward(action)] = pull(ct)
+        self._return(action, stream_ct, block_cts)
 
     def backward_weight(self, action: Action) -> None:
         note_event(str(action))
-        self._accumulate(action, self.put_off.pop(_forward(action))())
+        pull = self.weight_pulls.pop(_forward(action))
+        self._accumulate(action, pull())
 
     def finish(self) -> PipelineResult:
         self.mail.finish()
         assert not any(self.deposits.values())
-        structures = [tree.flatten(p)[1] for p in self.params]
-        grads = tuple(tree.unflatten(s, g) for s, g in zip(structures, self.grads, strict=True))
+        grads: list[Any] = []
+        for params, leaves in zip(self.params, self.grads, strict=True):
+            _, structure = tree.flatten(params)
+            grads.append(tree.unflatten(structure, leaves))
         return PipelineResult(
-            self.loss, tuple(self.sums), tuple(self.largest), grads, self.num_live
+            self.loss, tuple(self.sums), tuple(self.largest), tuple(grads), self.num_live
         )
 
     def _cotangent(self, action: Action) -> tuple[Callable[..., Any], Any]:
         """A stage's pullback, and what it takes: the cotangents of its stream, its new blocks and
         its loss.
         """
-        message, deposits = (
-            taken_by(action, self.schedule),
-            self.deposits.setdefault(action.micro_batch, {}),
-        )
-        if found := self.rebuilds.pop(_forward(action)):
+        message = taken_by(action, self.schedule)
+        deposits = self.deposits.setdefault(action.micro_batch, {})
+        stage_rebuilds = self.rebuilds.pop(_forward(action))
+        if stage_rebuilds:
             note_event(f"rebuild for {action}")
-            found[-1]()
-        stream: Any = ()
+            # The last group of layers: its backward comes first. Its cotangent is on its way, for
+            # its receive is issued, and is waited for below.
+            rebuild = stage_rebuilds[-1]
+            rebuild()
+        stream_ct: Any = ()
         if message:
-            stream, of_blocks = self.wire.parts(message.source, self.mail.take(message))
-            _deposit(deposits, self.wire.fresh(message.source), of_blocks)
+            stream_ct, block_cts = self.wire.parts(message.source, self.mail.take(message))
+            _deposit(deposits, self.wire.fresh(message.source), block_cts)
         pull, seed = self.pulls.pop(_forward(action))
-        return pull, (stream, tuple(deposits.pop(j) for j in self.wire.made(action.stage)), seed)
+        # All that read them have deposited: the later stages of this rank, and those behind the
+        # message.
+        new_cts = tuple(deposits.pop(j) for j in self.wire.new(action.stage))
+        return pull, (stream_ct, new_cts, seed)
 
-    def _return(self, action: Action, of_stream: Any, of_blocks: tuple[Tensor, ...]) -> None:
+    def _return(self, action: Action, stream_ct: Any, block_cts: tuple[Tensor, ...]) -> None:
         """Keeps the cotangents of blocks that an earlier stage of this rank has read too; the
         others go back.
         """
-        i, s = action.micro_batch, action.stage
+        i = action.micro_batch
+        s = action.stage
         deposits = self.deposits[i]
-        _deposit(deposits, range(len(of_blocks)), of_blocks)
-        if to := sent_by(action, self.schedule):
-            self.mail.give(
-                to, [*tree.leaves(of_stream), *(deposits.pop(j) for j in self.wire.fresh(s))]
-            )
-        if s < self.schedule.num_ranks:  # its first stage, so its last backward
-            del self.blocks[i]
+        _deposit(deposits, range(len(block_cts)), block_cts)
+        answer = sent_by(action, self.schedule)
+        if answer:
+            tensors = tree.leaves(stream_ct)
+            tensors += [deposits.pop(j) for j in self.wire.fresh(s)]
+            self.mail.give(answer, tensors)
+        if s < self.schedule.num_ranks:
+            del self.blocks[i]  # it was the rank's first stage, so its last backward
 
     def _accumulate(self, action: Action, grads: Any) -> None:
-        total, new = self.grads[action.stage // self.schedule.num_ranks], tree.leaves(grads)
+        total = self.grads[action.stage // self.schedule.num_ranks]
+        new = tree.leaves(grads)
         if not total:
             total += new
             return
-        for k in range(
-            len(total)
-        ):  # leaf by leaf: two whole sets of gradients never live at once for longer
-            total[k] = total[k] + new[k]
-            new[k] = None
+        # Leaf by leaf, so that a total is freed as its sum is made: a third set of gradients, of
+        # all sums, never lives beside these two.
+        for k, grad in enumerate(new):
+            total[k] = total[k] + grad
 
 
 def _forward(action: Action) -> Action:
+    """The forward that a backward, or a part of it, belongs to."""
     return action._replace(kind="forward")
 
 
@@ -269,8 +284,10 @@ def _deposit(
     deposits: dict[int, Tensor], blocks: Sequence[int], cotangents: Sequence[Tensor]
 ) -> None:
     for j, ct in zip(blocks, cotangents, strict=True):
+        # Not in place: what arrives first may be a buffer of a message, or another's cotangent.
         deposits[j] = deposits[j] + ct if j in deposits else ct
 
 
-def _joined(f: Callable[[Tensor, Tensor], Tensor], total: Any, new: Any) -> Any:
+def _combine(f: Callable[[Tensor, Tensor], Tensor], total: Any, new: Any) -> Any:
+    """Adds, or takes the larger of, two trees; a stage of the first micro-batch has no total."""
     return tree.map(f, total, new) if tree.leaves(total) else new

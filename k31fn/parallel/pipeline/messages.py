@@ -1,4 +1,4 @@
-"""What travels between the ranks of a pipeline, and in which order."""
+"""The messages between the ranks of a pipeline, and their order."""
 
 from __future__ import annotations
 
@@ -37,22 +37,27 @@ def messages(schedule: Schedule) -> tuple[Message, ...]:
     it, the first message that has not arrived can always be produced and taken, however little a
     send or a receive buffers: also where each blocks the ones behind it, as on one stream of NCCL.
     """
-    found = [
-        (end, rank, message)
-        for rank, row in enumerate(timeline(schedule))
-        for action, _, end in row
-        if (message := sent_by(action, schedule)) and schedule.num_ranks > 1
-    ]
-    return tuple(message for *_, message in sorted(found))
+    if schedule.num_ranks == 1:
+        return ()  # its stages hand over to each other
+    by_end: list[tuple[float, int, Message]] = []
+    for rank, row in enumerate(timeline(schedule)):
+        for action, _, end in row:
+            message = sent_by(action, schedule)
+            if message is not None:
+                by_end.append((end, rank, message))
+    # The rank breaks ties: every rank sorts for itself, and all must find the same order.
+    return tuple(message for *_, message in sorted(by_end))
 
 
 def sent_by(action: Action, schedule: Schedule) -> Message | None:
     """The message to another stage that an action gives."""
-    i, s = action.micro_batch, action.stage
+    i = action.micro_batch
+    s = action.stage
     match action.kind:
         case "forward":
             return Message("forward", i, s, s + 1) if s + 1 < schedule.num_stages else None
         case "backward" | "backward_input":
+            # Of a split backward the input's part sends at once; the weight's is in nobody's way.
             return Message("backward", i, s, s - 1) if s else None
         case "backward_weight":
             return None
@@ -60,7 +65,8 @@ def sent_by(action: Action, schedule: Schedule) -> Message | None:
 
 def taken_by(action: Action, schedule: Schedule) -> Message | None:
     """The message from another stage that an action needs."""
-    i, s = action.micro_batch, action.stage
+    i = action.micro_batch
+    s = action.stage
     match action.kind:
         case "forward":
             return Message("forward", i, s - 1, s) if s else None

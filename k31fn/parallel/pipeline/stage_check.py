@@ -1,4 +1,6 @@
-"""Whether a schedule that splits the backward may be used: the work of its parts is counted."""
+"""The check that a schedule which splits the backward may be used: the work of its parts is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,10 @@ def check_stages(
         ValueError: the parts of a backward do other work than the whole (by more than 1%), or give
             other gradients; names the stage, with the figures.
     """
-    found, device = [], tree.leaves(batch)[0].device
-    for number, stage, own in zip(schedule.stages_of(own_index(axis)), stages, params, strict=True):
+    works: list[SplitWork] = []
+    device = tree.leaves(batch)[0].device
+    numbers = schedule.stages_of(own_index(axis))
+    for number, stage, weights in zip(numbers, stages, params, strict=True):
 
         def compute(
             params: Any, stream: Any, blocks: tuple[Tensor, ...], stage: Stage = stage
@@ -58,19 +62,24 @@ def check_stages(
             out = stage(params, StageCarry(stream, blocks), batch)
             return out.carry, out.loss
 
+        # Random inputs, for each stage alone: the real ones would need a pipeline that runs. The
+        # work does not depend on them, and wrong gradients show at any.
+        inputs = _draw_inputs(carries[number], device)
         try:
-            found.append(check_split(compute, own, *_drawn(carries[number], device)))
+            works.append(check_split(compute, weights, *inputs))
         except ValueError as e:
             raise ValueError(
                 f"pipeline: stage {number} cannot run a schedule that splits the backward: {e}"
             ) from e
-    return tuple(found)
+    return tuple(works)
 
 
-def _drawn(carry: StageCarry, device: torch.device) -> StageCarry:
+def _draw_inputs(carry: StageCarry, device: torch.device) -> StageCarry:
     leaves, structure = tree.flatten(carry)
+    # At least one key, for the first stage takes an empty carry and split refuses 0: then not all
+    # keys have a leaf.
     keys = random.split(random.key(0, device=device), max(1, len(leaves)))
-    values = [
-        random.normal(k, tuple(x.shape)).to(x.dtype) for k, x in zip(keys, leaves, strict=False)
-    ]
+    values: list[Tensor] = []
+    for key, x in zip(keys, leaves, strict=False):
+        values.append(random.normal(key, tuple(x.shape)).to(x.dtype))
     return tree.unflatten(structure, values)

@@ -28,20 +28,18 @@ class Timed(NamedTuple):
 
 
 def dependencies(action: Action, schedule: Schedule) -> list[tuple[Action, ...]]:
-    """What must have ended before: of each tuple one of the actions, those that the schedule
-    has.
-    """
-    i, s, last = action.micro_batch, action.stage, schedule.num_stages - 1
+    """The actions that must have ended before: of each tuple one, whichever the schedule has."""
+    i = action.micro_batch
+    s = action.stage
     match action.kind:
         case "forward":
             return [(Action("forward", i, s - 1),)] if s else []
         case "backward" | "backward_input":
-            after = (
-                [(Action("backward", i, s + 1), Action("backward_input", i, s + 1))]
-                if s < last
-                else []
-            )
-            return [(Action("forward", i, s),), *after]
+            needed: list[tuple[Action, ...]] = [(Action("forward", i, s),)]
+            if s + 1 < schedule.num_stages:
+                # A stage may split its backward or not: either gives the cotangent.
+                needed.append((Action("backward", i, s + 1), Action("backward_input", i, s + 1)))
+            return needed
         case "backward_weight":
             return [(Action("backward_input", i, s),)]
 
@@ -64,14 +62,19 @@ def timeline(
     rows: list[list[Timed]] = [[] for _ in schedule.rows]
 
     def ready(action: Action) -> float | None:
-        times = [0.0]
-        for some in dependencies(action, schedule):
-            done = [ends[a] + transfer * (a.stage != action.stage) for a in some if a in ends]
+        """When what the action needs is there; None: nobody knows yet."""
+        time = 0.0
+        for alternatives in dependencies(action, schedule):
+            done = [a for a in alternatives if a in ends]
             if not done:
                 return None
-            times += done
-        return max(times)
+            for a in done:
+                arrival = ends[a] + (transfer if a.stage != action.stage else 0.0)
+                time = max(time, arrival)
+        return time
 
+    # Rounds over the ranks, each going as far as it can: a round in which none moves is the end,
+    # or a schedule that cannot go on.
     moved = True
     while moved:
         moved = False
@@ -85,19 +88,28 @@ def timeline(
                 ends[action] = start + durations[action.kind]
                 rows[rank].append(Timed(action, start, ends[action]))
                 moved = True
-    stuck = {r: row[len(rows[r])] for r, row in enumerate(schedule.rows) if len(rows[r]) < len(row)}
+    stuck: list[str] = []
+    for rank, row in enumerate(schedule.rows):
+        if len(rows[rank]) < len(row):
+            stuck.append(f"rank {rank} at {row[len(rows[rank])]}")
     if stuck:
-        where = "; ".join(f"rank {r} at {action}" for r, action in stuck.items())
-        raise ValueError(f"schedule: its ranks wait for each other for ever: {where}")
+        raise ValueError(f"schedule: its ranks wait for each other for ever: {'; '.join(stuck)}")
     return tuple(map(tuple, rows))
 
 
 def bubble(timed: tuple[tuple[Timed, ...], ...]) -> float:
     """The share of the ranks' time in which they do nothing."""
-    busy = sum(t.end - t.start for row in timed for t in row)
-    return 1 - busy / (len(timed) * max(t.end for row in timed for t in row))
+    busy = 0.0
+    end = 0.0
+    for row in timed:
+        for action in row:
+            busy += action.end - action.start
+            end = max(end, action.end)
+    # Of the whole step: a rank that waits at its end waits too.
+    return 1 - busy / (len(timed) * end)
 
 
+# Cached, for a step checks its schedule each time; a run has few of them.
 @functools.lru_cache(maxsize=16)
 def check(schedule: Schedule) -> None:
     """Refuses a table that is no schedule.
@@ -106,34 +118,25 @@ def check(schedule: Schedule) -> None:
         ValueError: an action on a rank that does not hold its stage, one that is missing, done
             twice or unknown, or ranks that wait for each other for ever.
     """
-    seen: set[Action] = set()
+    actions: set[Action] = set()
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            if action in seen:
+            if action in actions:
                 raise ValueError(f"schedule: {action} is done twice; each action once")
-            known = (
-                0 <= action.stage < schedule.num_stages
-                and 0 <= action.micro_batch < schedule.num_micro_batches
-            )
+            known_stage = 0 <= action.stage < schedule.num_stages
+            known = known_stage and 0 <= action.micro_batch < schedule.num_micro_batches
             if not known or schedule.rank_of(action.stage) != rank:
                 raise ValueError(
                     f"schedule: rank {rank} has {action}; its stages are {schedule.stages_of(rank)}"
                 )
-            seen.add(action)
+            actions.add(action)
+    complete = ({"forward", "backward"}, {"forward", "backward_input", "backward_weight"})
     for stage in range(schedule.num_stages):
         for i in range(schedule.num_micro_batches):
-            kinds = {a.kind for a in _of(i, stage) if a in seen}
-            if kinds not in (
-                {"forward", "backward"},
-                {"forward", "backward_input", "backward_weight"},
-            ):
+            kinds = {kind for kind in DURATIONS if Action(kind, i, stage) in actions}
+            if kinds not in complete:
                 raise ValueError(
                     f"schedule: stage {stage} has {sorted(kinds)} of micro-batch {i}; needed is a "
-                    "forward, and either "
-                    "a backward or both of its parts"
+                    "forward, and either a backward or both of its parts"
                 )
-    timeline(schedule)
-
-
-def _of(micro_batch: int, stage: int) -> list[Action]:
-    return [Action(kind, micro_batch, stage) for kind in DURATIONS]
+    timeline(schedule)  # refuses ranks that wait for each other

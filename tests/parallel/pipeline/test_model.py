@@ -298,7 +298,7 @@ def test_what_a_stage_takes():
     (batch,) = cases.micro_batches(1)
     carries = stages.stage_carries(cases.CFG, parts_of(4), batch, torch.bfloat16)
     assert [len(c.blocks) for c in carries] == [0, 1, 1, 2]
-    assert carries[0] == stages.Carry()
+    assert carries[0] == stages.StageCarry()
     shapes = {(tuple(x.shape), x.dtype) for c in carries[1:] for x in tree.leaves(c)}
     assert shapes == {((cases.ROWS, cases.TOKENS, cases_model.D), torch.bfloat16)}
     wide = stages.stage_carries(cases.CONFIGS["mhc"], parts_of(2), batch, torch.bfloat16)[1]
