@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.measure import Work, error, graphed, take_turns
 from benchmarks.op import variants
 from configs import tiny
-from k31fn import config, data, trainer
+from k31fn import config, data, model, trainer
 from k31fn import device as devices
 from k31fn.autodiff import value_and_grad
 from k31fn.kernels.fp8_encode import Groups, fp8_encode
@@ -230,9 +230,7 @@ def recipe(kind: Products, steps: int, small: bool) -> config.Recipe:
         moe = latent_moe.Config(
             width, latent_size=512, expert_size=256, shared_size=512, num_experts=16, top_k=4
         )
-        cfg = dataclasses.replace(
-            base.model,
-            hidden_size=width,
+        sublayers = model.Sublayers(
             kda=kda.Config(width, num_heads=8, head_dim=128),
             full_attention=dsa.Config(
                 attention, indexer.Config(width, 256, num_heads=8, head_dim=64), topk=128
@@ -240,6 +238,7 @@ def recipe(kind: Products, steps: int, small: bool) -> config.Recipe:
             dense=mlp.Config(width, 2048),
             moe=moe,
         )
+        cfg = dataclasses.replace(base.model, hidden_size=width, sublayers=sublayers)
         base = dataclasses.replace(base, model=cfg, batch_size=8, length=512)
     o = dataclasses.replace(base.optimizer, kind="adamw", peak_lr=1e-3)
     return dataclasses.replace(

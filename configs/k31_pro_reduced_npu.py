@@ -12,6 +12,5 @@ def model() -> k31.Config:
     the whole tower.
     """
     full = config.load(Path(__file__).with_name("k31_pro.py"))
-    return replace(
-        full, num_layers=8, full_attention_layers=(3, 7), moe=replace(full.moe, num_experts=64)
-    )
+    few_experts = full.with_sublayers(moe=replace(full.sublayers["moe"], num_experts=64))
+    return replace(few_experts, layers=full.layers[:8])

@@ -27,21 +27,22 @@ def model() -> text.Config:
     return text.Config(
         vocab_size=264,
         hidden_size=hidden_size,
-        num_layers=4,
-        full_attention_layers=(3,),
-        kda=kda.Config(hidden_size=hidden_size, num_heads=2, head_dim=64),
-        full_attention=dsa.Config(
-            attention, indexer.Config(hidden_size, 64, num_heads=4, head_dim=32), topk=64
+        sublayers=text.Sublayers(
+            kda=kda.Config(hidden_size=hidden_size, num_heads=2, head_dim=64),
+            full_attention=dsa.Config(
+                attention, indexer.Config(hidden_size, 64, num_heads=4, head_dim=32), topk=64
+            ),
+            dense=mlp.Config(hidden_size, intermediate_size=256),
+            moe=latent_moe.Config(
+                hidden_size,
+                latent_size=64,
+                expert_size=96,
+                shared_size=192,
+                num_experts=8,
+                top_k=2,
+            ),
         ),
-        dense=mlp.Config(hidden_size, intermediate_size=256),
-        moe=latent_moe.Config(
-            hidden_size,
-            latent_size=64,
-            expert_size=96,
-            shared_size=192,
-            num_experts=8,
-            top_k=2,
-        ),
+        layers=(("kda", "dense"), ("kda", "moe"), ("kda", "moe"), ("full_attention", "moe")),
         residual=attn_res.Config(block_size=2),
     )
 

@@ -52,14 +52,14 @@ def loss(p: dict[str, Any], tokens: Tensor, packing: segments.Segments) -> Tenso
     """Mean next-token cross-entropy, plus the indexer's KL so that it learns too."""
     x = embedding.apply(p["embedding"], tokens, EMBEDDING)
     x = x + shift(p["shift"], x, packing)
-    x = x + kda.apply(p["kda"], x, KDA, segments=packing)
+    x = x + kda.apply(p["kda"], x, KDA, segments=packing).y
     sparse = dsa.apply(p["dsa"], x, DSA, segments=packing)
     x = x + sparse.y
-    x = x + mlp.apply(p["mlp"], x, MLP)
+    x = x + mlp.apply(p["mlp"], x, MLP).y
     labels = segments.next_token_labels(tokens, packing)
     lm = losses.linear_cross_entropy(x, p["head"], labels)
     return losses.mean(lm.total, lm.num_tokens) + losses.mean(
-        sparse.kl, segments.valid(packing).sum()
+        sparse.aux.kl, segments.valid(packing).sum()
     )
 
 

@@ -30,15 +30,16 @@ import torch
 
 from k31fn import config, model, tree
 from k31fn.config.mesh_checks import check_split, split_share
-from k31fn.layers import attn_res, dsa, kda, latent_moe
-from k31fn.model.parts import PARTS, find_part
+from k31fn.layers import kinds
+from k31fn.model.parts import find_part
+from k31fn.model.parts import parts as model_parts
 from k31fn.parallel.mesh import Mesh
 from k31fn.params import ParamSpec
 from k31fn.trainer.forecast import memory
 from k31fn.trainer.forecast.collective_volume import Volume, volumes
 from k31fn.trainer.forecast.rank_weights import RankWeight, rank_weights
 
-__all__ = ["PARTS", "Summary", "main", "pattern", "render", "render_rank", "summarise"]
+__all__ = ["Summary", "main", "pattern", "render", "render_rank", "summarise"]
 
 _NOT_ACTIVE = ("embedding", "vision tower", "projector")
 
@@ -51,7 +52,7 @@ class Summary:
         attention: kind of attention of each layer.
         ffn: kind of feed-forward of each layer.
         opens: layers at which an AttnRes block opens, counted from 0.
-        parts: parameters by part; those in :data:`PARTS` that the model has.
+        parts: parameters by part; those that the model has.
         total: all parameters.
         active: parameters that take part in the computation for one token.
         weight_bytes: by dtype.
@@ -75,7 +76,7 @@ class Summary:
 def summarise(cfg: model.Config) -> Summary:
     """Counts the model that ``cfg`` describes."""
     layers = model.layer_configs(cfg)
-    attention, ffn = _layer_kinds(cfg)
+    attention, ffn = _layer_titles(cfg)
     part = find_part(cfg)
     leaves = tree.flatten_with_paths(model.specs(cfg))
     parts, stored = Counter[str](), Counter[torch.dtype]()
@@ -86,12 +87,8 @@ def summarise(cfg: model.Config) -> Summary:
     return Summary(
         attention=attention,
         ffn=ffn,
-        opens=tuple(
-            i
-            for i, c in enumerate(layers)
-            if c.opens_block and isinstance(c.residual, attn_res.Config)
-        ),
-        parts={name: parts[name] for name in PARTS if name in parts},
+        opens=tuple(i for i, layer in enumerate(layers) if layer.opens_block),
+        parts={name: parts[name] for name in model_parts(cfg) if name in parts},
         total=sum(parts.values()),
         active=sum(_active(spec, cfg) for _, spec in leaves)
         - sum(parts[name] for name in _NOT_ACTIVE),
@@ -104,22 +101,20 @@ def summarise(cfg: model.Config) -> Summary:
     )
 
 
-def _layer_kinds(cfg: model.Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    layers = model.layer_configs(cfg)
-    attention = tuple("KDA" if isinstance(c.attention, kda.Config) else _full(cfg) for c in layers)
-    return attention, tuple(
-        "MoE" if isinstance(c.ffn, latent_moe.Config) else "dense" for c in layers
-    )
-
-
-def _full(cfg: model.Config) -> str:
-    return "DSA" if isinstance(cfg.full_attention, dsa.Config) else "MLA"
+def _layer_titles(cfg: model.Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the token mixer and the channel mixer of each layer are called."""
+    mixers, ffns = [], []
+    for layer in model.layer_configs(cfg):
+        mixers.append(kinds.kind_of(layer.mixer).title)
+        ffns.append(kinds.kind_of(layer.ffn).title)
+    return tuple(mixers), tuple(ffns)
 
 
 def _active(spec: ParamSpec, cfg: model.Config) -> int:
-    return (
-        spec.numel * cfg.moe.top_k // cfg.moe.num_experts if "expert" in spec.tags else spec.numel
-    )
+    experts = model.experts(cfg)
+    if "expert" not in spec.tags:
+        return spec.numel
+    return spec.numel * experts.top_k // experts.num_experts
 
 
 def _optimiser_bytes(spec: ParamSpec, *, moments: int) -> int:
@@ -263,7 +258,7 @@ def _bytes_by_part(cfg: model.Config, rank: Sequence[RankWeight]) -> list[str]:
             sums.setdefault(part, Counter()).update(
                 weight=x.weight, gradient=x.gradient, optimizer=x.optimizer
             )
-    order = [p for p in (*PARTS, "total") if p in sums]
+    order = [p for p in (*model_parts(cfg), "total") if p in sums]
     return [
         f"  {part:<40}"
         + "".join(
@@ -278,7 +273,7 @@ _COLUMNS = ("weight", "gradient", "optimizer")
 
 def _shapes(cfg: model.Config, rank: Sequence[RankWeight]) -> list[str]:
     """A line per weight, of the first layer of each kind that the rank has."""
-    attention, ffn = _layer_kinds(cfg)
+    attention, ffn = _layer_titles(cfg)
     seen: dict[tuple[str, str], int] = {}
     lines = []
     for x in rank:

@@ -32,17 +32,52 @@ def config(**changes: Any) -> model.Config:
     base = model.Config(
         vocab_size=19,
         hidden_size=D,
-        num_layers=4,
-        full_attention_layers=(1, 3),
-        kda=kda.Config(D, num_heads=2, head_dim=4),
-        full_attention=dsa.Config(attention, indexer.Config(D, 8, num_heads=2, head_dim=4), topk=4),
-        dense=mlp.Config(D, 24),
-        moe=latent_moe.Config(
-            D, latent_size=8, expert_size=6, shared_size=10, num_experts=5, top_k=2
+        sublayers=model.Sublayers(
+            kda=kda.Config(D, num_heads=2, head_dim=4),
+            full_attention=dsa.Config(
+                attention, indexer.Config(D, 8, num_heads=2, head_dim=4), topk=4
+            ),
+            dense=mlp.Config(D, 24),
+            moe=latent_moe.Config(
+                D, latent_size=8, expert_size=6, shared_size=10, num_experts=5, top_k=2
+            ),
         ),
+        layers=k3_layers(4, (1, 3)),
         residual=attn_res.Config(block_size=2, query_std=0.1),
     )
-    return dataclasses.replace(base, **changes)
+    return replace(base, **changes)
+
+
+def k3_layers(
+    num_layers: int, full: tuple[int, ...], num_dense: int = 1
+) -> tuple[tuple[str, str], ...]:
+    """Names of layers as K3 has them: full attention at these numbers, dense ones first."""
+    return tuple(
+        ("full_attention" if i in full else "kda", "dense" if i < num_dense else "moe")
+        for i in range(num_layers)
+    )
+
+
+def replace(cfg: model.Config, **changes: Any) -> model.Config:
+    """``dataclasses.replace`` that also takes sublayers by name, and of a model with K3's layers
+    how many there are, which have full attention, how many are dense, and of the MTP layer.
+    """
+    full = tuple(i for i, (mixer, _) in enumerate(cfg.layers) if mixer == "full_attention")
+    dense = sum(ffn == "dense" for _, ffn in cfg.layers)
+    counts = {
+        "num_layers": cfg.num_layers,
+        "full_attention_layers": full,
+        "num_dense_layers": dense,
+    }
+    if counts.keys() & changes.keys():
+        given = [changes.pop(name, value) for name, value in counts.items()]
+        changes["layers"] = k3_layers(*given)
+    if "num_mtp_layers" in changes:
+        changes["mtp"] = ("full_attention", "moe") * changes.pop("num_mtp_layers")
+    named = {name: changes.pop(name) for name in cfg.sublayers if name in changes}
+    if named:
+        changes["sublayers"] = model.Sublayers(**{**cfg.sublayers, **named})
+    return dataclasses.replace(cfg, **changes)
 
 
 def with_vision(**changes: Any) -> model.Config:

@@ -113,14 +113,14 @@ def three_layers():
         """One step: value, gradients and the next balance state."""
 
         def loss(weights):
-            h = x + mlp.apply(weights[0], x, dense)
+            h = x + mlp.apply(weights[0], x, dense).y
             counts = []
             for layer, cfg in ((1, still), (2, CFG)):
                 out = latent_moe.apply(
                     weights[layer], h, cfg, bias=balance.bias_of(state, layer), segments=segments
                 )
                 h = h + out.y
-                counts.append(out.routing.histogram)
+                counts.append(out.aux.histogram)
             return h.sin().sum(), torch.stack(counts)
 
         (value, counts), grads = autodiff.value_and_grad(autodiff.remat(loss), has_aux=True)(

@@ -11,6 +11,7 @@ import torch
 
 from k31fn import config, model
 from k31fn.layers import dsa, mla, plain_residual
+from tests import small
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -149,19 +150,22 @@ def test_model_configs_round_trip(name):
 
 def test_model_config_kinds():
     cfg = config.load(CONFIGS / "k31_pro.py")
-    assert config.to_dict(cfg)["full_attention"]["kind"] == "dsa"
-    assert isinstance(cfg.full_attention, dsa.Config)
-    k3 = dataclasses.replace(
-        cfg, full_attention=cfg.full_attention.attn, residual=plain_residual.Config()
+    assert config.to_dict(cfg)["sublayers"]["full_attention"]["kind"] == "dsa"
+    assert isinstance(cfg.sublayers["full_attention"], dsa.Config)
+    k3 = small.replace(
+        cfg, full_attention=cfg.sublayers["full_attention"].attn, residual=plain_residual.Config()
     )
     data = config.to_dict(k3)
-    assert (data["full_attention"]["kind"], data["residual"]) == ("mla", {"kind": "plain_residual"})
-    assert isinstance(config.from_dict(model.Config, data).full_attention, mla.Config)
+    assert (data["sublayers"]["full_attention"]["kind"], data["residual"]) == (
+        "mla",
+        {"kind": "plain_residual"},
+    )
+    assert isinstance(config.from_dict(model.Config, data).sublayers["full_attention"], mla.Config)
 
 
 def test_unknown_model_field():
     data = config.to_dict(config.load(CONFIGS / "tiny.py"))
-    data["moe"]["num_expert"] = 8
+    data["sublayers"]["moe"]["num_expert"] = 8
     with pytest.raises(
         ValueError,
         match=r"moe\.num_expert is not a field of latent_moe\.Config; nearest: num_experts",
@@ -171,7 +175,7 @@ def test_unknown_model_field():
 
 def test_a_value_that_the_class_refuses():
     data = config.to_dict(config.load(CONFIGS / "tiny.py"))
-    data["moe"]["top_k"] = data["moe"]["num_experts"]
+    data["sublayers"]["moe"]["top_k"] = data["sublayers"]["moe"]["num_experts"]
     with pytest.raises(ValueError, match="top_k"):
         config.from_dict(model.Config, data)
 

@@ -36,22 +36,36 @@ def test_every_config_file_is_tested_here():
 def test_k3(cfgs):
     """Layer numbers count from 0; the report's count from 1."""
     cfg = cfgs["k3"]
-    assert [i + 1 for i in cfg.full_attention_layers] == [*range(4, 93, 4), 93]
-    assert (cfg.num_layers, len(cfg.full_attention_layers)) == (93, 24)
-    assert isinstance(cfg.full_attention, mla.Config)
-    assert cfg.full_attention.scale == 192**-0.5
+    full = [i + 1 for i, (mixer, _) in enumerate(cfg.layers) if mixer == "full_attention"]
+    assert full == [*range(4, 93, 4), 93]
+    assert (cfg.num_layers, len(full)) == (93, 24)
+    assert [ffn for _, ffn in cfg.layers] == ["dense"] + ["moe"] * 92
+    assert isinstance(cfg.sublayers["full_attention"], mla.Config)
+    assert cfg.sublayers["full_attention"].scale == 192**-0.5
     assert isinstance(cfg.residual, attn_res.Config)
     opens = [i for i, layer in enumerate(model.layer_configs(cfg)) if layer.opens_block]
     assert opens == [0, 12, 24, 36, 48, 60, 72, 84]
-    assert (cfg.moe.num_experts, cfg.moe.top_k, cfg.moe.shared_size) == (896, 16, 6144)
-    assert (cfg.moe.beta, cfg.moe.linear_beta, cfg.moe.scale) == (4.0, 25.0, 1.0)
-    assert (cfg.kda.gate_lower_bound, cfg.kda.conv_width, cfg.norm_eps) == (-5.0, 4, 1e-5)
+    assert (
+        cfg.sublayers["moe"].num_experts,
+        cfg.sublayers["moe"].top_k,
+        cfg.sublayers["moe"].shared_size,
+    ) == (896, 16, 6144)
+    assert (
+        cfg.sublayers["moe"].beta,
+        cfg.sublayers["moe"].linear_beta,
+        cfg.sublayers["moe"].scale,
+    ) == (4.0, 25.0, 1.0)
+    assert (
+        cfg.sublayers["kda"].gate_lower_bound,
+        cfg.sublayers["kda"].conv_width,
+        cfg.norm_eps,
+    ) == (-5.0, 4, 1e-5)
 
 
 def test_k31_differs_from_k3_in_its_indexers_only(cfgs):
-    full = cfgs["k31_pro"].full_attention
+    full = cfgs["k31_pro"].sublayers["full_attention"]
     assert isinstance(full, dsa.Config)
-    assert full.attn == cfgs["k3"].full_attention
+    assert full.attn == cfgs["k3"].sublayers["full_attention"]
     assert (full.indexer.num_heads, full.indexer.head_dim, full.topk) == (32, 128, 2048)
     assert full.indexer.norm_eps == cfgs["k3"].norm_eps
     rest = [
@@ -59,18 +73,28 @@ def test_k31_differs_from_k3_in_its_indexers_only(cfgs):
         for name in vars(cfgs["k3"])
         if getattr(cfgs["k3"], name) != getattr(cfgs["k31_pro"], name)
     ]
-    assert rest == ["full_attention"]
+    assert rest == ["sublayers"]
+    k3, k31 = cfgs["k3"].sublayers, cfgs["k31_pro"].sublayers
+    assert [name for name in k3 if k3[name] != k31[name]] == ["full_attention"]
 
 
 def test_reduced(cfgs):
     small, full = cfgs["k31_pro_reduced_npu"], cfgs["k31_pro"]
-    assert [i + 1 for i in small.full_attention_layers] == [4, 8]
-    assert (small.num_layers, small.moe.num_experts, small.moe.top_k) == (8, 64, 16)
+    assert [mixer for mixer, _ in small.layers] == ["kda", "kda", "kda", "full_attention"] * 2
+    assert (small.num_layers, small.sublayers["moe"].num_experts, small.sublayers["moe"].top_k) == (
+        8,
+        64,
+        16,
+    )
     assert [layer.opens_block for layer in model.layer_configs(small)] == [True] + [False] * 7
-    assert (small.kda, small.full_attention, small.dense) == (
-        full.kda,
-        full.full_attention,
-        full.dense,
+    assert (
+        small.sublayers["kda"],
+        small.sublayers["full_attention"],
+        small.sublayers["dense"],
+    ) == (
+        full.sublayers["kda"],
+        full.sublayers["full_attention"],
+        full.sublayers["dense"],
     )
     assert (small.vision, small.projector) == (full.vision, full.projector)
     assert params.count(model.specs(small)) == 22_302_797_120 + 401_214_464 + 46_144_512
@@ -84,9 +108,9 @@ def test_tiny(cfgs):
     cfg = cfgs["tiny"]
     assert 1.1e6 < params.count(model.specs(cfg)) < 1.3e6
     assert cfg.vocab_size == 264
-    assert (cfg.num_layers, cfg.full_attention_layers) == (4, (3,))
-    assert isinstance(cfg.full_attention, dsa.Config)
-    assert cfg.full_attention.topk == 64  # below the 256 tokens that it trains on
+    assert [mixer for mixer, _ in cfg.layers] == ["kda", "kda", "kda", "full_attention"]
+    assert isinstance(cfg.sublayers["full_attention"], dsa.Config)
+    assert cfg.sublayers["full_attention"].topk == 64  # below the 256 tokens that it trains on
 
 
 def test_tiny_vision(cfgs):
@@ -117,12 +141,12 @@ def test_the_schedule_of_the_indexer():
     """Tokens as published for DeepSeek-V3.2: 2.1B dense and 943.7B sparse."""
     recipe = config.load_recipe(CONFIGS / "k31_pro_indexer.py")
     warm, sparse = recipe.at(0), recipe.at(1000)
-    assert (warm.trainable, warm.model.full_attention.stage, recipe.phase_of(999)) == (
+    assert (warm.trainable, warm.model.sublayers["full_attention"].stage, recipe.phase_of(999)) == (
         "indexer",
         "dense_warmup",
         0,
     )
-    assert (sparse.trainable, sparse.model.full_attention.stage) == ("all", "sparse")
+    assert (sparse.trainable, sparse.model.sublayers["full_attention"].stage) == ("all", "sparse")
     assert round(1000 * warm.batch_size * warm.length / 1e9, 1) == 2.1
     assert round(15_000 * sparse.batch_size * sparse.length / 1e9, 1) == 943.7
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from k31fn import balance, config, hf, model, params, random, tree
 from k31fn.hf_format.table import ROWS, VISION, entries
 from k31fn.layers import dsa, mhc, plain_residual, projector, vision, vision_block
+from tests import small
 from tests.hf_format.test_vision_config import PUBLISHED
 
 GOLDEN = Path(__file__).parent / "golden" / "k3_text_tiny"
@@ -42,7 +43,7 @@ def k31():
     """A tiny K3.1 with random weights and balance, in bfloat16 with float32 islands."""
     cfg = config.load(CONFIGS / "tiny.py")
     weights = params.init(model.specs(cfg), random.key(1))
-    bias = random.normal(random.key(2), (3, cfg.moe.num_experts))
+    bias = random.normal(random.key(2), (3, cfg.sublayers["moe"].num_experts))
     return cfg, weights, balance.State(bias, model.moe_layers(cfg))
 
 
@@ -234,14 +235,14 @@ class TestRoundTrip:
         assert torch.equal(again.layers[0].attn.A_log, slow)
 
     def test_plain_residual_and_no_moe_layer(self, k31, tmp_path):
-        cfg = dataclasses.replace(k31[0], residual=plain_residual.Config(), num_dense_layers=4)
+        cfg = small.replace(k31[0], residual=plain_residual.Config(), num_dense_layers=4)
         weights = params.init(model.specs(cfg), random.key(1))
-        state = balance.init((), cfg.moe.num_experts)
+        state = balance.init((), cfg.sublayers["moe"].num_experts)
         hf.export(weights, state, cfg, tmp_path)
         assert hf.config_from_hf(tmp_path) == cfg
         again, bias = hf.load(tmp_path, cfg)
         assert_same(again, weights)
-        assert (bias.bias.shape, bias.layers) == ((0, cfg.moe.num_experts), ())
+        assert (bias.bias.shape, bias.layers) == ((0, cfg.sublayers["moe"].num_experts), ())
 
     def test_shards(self, golden, stored, tmp_path):
         cfg, weights, state = golden
@@ -403,10 +404,10 @@ class TestLoadRefuses:
         assert_same(weights, golden[1])
 
     def test_mtp(self, k31):
-        cfg = dataclasses.replace(k31[0], num_mtp_layers=1)
+        cfg = small.replace(k31[0], num_mtp_layers=1)
         with pytest.raises(
             ValueError,
-            match=r"num_mtp_layers=1: K3's checkpoint format has no MTP layer; set it to 0",
+            match=r"mtp=.*: K3's checkpoint format has no MTP layer; set it to \(\)",
         ):
             hf.load(GOLDEN, cfg)
 
@@ -502,12 +503,12 @@ class TestExportRefuses:
 
     def test_what_the_format_cannot_say(self, k31, tmp_path):
         cfg, weights, state = k31
-        assert isinstance(cfg.full_attention, dsa.Config)
-        index = dataclasses.replace(cfg.full_attention.indexer, score_scale=0.5)
-        odd = dataclasses.replace(
+        assert isinstance(cfg.sublayers["full_attention"], dsa.Config)
+        index = dataclasses.replace(cfg.sublayers["full_attention"].indexer, score_scale=0.5)
+        odd = small.replace(
             cfg,
-            full_attention=dataclasses.replace(cfg.full_attention, indexer=index),
-            moe=dataclasses.replace(cfg.moe, beta=3.0),
+            full_attention=dataclasses.replace(cfg.sublayers["full_attention"], indexer=index),
+            moe=dataclasses.replace(cfg.sublayers["moe"], beta=3.0),
         )
         with pytest.raises(
             ValueError,
@@ -517,11 +518,15 @@ class TestExportRefuses:
 
     def test_what_only_training_reads_is_no_obstacle(self, k31, tmp_path):
         cfg, weights, state = k31
-        assert isinstance(cfg.full_attention, dsa.Config)
-        other = dataclasses.replace(
+        assert isinstance(cfg.sublayers["full_attention"], dsa.Config)
+        other = small.replace(
             cfg,
-            kda=dataclasses.replace(cfg.kda, A_log_init=params.Uniform(0.0, 1.0), init_std=0.1),
-            full_attention=dataclasses.replace(cfg.full_attention, stage="dense_warmup"),
+            kda=dataclasses.replace(
+                cfg.sublayers["kda"], A_log_init=params.Uniform(0.0, 1.0), init_std=0.1
+            ),
+            full_attention=dataclasses.replace(
+                cfg.sublayers["full_attention"], stage="dense_warmup"
+            ),
             indexer_weight=0.5,
         )
         hf.export(weights, state, other, tmp_path)
@@ -572,9 +577,17 @@ class TestConfigFromHf:
 
     def test_golden(self, golden):
         cfg = golden[0]
-        assert (cfg.num_layers, cfg.full_attention_layers, cfg.num_dense_layers) == (8, (3, 7), 1)
-        assert (cfg.moe.shared_size, cfg.moe.top_k, cfg.residual.block_size) == (48, 2, 3)
-        assert (cfg.full_attention.latent_norm_eps, cfg.norm_eps, cfg.kda.gate_lower_bound) == (
+        assert cfg.layers == small.k3_layers(8, (3, 7), 1)
+        assert (
+            cfg.sublayers["moe"].shared_size,
+            cfg.sublayers["moe"].top_k,
+            cfg.residual.block_size,
+        ) == (48, 2, 3)
+        assert (
+            cfg.sublayers["full_attention"].latent_norm_eps,
+            cfg.norm_eps,
+            cfg.sublayers["kda"].gate_lower_bound,
+        ) == (
             1e-6,
             1e-5,
             -5.0,
@@ -715,9 +728,14 @@ class TestConfigFromHf:
             "full_attn_layers": [4, 8],
         }
         cfg = hf.config_from_hf(self.write(tmp_path, {"dsa_config": sparse}))
-        assert isinstance(cfg.full_attention, dsa.Config)
-        index = cfg.full_attention.indexer
-        assert (index.num_heads, index.head_dim, cfg.full_attention.topk, index.norm_eps) == (
+        assert isinstance(cfg.sublayers["full_attention"], dsa.Config)
+        index = cfg.sublayers["full_attention"].indexer
+        assert (
+            index.num_heads,
+            index.head_dim,
+            cfg.sublayers["full_attention"].topk,
+            index.norm_eps,
+        ) == (
             2,
             8,
             16,

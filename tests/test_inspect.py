@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from k31fn import config, inspect, model, params, random, tree
+from tests import small
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -76,7 +77,7 @@ def test_hyper_connections_are_named():
 def test_active_by_definition():
     """Without the embedding table and with 2 of 8 experts, counted on a model built that way."""
     cfg = config.load(CONFIGS / "tiny.py")
-    few = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, num_experts=2, top_k=1))
+    few = small.replace(cfg, moe=dataclasses.replace(cfg.sublayers["moe"], num_experts=2, top_k=1))
     router_rows = 3 * 128 * (8 - 2)
     assert inspect.summarise(cfg).active == params.count(model.specs(few)) - 264 * 128 + router_rows
 

@@ -282,7 +282,7 @@ def test_what_cannot_be_adapted_is_refused():
         lora.apply(specs, rank=0)
     with pytest.raises(ValueError, match=r"regular expression"):
         lora.Config(pattern="(")
-    odd = dataclasses.replace(CFG, moe=dataclasses.replace(CFG.moe, expert_size=40))
+    odd = small.replace(CFG, moe=dataclasses.replace(CFG.sublayers["moe"], expert_size=40))
     with pytest.raises(ValueError, match=r"40 columns are no whole groups of 32"):
         lora.apply(model.specs(odd), held="mxfp4")
 

@@ -44,7 +44,9 @@ def test_heads_widths_and_vocabulary():
         refused(Mesh(tp=2), small.config())
         == "mesh.tp=2 does not divide model.vocab_size=19; nearest: 1"
     )
-    dense = dataclasses.replace(MODEL, dense=dataclasses.replace(MODEL.dense, intermediate_size=23))
+    dense = small.replace(
+        MODEL, dense=dataclasses.replace(MODEL.sublayers["dense"], intermediate_size=23)
+    )
     assert "model.dense.intermediate_size=23" in refused(Mesh(tp=2), dense)
 
 
@@ -53,13 +55,13 @@ def test_experts():
         refused(Mesh(fsdp=2, ep=2))
         == "mesh.ep=2 does not divide model.moe.num_experts=5; nearest: 1, 5"
     )
-    moe = dataclasses.replace(MODEL.moe, num_experts=4, expert_size=5)
-    assert refused(Mesh(tp=2), dataclasses.replace(MODEL, moe=moe)) == (
+    moe = dataclasses.replace(MODEL.sublayers["moe"], num_experts=4, expert_size=5)
+    assert refused(Mesh(tp=2), small.replace(MODEL, moe=moe)) == (
         "mesh.tp without the ranks of mesh.ep=2 does not divide model.moe.expert_size=5; nearest: "
         "1, 5"
     )
     check_mesh(
-        Mesh(tp=2, ep=2), dataclasses.replace(MODEL, moe=moe), **SIZES
+        Mesh(tp=2, ep=2), small.replace(MODEL, moe=moe), **SIZES
     )  # the experts take all of tp
 
 
@@ -92,9 +94,7 @@ def test_stages():
     assert refused(Mesh(pp=2), micro_batches=1, num_chunks=2) == (
         "mesh.pp=2 = 2 does not divide micro_batches=1; nearest: mesh.pp 1 or micro_batches 2"
     )
-    assert "set mesh.pp=1 or num_mtp_layers=0" in refused(
-        Mesh(pp=2), dataclasses.replace(MODEL, num_mtp_layers=1)
-    )
+    assert "set mesh.pp=1 or mtp=()" in refused(Mesh(pp=2), small.replace(MODEL, num_mtp_layers=1))
 
 
 class TestSplit:
@@ -128,12 +128,12 @@ class TestSplit:
             match=r"^mesh\.fsdp=2 x mesh\.cp=9 = 18 splits 0\.0%.*; nearest: mesh\.fsdp 1$",
         ):
             check_split(Mesh(fsdp=2, cp=9), MODEL)
-        moe = dataclasses.replace(MODEL.moe, num_experts=4)
+        moe = dataclasses.replace(MODEL.sublayers["moe"], num_experts=4)
         with pytest.raises(
             ValueError, match=r"^mesh\.fsdp=12 splits .*; nearest: mesh\.fsdp 8, 16$"
         ):
             check_split(
-                Mesh(fsdp=12, ep=4), dataclasses.replace(MODEL, moe=moe)
+                Mesh(fsdp=12, ep=4), small.replace(MODEL, moe=moe)
             )  # of those that ep divides
         for mesh in (Mesh(cp=9), Mesh(fsdp=2), Mesh(fsdp=16)):
             check_split(mesh, MODEL)

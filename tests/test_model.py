@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from k31fn import autodiff, balance, hf, model, params, random, segments, tree
-from k31fn.layers import attn_res, block, dsa, indexer, mhc, mlp, mtp, plain_residual, router
+from k31fn.layers import attn_res, block, dsa, indexer, kinds, mhc, mlp, mtp, plain_residual, router
 from k31fn.testing import assert_close_trees, check_grads, live_bytes
 from tests import small
 
@@ -55,7 +55,8 @@ class Seen:
             self.routes.append(route(*args, **kwargs))
             return self.routes[-1]
 
-        monkeypatch.setattr(attn_res, "connect", spy_connect)
+        spied = dataclasses.replace(attn_res.KIND, connect=spy_connect)
+        monkeypatch.setitem(kinds._BY_CONFIG, attn_res.Config, spied)
         monkeypatch.setattr(router, "apply", spy_route)
 
 
@@ -88,8 +89,9 @@ def test_golden_forward(golden, expected, monkeypatch):
 def test_golden_latent_norm_eps_is_seen(golden, expected):
     """The weak spot of the facts file: another eps of the latent norms moves the logits by 0.05."""
     cfg, weights, state = golden
-    other = dataclasses.replace(
-        cfg, full_attention=dataclasses.replace(cfg.full_attention, latent_norm_eps=1e-5)
+    other = small.replace(
+        cfg,
+        full_attention=dataclasses.replace(cfg.sublayers["full_attention"], latent_norm_eps=1e-5),
     )
     out = model.apply(weights, expected["input_ids"], other, balance=state)
     got = model.logits(weights, out.hidden)
@@ -229,7 +231,7 @@ def test_later_tokens_do_not_reach_earlier_ones():
 def test_prefill_and_decode_equal_the_forward(kind):
     cfg = small.config()
     if kind == "mla":
-        cfg = dataclasses.replace(cfg, full_attention=cfg.full_attention.attn)
+        cfg = small.replace(cfg, full_attention=cfg.sublayers["full_attention"].attn)
     if kind == "mhc":
         cfg = dataclasses.replace(cfg, residual=MHC)
     p, tok = small.weights(cfg, torch.float32), small.tokens(2, 8)
@@ -304,7 +306,7 @@ def test_remat_changes_no_bit_and_keeps_decisions(residual, policy):
     (value_r, parts_r), grads_r = results[policy]
     assert torch.equal(value, value_r)
     assert torch.equal(parts.load, parts_r.load)
-    assert torch.equal(parts.load.sum(1), torch.full((4,), 2 * 10 * cfg.moe.top_k))
+    assert torch.equal(parts.load.sum(1), torch.full((4,), 2 * 10 * cfg.sublayers["moe"].top_k))
     assert all(
         torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(grads_r), strict=True)
     )
@@ -327,23 +329,25 @@ def test_remat_per_layer_holds_one_layer_and_the_stream():
     remat a multiple.
     """
     num_layers, width, size = 6, 32, (2, 32)
-    attention = dataclasses.replace(small.config().full_attention.attn, hidden_size=width)
+    attention = dataclasses.replace(
+        small.config().sublayers["full_attention"].attn, hidden_size=width
+    )
     cfg = small.config(
         hidden_size=width,
         num_layers=num_layers,
         full_attention_layers=(1, 5),
-        kda=dataclasses.replace(small.config().kda, hidden_size=width),
+        kda=dataclasses.replace(small.config().sublayers["kda"], hidden_size=width),
         full_attention=dsa.Config(
             attention, indexer.Config(width, 8, num_heads=2, head_dim=4), topk=4
         ),
         dense=mlp.Config(width, 24),
-        moe=dataclasses.replace(small.config().moe, hidden_size=width),
+        moe=dataclasses.replace(small.config().sublayers["moe"], hidden_size=width),
         residual=attn_res.Config(block_size=4, query_std=0.1),
     )
     p = small.weights(cfg, torch.float32)
 
     def of_layer(i):
-        bias = torch.zeros(cfg.moe.num_experts) if i else ()
+        bias = torch.zeros(cfg.sublayers["moe"].num_experts) if i else ()
         x = torch.randn(*size, width)
         carry = attn_res.Carry(x, (x.clone(),) if i else ())
         out, pull = autodiff.vjp(
@@ -490,10 +494,13 @@ def test_balance_is_an_explicit_output():
     p, state = small.weights(cfg), model.init_balance(cfg)
     for _ in range(3):
         parts = model.loss(p, model.make_batch(tok, vocab_size=19), cfg, balance=state)[1]
-        before, state = state, balance.update(state, parts.histogram, top_k=cfg.moe.top_k)
+        before, state = (
+            state,
+            balance.update(state, parts.histogram, top_k=cfg.sublayers["moe"].top_k),
+        )
         assert not torch.equal(before.bias, state.bias)
     assert state.bias.any(dim=1).all()
-    unbalanced = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, balanced=False))
+    unbalanced = small.replace(cfg, moe=dataclasses.replace(cfg.sublayers["moe"], balanced=False))
     parts = model.loss(p, model.make_batch(tok, vocab_size=19), unbalanced, balance=state)[1]
     assert torch.equal(balance.update(state, parts.histogram, top_k=2).bias, state.bias)
 
@@ -594,8 +601,10 @@ def test_mtp_reads_nothing_of_the_next_document():
         random.normal(random.key(2), (1, 9, 16), dtype=torch.float64),
     )
     packing = segments.from_lengths([[5, 3]], 9)
-    layer = mtp.Config(block.Config(cfg.full_attention, cfg.moe, plain_residual.Config()))
-    bias = torch.zeros(cfg.moe.num_experts)
+    layer = mtp.Config(
+        block.Config(cfg.sublayers["full_attention"], cfg.sublayers["moe"], plain_residual.Config())
+    )
+    bias = torch.zeros(cfg.sublayers["moe"].num_experts)
 
     def hidden(tok):
         return mtp.apply(
@@ -613,8 +622,8 @@ def test_an_mtp_layer_may_be_the_only_moe_layer():
     cfg = small.config(num_dense_layers=4, num_mtp_layers=1)
     batch = model.make_batch(small.tokens(1, 6), vocab_size=19)
     parts = model.loss(small.weights(cfg), batch, cfg, balance=model.init_balance(cfg))[1]
-    assert parts.load.sum() == 6 * cfg.moe.top_k
-    assert parts.histogram.shape == (1, cfg.moe.num_experts, router.NUM_BINS)
+    assert parts.load.sum() == 6 * cfg.sublayers["moe"].top_k
+    assert parts.histogram.shape == (1, cfg.sublayers["moe"].num_experts, router.NUM_BINS)
 
 
 def test_a_dense_model_reports_no_layers():
@@ -631,9 +640,12 @@ def test_a_dense_model_reports_no_layers():
     ("change", "words"),
     [
         ({"hidden_size": 12}, "kda.hidden_size=16 must equal hidden_size=12"),
-        ({"full_attention_layers": (1, 7)}, "full_attention_layers"),
-        ({"num_dense_layers": 9}, "num_dense_layers=9"),
-        ({"num_mtp_layers": 2}, "num_mtp_layers=2"),
+        (
+            {"layers": (("kda", "dense"), ("conv", "moe"))},
+            r"layers\[1\]=.*'conv' is no token mixer",
+        ),
+        ({"layers": (("kda", "full_attention"),)}, "'full_attention' is no channel mixer"),
+        ({"mtp": ("kda",)}, r"mtp=\('kda',\)"),
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"num_layers": 0}, "num_layers=0"),
     ],
@@ -670,15 +682,15 @@ def test_bad_arguments():
         model.apply(dataclasses.replace(p, layers=p.layers[:3]), tok, cfg, balance=state)
     with pytest.raises(ValueError, match=r"segments have shape \[1, 5\]"):
         model.apply(p, tok, cfg, balance=state, segments=segments.whole(1, 5))
-    three_heads = dataclasses.replace(cfg.full_attention.attn, num_heads=3)
-    of_three = dataclasses.replace(
-        cfg, full_attention=dataclasses.replace(cfg.full_attention, attn=three_heads)
+    three_heads = dataclasses.replace(cfg.sublayers["full_attention"].attn, num_heads=3)
+    of_three = small.replace(
+        cfg, full_attention=dataclasses.replace(cfg.sublayers["full_attention"], attn=three_heads)
     )
     with pytest.raises(
         ValueError, match=r"mla w_qb: 12 columns do not divide into num_heads=3 heads of 6"
     ):
         model.apply(p, tok, of_three, balance=state)
-    odd = dataclasses.replace(cfg, kda=dataclasses.replace(cfg.kda, head_dim=3))
+    odd = small.replace(cfg, kda=dataclasses.replace(cfg.sublayers["kda"], head_dim=3))
     with pytest.raises(ValueError, match=r"8 columns do not divide into num_heads=2 heads of 3"):
         model.apply(p, tok, odd, balance=state)
     with pytest.raises(ValueError, match=r"router: bias \[4\] for num_experts=5"):

@@ -9,6 +9,7 @@ import pytest
 
 from k31fn import config
 from k31fn.layers import attn_res, dsa, mhc
+from tests import small
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -122,11 +123,11 @@ def test_flat_fields_have_no_prefix():
 def test_the_class_of_a_union_stays():
     recipe = config.load_recipe(CONFIGS / "tiny.py")
     value = override(recipe, "--model.full-attention.topk", "7", "--model.residual.block-size", "4")
-    assert isinstance(value.model.full_attention, dsa.Config)
-    full = dataclasses.replace(recipe.model.full_attention, topk=7)
+    assert isinstance(value.model.sublayers["full_attention"], dsa.Config)
+    full = dataclasses.replace(recipe.model.sublayers["full_attention"], topk=7)
     residual = dataclasses.replace(recipe.model.residual, block_size=4)
     assert value == dataclasses.replace(
-        recipe, model=dataclasses.replace(recipe.model, full_attention=full, residual=residual)
+        recipe, model=small.replace(recipe.model, full_attention=full, residual=residual)
     )
 
 

@@ -104,9 +104,9 @@ def tiny(options: argparse.Namespace) -> config.Recipe:
 def wide(options: argparse.Namespace) -> config.Recipe:
     """Two layers of Kimi K3.1 Pro, with fewer experts and a byte vocabulary."""
     pro = config.load(ROOT / "configs" / "k31_pro.py")
-    moe = dataclasses.replace(pro.moe, num_experts=options.experts)
-    layers = {"num_layers": 2, "full_attention_layers": (1,), "num_dense_layers": 0}
-    cfg = dataclasses.replace(pro, vocab_size=264, moe=moe, **layers)
+    moe = dataclasses.replace(pro.sublayers["moe"], num_experts=options.experts)
+    layers = (("kda", "moe"), ("full_attention", "moe"))
+    cfg = dataclasses.replace(pro.with_sublayers(moe=moe), vocab_size=264, layers=layers)
     optimizer = config.Optimizer(kind="adamw", peak_lr=1e-4)
     return config.Recipe(
         "wide",

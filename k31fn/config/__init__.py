@@ -8,7 +8,7 @@ strictly and without running any code: what a run writes down is what a later on
 
 from k31fn.config.codec import from_dict, to_dict
 from k31fn.config.files import load, load_recipe
-from k31fn.config.overrides import override
+from k31fn.config.overrides import fields_of, override
 from k31fn.config.phase import Phase, Span, spans
 from k31fn.config.recipe import Optimizer, Pipeline, Recipe
 
@@ -18,6 +18,7 @@ __all__ = [
     "Pipeline",
     "Recipe",
     "Span",
+    "fields_of",
     "from_dict",
     "load",
     "load_recipe",

@@ -1,8 +1,8 @@
 """Configs as plain data and back, strictly and without running any code.
 
 In the data a tuple is a list, a dtype its name (``"bfloat16"``), and a config whose field allows
-several classes carries which one it is as ``"kind"``: the module for a class named Config
-(``"mla"``, ``"dsa"``), else the class name.
+several classes carries which one it is as ``"kind"``: of a layer, the name of its registered kind
+(:mod:`k31fn.layers.kinds`); else the module for a class named Config, or the class name.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ import difflib
 import functools
 import types
 import typing
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
+
+from k31fn.layers import kinds
+from k31fn.layers.kind import ChannelMixer, Kind, TokenMixer
+from k31fn.model.sublayers import Sublayers
 
 __all__ = ["classes", "from_dict", "name_of", "to_dict"]
 
@@ -26,9 +30,14 @@ _PLAIN = (bool, int, float, str, type(None))
 def to_dict(config: Any) -> dict[str, Any]:
     """The fields of a config dataclass as JSON-ready data; :func:`from_dict` gives the config
     back.
+
+    Raises:
+        ValueError: a layer of no registered kind, or a config of another class than its field
+            declares, which would be read back as what it is not.
     """
     return {
-        name: _encode(kind, getattr(config, name)) for name, kind in _fields(type(config)).items()
+        name: _encode(kind, getattr(config, name), f"{name_of(type(config))}.{name}")
+        for name, kind in _fields(type(config)).items()
     }
 
 
@@ -46,7 +55,7 @@ def from_dict(cls: type[_T], data: Any) -> _T:
 @functools.cache
 def _fields(cls: type) -> dict[str, Any]:
     """Types of the fields that ``__init__`` takes."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)  # a layer's role is an annotation
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
@@ -66,30 +75,55 @@ def _kind(cls: type) -> str:
 
 
 def classes(kind: Any) -> dict[str, type]:
-    """Config classes of a union by kind; empty where the field's class needs no tag."""
+    """Config classes of a union, or of a role of layers, by kind; empty where the field's class
+    needs no tag.
+    """
+    if (role := _role(kind)) is not None:
+        return {name: known.config for name, known in kinds.names(role).items()}
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
     found = [m for m in members if dataclasses.is_dataclass(m) and isinstance(m, type)]
     return {_kind(c): c for c in found} if len(found) > 1 else {}
 
 
-def _encode(kind: Any, value: Any) -> Any:
+def _role(kind: Any) -> type[Kind] | None:
+    """The role of the layers that a field takes; None: it takes no layers."""
+    return get_args(kind)[1] if get_origin(kind) is Annotated else None
+
+
+def _encode(kind: Any, value: Any, at: str) -> Any:
+    if isinstance(value, Sublayers):
+        return {name: _encode_layer(config) for name, config in value.items()}
+    if _role(kind) is not None:
+        return _encode_layer(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        tagged = classes(kind)
-        assert not tagged or _KIND not in _fields(type(value)), (
-            f"{name_of(type(value))}.{_KIND} collides with the tag"
-        )
-        return {_KIND: _kind(type(value)), **to_dict(value)} if tagged else to_dict(value)
+        cls, tagged = type(value), classes(kind)
+        if cls not in (tagged.values() or (kind, *get_args(kind))):
+            raise ValueError(
+                f"{at} is a {name_of(cls)}, which is not among the classes of that field: it would "
+                "be read back as another; register a kind of layer of its own "
+                "(k31fn.layers.kinds)"
+            )
+        assert not tagged or _KIND not in _fields(cls), f"{name_of(cls)}.{_KIND} is the tag's name"
+        return {_KIND: _kind(cls), **to_dict(value)} if tagged else to_dict(value)
     if isinstance(value, tuple):
-        kinds = _element_kinds(_tuple_of(kind), len(value))
-        return [_encode(k, v) for k, v in zip(kinds, value, strict=True)]
+        elements = _element_kinds(_tuple_of(kind), len(value))
+        return [_encode(k, v, at) for k, v in zip(elements, value, strict=True)]
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     assert isinstance(value, _PLAIN), f"a config field cannot be a {type(value).__name__}"
     return value
 
 
+def _encode_layer(config: Any) -> dict[str, Any]:
+    return {_KIND: kinds.kind_of(config).name, **to_dict(config)}
+
+
 def _decode(kind: Any, value: Any, at: str) -> Any:
     origin = get_origin(kind)
+    if kind is Sublayers:
+        return _decode_sublayers(value, at)
+    if (role := _role(kind)) is not None:
+        return _decode_layer(value, at, role)
     if origin in (Union, types.UnionType):
         return _decode_union(kind, value, at)
     if origin is Literal:
@@ -99,12 +133,15 @@ def _decode(kind: Any, value: Any, at: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise _wrong(at, value, "a list")
-        kinds = _element_kinds(kind, len(value))
-        if len(kinds) != len(value):
-            raise ValueError(f"{at}={value!r} must have {len(kinds)} elements, it has {len(value)}")
-        return tuple(
-            _decode(k, v, f"{at}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True))
-        )
+        elements = _element_kinds(kind, len(value))
+        if len(elements) != len(value):
+            raise ValueError(
+                f"{at}={value!r} must have {len(elements)} elements, it has {len(value)}"
+            )
+        decoded = []
+        for number, (element, data) in enumerate(zip(elements, value, strict=True)):
+            decoded.append(_decode(element, data, f"{at}[{number}]"))
+        return tuple(decoded)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(kind, value, at)
     if kind is torch.dtype:
@@ -136,6 +173,31 @@ def _decode_dataclass(cls: type[_T], data: Any, at: str) -> _T:
     return cls(
         **{name: _decode(known[name], value, _join(at, name)) for name, value in data.items()}
     )
+
+
+def _decode_sublayers(value: Any, at: str) -> Sublayers:
+    if not isinstance(value, dict):
+        raise _wrong(at, value, "configs of layers by name")
+    configs = {}
+    for name, data in value.items():
+        configs[name] = _decode_layer(data, _join(at, name), TokenMixer, ChannelMixer)
+    return Sublayers(**configs)
+
+
+def _decode_layer(value: Any, at: str, *roles: type[Kind]) -> Any:
+    """A layer's config by the registered name of its kind."""
+    if not isinstance(value, dict):
+        raise _wrong(at, value, "the fields of a layer's config with its kind")
+    name = value.get(_KIND)
+    kind = kinds.named(name)
+    if not isinstance(kind, roles):
+        known = ", ".join(n for role in roles for n in kinds.names(role))
+        raise ValueError(
+            f"{_join(at, _KIND)}={name!r} is no registered kind; registered here are {known}. This "
+            "data runs no code: go on from the recipe that registers the kind, train.py RECIPE.py "
+            "--resume auto"
+        )
+    return _decode_dataclass(kind.config, {n: v for n, v in value.items() if n != _KIND}, at)
 
 
 def _decode_union(kind: Any, value: Any, at: str) -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
-import runpy
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from k31fn import model
 from k31fn.config.codec import from_dict
+from k31fn.config.earlier import with_named_layers
 from k31fn.config.recipe import Recipe
 
 __all__ = ["load", "load_recipe"]
@@ -40,7 +43,7 @@ def load_recipe(path: str | Path) -> Recipe:
         return _call(path, "train", Recipe)
     _must_exist(file)
     try:
-        return from_dict(Recipe, json.loads(file.read_bytes()))
+        return from_dict(Recipe, with_named_layers(json.loads(file.read_bytes())))
     except OSError as error:
         raise ValueError(f"config file {str(file)!r} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -56,7 +59,7 @@ def _call(path: str | Path, function: str, cls: type[_T]) -> _T:
         raise ValueError(
             f"config file {str(file)!r} must be a Python file (.py) that defines {function}()"
         )
-    build: Any = runpy.run_path(str(file.resolve())).get(function)
+    build: Any = getattr(_run(file.resolve()), function, None)
     if not callable(build):
         raise ValueError(
             f"config file {str(file)!r} defines no {function}(); add `def {function}() -> "
@@ -69,6 +72,25 @@ def _call(path: str | Path, function: str, cls: type[_T]) -> _T:
             f"{_full_name(cls)}"
         )
     return config
+
+
+def _run(file: Path) -> ModuleType:
+    """The module that a config file makes, run anew each time; it may import its neighbours.
+
+    It stays in ``sys.modules`` under a name of its own, where the field types of classes that it
+    defines are looked up: the configs of a layer of the user's.
+    """
+    name = f"recipe {file}"
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=None)
+    assert spec is not None, f"{file} is no Python file"
+    assert spec.loader is not None, f"{file} is no Python file"
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.append(str(file.parent))  # last: a neighbour hides no installed package
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(file.parent))
+    return module
 
 
 def _must_exist(file: Path) -> None:

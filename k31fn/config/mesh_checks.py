@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from k31fn import model, tree
-from k31fn.layers import dsa, mla
+from k31fn.layers import kinds
+from k31fn.layers.kind import ChannelMixer, TokenMixer
 from k31fn.layers.patches import MERGE
 from k31fn.parallel.mesh import Mesh
 from k31fn.parallel.partition import AxisRules, partition, resolve
@@ -37,14 +38,12 @@ def check_mesh(
     """
     tensor = {f"model.{name}": size for name, size in _tensor_parallel(cfg).items()}
     _divides("mesh.tp", mesh.tp, tensor)
-    if model.moe_layers(cfg):
-        experts = math.prod(a.size for a in mesh.axes().etp)
-        _divides("mesh.ep", mesh.ep, {"model.moe.num_experts": cfg.moe.num_experts})
-        _divides(
-            "mesh.tp without the ranks of mesh.ep",
-            experts,
-            {"model.moe.expert_size": cfg.moe.expert_size},
-        )
+    counts, widths = _expert_parallel(cfg)
+    if counts:
+        expert_width_ranks = math.prod(a.size for a in mesh.axes().etp)
+        _divides("mesh.ep", mesh.ep, counts)
+        _divides("mesh.tp without the ranks of mesh.ep", expert_width_ranks, widths)
+    _check_kinds(mesh, cfg)
     if mesh.pp > 1:
         _check_stages(mesh, cfg, micro_batches, num_chunks)
     _multiple("length", length, {"mesh.cp": mesh.cp, "mesh.tp": mesh.tp})
@@ -59,13 +58,40 @@ def check_mesh(
         batch_size,
         {"mesh.dp": mesh.dp, "mesh.fsdp": mesh.fsdp, "micro_batches": micro_batches},
     )
-    halo = cfg.kda.conv_width - 1
-    if mesh.cp > 1 and length // mesh.cp < halo:
-        fitting = [n for n in range(1, length + 1) if length % n == 0 and length // n >= halo]
+    if mesh.cp > 1:
+        _check_halos(mesh, cfg, length)
+
+
+def _check_kinds(mesh: Mesh, cfg: model.Config) -> None:
+    """Refuses views over which a kind of layer of the model does not know how to work."""
+    for name in cfg.used():
+        kind = kinds.sublayer_of(cfg.sublayers[name])
+        for view in ("tp", "cp"):
+            ranks = getattr(mesh, view)
+            if ranks > 1 and view not in kind.splits:
+                can = ", ".join(sorted(kind.splits)) or "none"
+                raise ValueError(
+                    f"mesh.{view}={ranks}: layers of kind {kind.name} (model.{name}) do not split "
+                    f"over {view}; set mesh.{view}=1, or split rows (mesh.dp, mesh.fsdp), layers "
+                    f"(mesh.pp) or what they can ({can})"
+                )
+
+
+def _check_halos(mesh: Mesh, cfg: model.Config, length: int) -> None:
+    """Refuses slices of the context that are shorter than what a neighbour reads of them."""
+    for name in cfg.used():
+        config = cfg.sublayers[name]
+        kind = kinds.sublayer_of(config)
+        halo = kind.halo(config) if isinstance(kind, TokenMixer) and kind.halo else None
+        if halo is None or length // mesh.cp >= halo.tokens:
+            continue
+        fitting = [
+            n for n in range(1, length + 1) if length % n == 0 and length // n >= halo.tokens
+        ]
         raise ValueError(
             f"mesh.cp={mesh.cp} leaves a rank {length // mesh.cp} of length={length} tokens, "
-            f"fewer than the {halo} "
-            f"that a convolution of model.kda.conv_width={cfg.kda.conv_width} looks back; "
+            f"fewer than the {halo.tokens} that {halo.reader} of "
+            f"model.{name}.{halo.field}={getattr(config, halo.field)} looks back; "
             f"nearest: {_nearest(mesh.cp, fitting)}"
         )
 
@@ -129,31 +155,36 @@ def _check_stages(mesh: Mesh, cfg: model.Config, micro_batches: int, num_chunks:
         _multiple("micro_batches", micro_batches, {"mesh.pp": mesh.pp})
     if cfg.num_mtp_layers:
         raise ValueError(
-            f"mesh.pp={mesh.pp} with model.num_mtp_layers={cfg.num_mtp_layers}: that layer reads "
-            "the embedding, which "
-            "the last stage does not have; set mesh.pp=1 or num_mtp_layers=0"
+            f"mesh.pp={mesh.pp} with model.mtp={cfg.mtp}: that layer reads the embedding, which "
+            "the last stage does not have; set mesh.pp=1 or mtp=()"
         )
 
 
 def _tensor_parallel(cfg: model.Config) -> dict[str, int]:
     """Sizes that tensor parallelism splits."""
-    full = cfg.full_attention
     sizes = {"vocab_size": cfg.vocab_size}
-    if len(cfg.full_attention_layers) < cfg.num_layers:
-        sizes["kda.num_heads"] = cfg.kda.num_heads
-    if isinstance(full, dsa.Config):
-        sizes["full_attention.attn.num_heads"] = full.attn.num_heads
-    elif isinstance(full, mla.Config):
-        sizes["full_attention.num_heads"] = full.num_heads
-    if cfg.num_dense_layers:
-        sizes["dense.intermediate_size"] = cfg.dense.intermediate_size
-    if model.moe_layers(cfg) and cfg.moe.shared_size:
-        sizes["moe.shared_size"] = cfg.moe.shared_size
+    for name in cfg.used():
+        config = cfg.sublayers[name]
+        for field, size in kinds.sublayer_of(config).tensor_parallel(config).items():
+            sizes[f"{name}.{field}"] = size
     if not isinstance(cfg.vision, tuple):
         sizes["vision.block.num_heads"] = cfg.vision.block.num_heads
         sizes["vision.block.intermediate_size"] = cfg.vision.block.intermediate_size
         sizes["vision.output_size"] = cfg.vision.output_size
     return sizes
+
+
+def _expert_parallel(cfg: model.Config) -> tuple[dict[str, int], dict[str, int]]:
+    """Numbers of experts, and their widths, of the layers that have any."""
+    counts, widths = {}, {}
+    for name in cfg.used():
+        config = cfg.sublayers[name]
+        kind = kinds.kind_of(config)
+        if isinstance(kind, ChannelMixer) and kind.experts is not None:
+            experts = kind.experts(config)
+            counts[f"model.{name}.num_experts"] = experts.num_experts
+            widths[f"model.{name}.expert_size"] = experts.expert_size
+    return counts, widths
 
 
 def _divides(view: str, ranks: int, sizes: Mapping[str, int]) -> None:

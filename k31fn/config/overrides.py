@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 from k31fn.config import codec
+from k31fn.layers import kinds
+from k31fn.model.sublayers import Sublayers
 
-__all__ = ["override"]
+__all__ = ["fields_of", "override"]
 
 _T = TypeVar("_T")
 
@@ -19,8 +21,8 @@ def override(config: _T, args: Sequence[str], *, prog: str, description: str = "
     """``config`` with fields replaced: ``--steps 30 --optimizer.peak-lr 1e-3
     --model.moe.num-experts 16``.
 
-    Where a field allows several classes (attention, residual), the config's own class stays and its
-    fields can be set, or another is chosen by its name as in the config's JSON, with all its
+    Where a field allows several classes (layers, the residual), the config's own class stays and
+    its fields can be set, or another is chosen by its name as in the config's JSON, with all its
     default values: ``--model.residual mhc``. The name of its own class changes nothing. A part that
     is absent (the vision of a model of text) stays so. A field declared with
     ``field(metadata={"flat": True})`` adds its own fields without its name before them. ``--help``
@@ -81,31 +83,72 @@ def _kinds_at(config: Any, path: Sequence[str]) -> tuple[dict[str, type], type]:
     """
     hint = None
     for part in _full(config, path):
-        if part not in _names(config):
+        inside = _fields(config)
+        if part not in inside:
             return {}, type(None)
-        hint, config = typing.get_type_hints(type(config))[part], getattr(config, part)
+        hint, config = _hint(config, part), inside[part]
     return codec.classes(hint) if dataclasses.is_dataclass(config) else {}, type(config)
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """The values inside of a config by the names that the command line has for them; empty for what
+    is no config.
+    """
+    values = {}
+    for name, value in _fields(config).items():
+        if name in _flat_names(config):
+            values |= fields_of(value)
+        else:
+            values[name] = value
+    return values
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """The values directly inside of a config, by name."""
+    if isinstance(config, Sublayers):
+        return dict(config)
+    if not dataclasses.is_dataclass(config):
+        return {}
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
+def _hint(config: Any, name: str) -> Any:
+    """What the field of a config may be."""
+    if isinstance(config, Sublayers):
+        return Annotated[Any, type(kinds.kind_of(config[name]))]  # another kind of the same role
+    return typing.get_type_hints(type(config), include_extras=True)[name]
+
+
+def _flat_names(config: Any) -> list[str]:
+    """The fields that add their own without their name."""
+    if not dataclasses.is_dataclass(config):
+        return []
+    return [f.name for f in dataclasses.fields(config) if f.metadata.get("flat")]
 
 
 def _with(config: Any, path: Sequence[str], value: Any) -> Any:
     """The config with the field at ``path`` replaced."""
     first, *rest = _full(config, path)
-    return dataclasses.replace(
-        config, **{first: _with(getattr(config, first), rest, value) if rest else value}
-    )
+    inside = _fields(config)
+    new = _with(inside[first], rest, value) if rest else value
+    if isinstance(config, Sublayers):
+        return Sublayers(**{**inside, first: new})
+    return dataclasses.replace(config, **{first: new})
 
 
 def _full(config: Any, path: Sequence[str]) -> list[str]:
-    """The path of a field, which may be one of a field that adds its own without its name."""
-    if path[0] not in _names(config):
-        for f in dataclasses.fields(config):
-            if f.metadata.get("flat") and path[0] in _names(getattr(config, f.name)):
-                return [f.name, *path]
-    return list(path)
-
-
-def _names(config: Any) -> list[str]:
-    return [f.name for f in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
+    """The path of a field with the names of the flat fields on the way."""
+    full: list[str] = []
+    for part in path:
+        inside = _fields(config)
+        if part not in inside:
+            for name in _flat_names(config):
+                # a flat field may have a flat field: of a call, the recipe, and so on
+                if part in fields_of(inside[name]):
+                    return [*full, name, *_full(inside[name], path[len(full) :])]
+        full.append(part)
+        config = inside.get(part)
+    return full
 
 
 def _plain(config: Any, flat: Any) -> Any:
@@ -114,12 +157,16 @@ def _plain(config: Any, flat: Any) -> Any:
 
     Checks wait for the whole: changing ``hidden_size`` in one place before another must not fail.
     """
+    if isinstance(config, Sublayers):
+        parts = {name: _plain(value, flat) for name, value in config.items()}
+        mirror = dataclasses.make_dataclass("Sublayers", [(n, type(v)) for n, v in parts.items()])
+        return mirror(**parts)
     cls = type(config)
     hints = typing.get_type_hints(cls)
     fields, values = [], {}
     for f in dataclasses.fields(cls):
         value = getattr(config, f.name)
-        nested = dataclasses.is_dataclass(value)
+        nested = dataclasses.is_dataclass(value) or isinstance(value, Sublayers)
         if value == () and any(
             dataclasses.is_dataclass(kind) for kind in typing.get_args(hints[f.name])
         ):
@@ -134,9 +181,13 @@ def _plain(config: Any, flat: Any) -> Any:
 
 def _like(config: Any, plain: Any) -> Any:
     """A config of the class of ``config``, and so on inside, with the values of ``plain``."""
+    if isinstance(config, Sublayers):
+        layers = {name: _like(old, getattr(plain, name)) for name, old in config.items()}
+        return Sublayers(**layers)
+    if not dataclasses.is_dataclass(config):
+        return plain
     values = {}
     for f in dataclasses.fields(config):
         old = getattr(config, f.name)
-        new = getattr(plain, f.name, old)
-        values[f.name] = _like(old, new) if dataclasses.is_dataclass(old) else new
+        values[f.name] = _like(old, getattr(plain, f.name, old))
     return type(config)(**values)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from k31fn import data, lora, model, trackers
 from k31fn.config.mesh_checks import check_mesh
 from k31fn.config.phase import Phase, spans
-from k31fn.layers import dsa
+from k31fn.layers import kinds
+from k31fn.layers.kind import TokenMixer
 from k31fn.parallel.mesh import Mesh
 from k31fn.parallel.pipeline.schedules import ScheduleKind
 from k31fn.precision import Precision, Products
@@ -236,10 +238,8 @@ class Recipe:
                 f"micro_batches={self.micro_batches} does not divide batch_size={self.batch_size}; "
                 f"use one of {divisors}"
             )
-        if self.trainable == "indexer" and not isinstance(self.model.full_attention, dsa.Config):
-            raise ValueError(
-                "trainable='indexer': model.full_attention has no indexer; make it a dsa.Config"
-            )
+        if self.trainable == "indexer":
+            _indexed(self.model, "trainable='indexer'")
         if self.patches and isinstance(self.model.vision, tuple):
             raise ValueError(
                 f"data.patches={self.patches}: the model has no vision; give it one, or set "
@@ -280,13 +280,11 @@ class Recipe:
             if (v := getattr(phase, n))
         }
         if phase.attention:
-            if not isinstance(self.model.full_attention, dsa.Config):
-                raise ValueError(
-                    f"attention={phase.attention!r}: model.full_attention has no indexer; make it "
-                    "a dsa.Config"
-                )
-            full = replace(self.model.full_attention, stage=phase.attention)
-            changes["model"] = replace(self.model, full_attention=full)
+            staged = {
+                name: with_stage(self.model.sublayers[name], phase.attention)
+                for name, with_stage in _indexed(self.model, f"attention={phase.attention!r}")
+            }
+            changes["model"] = self.model.with_sublayers(**staged)
         if changes.get("trainable", self.trainable) != self.trainable != "all":
             raise ValueError(
                 f"trainable={phase.trainable!r} in a run with trainable={self.trainable!r}: a "
@@ -346,6 +344,27 @@ class Recipe:
         wide = torch.promote_types(compute, torch.float32)
         param = torch.bfloat16 if self.master == "bfloat16" else wide
         return Precision(param=param, compute=compute, reduce=wide, products=self.products)
+
+
+def _indexed(cfg: model.Config, asked: str) -> list[tuple[str, Callable[..., Any]]]:
+    """The layers with an indexer by name, and the function to their stages.
+
+    Raises:
+        ValueError: the model has none; says what ``asked`` for one.
+    """
+    found, others = [], []
+    for name in cfg.used():
+        kind = kinds.kind_of(cfg.sublayers[name])
+        if isinstance(kind, TokenMixer):
+            if kind.with_stage is None:
+                others.append(f"model.{name}")
+            else:
+                found.append((name, kind.with_stage))
+    if not found:
+        raise ValueError(
+            f"{asked}: {' and '.join(others)} have no indexer; give the model a dsa.Config"
+        )
+    return found
 
 
 def _one_of(name: str, value: str, allowed: object) -> None:

@@ -45,7 +45,7 @@ def load(
     values = read_leaves(entries(cfg), Path(directory), dtype=dtype, part=part)
     weights: Weights = tree.unflatten(tree.flatten(specs(cfg))[1], values)
     layers = model.moe_layers(cfg)
-    empty = balance.init(layers, cfg.moe.num_experts)
+    empty = balance.init(layers, model.experts(cfg).num_experts)
     return weights.params, balance.State(weights.balance, layers) if layers else empty
 
 

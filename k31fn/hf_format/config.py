@@ -15,8 +15,19 @@ import torch
 from k31fn import model
 from k31fn.hf_format import mxfp4
 from k31fn.hf_format.files import read_json
+from k31fn.hf_format.k3_names import block_size, with_k3_names
 from k31fn.hf_format.vision_config import describe_vision, vision_from_hf
-from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mhc, mla, mlp, plain_residual
+from k31fn.layers import (
+    attn_res,
+    dsa,
+    indexer,
+    kda,
+    kinds,
+    latent_moe,
+    mla,
+    mlp,
+    plain_residual,
+)
 
 __all__ = ["FILE", "config_from_hf", "describe"]
 
@@ -135,6 +146,7 @@ def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) 
         ValueError: a field of ``cfg`` that matters to the result of the model and that K3's format
             cannot hold.
     """
+    cfg = with_k3_names(cfg)
     text = _text_config(cfg)
     parts = {"text_config": text}
     if not isinstance(cfg.vision, tuple) and not isinstance(cfg.projector, tuple):
@@ -150,7 +162,7 @@ def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) 
         raise ValueError(
             f"K3's config.json cannot say: {'; '.join(lost)}; such a model cannot be exported"
         )
-    sparse = isinstance(cfg.full_attention, dsa.Config)
+    sparse = "dsa_config" in text
     # Only now: it says how weights are stored, which `_parse` has no use for.
     if quantised:
         text["quantization_config"] = _MXFP4
@@ -165,62 +177,59 @@ def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) 
 
 
 def _text_config(cfg: model.Config) -> dict[str, Any]:
-    attention = cfg.full_attention
-    if isinstance(attention, dsa.Config):
-        attention = attention.attn
-    if isinstance(cfg.residual, mhc.Config):
-        raise ValueError(
-            "model.Config.residual is an mhc.Config, which K3's format has no name for; export "
-            "AttnRes or plain"
-        )
-    full = [i + 1 for i in cfg.full_attention_layers]  # the file counts from 1
-    block_size = cfg.residual.block_size if isinstance(cfg.residual, attn_res.Config) else None
+    linear_cfg, dense, moe = (cfg.sublayers[name] for name in ("kda", "dense", "moe"))
+    full_cfg = cfg.sublayers["full_attention"]
+    sparse = kinds.kind_of(full_cfg) is dsa.KIND
+    attention: mla.Config = full_cfg.attn if sparse else full_cfg
+    mixers, ffns = zip(*cfg.layers, strict=True)
+    # the file counts from 1
+    full = [number for number, mixer in enumerate(mixers, start=1) if mixer == "full_attention"]
     linear = {
-        "head_dim": cfg.kda.head_dim,
-        "num_heads": cfg.kda.num_heads,
-        "short_conv_kernel_size": cfg.kda.conv_width,
+        "head_dim": linear_cfg.head_dim,
+        "num_heads": linear_cfg.num_heads,
+        "short_conv_kernel_size": linear_cfg.conv_width,
         "kda_layers": [i for i in range(1, cfg.num_layers + 1) if i not in full],
         "full_attn_layers": full,
-        "gate_lower_bound": cfg.kda.gate_lower_bound,
+        "gate_lower_bound": linear_cfg.gate_lower_bound,
     }
     stated = {name: value for name, value in (_STATED | _ASSUMED).items() if "." not in name}
     text = {
         "model_type": "kimi_linear",  # the release's name of the text model, also of K3's
         **stated,
         "use_grouped_topk": True,  # over one group: plain top-k
-        "initializer_range": cfg.moe.init_std,
+        "initializer_range": moe.init_std,
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.hidden_size,
-        "intermediate_size": cfg.dense.intermediate_size,
+        "intermediate_size": dense.intermediate_size,
         "num_hidden_layers": cfg.num_layers,
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_heads,
         "rms_norm_eps": cfg.norm_eps,
-        "moe_intermediate_size": cfg.moe.expert_size,
-        "num_experts": cfg.moe.num_experts,
-        "num_experts_per_token": cfg.moe.top_k,
+        "moe_intermediate_size": moe.expert_size,
+        "num_experts": moe.num_experts,
+        "num_experts_per_token": moe.top_k,
         # The release counts shared experts; ours is one of their joint size.
-        "num_shared_experts": cfg.moe.shared_size // cfg.moe.expert_size,
-        "routed_scaling_factor": cfg.moe.scale,
-        "first_k_dense_replace": cfg.num_dense_layers,
-        "routed_expert_hidden_size": cfg.moe.latent_size,
+        "num_shared_experts": moe.shared_size // moe.expert_size,
+        "routed_scaling_factor": moe.scale,
+        "first_k_dense_replace": ffns.count("dense"),
+        "routed_expert_hidden_size": moe.latent_size,
         "q_lora_rank": attention.q_lora_rank,
         "kv_lora_rank": attention.kv_lora_rank,
         "qk_nope_head_dim": attention.qk_nope_head_dim,
         "qk_rope_head_dim": attention.qk_rope_head_dim,
         "v_head_dim": attention.v_head_dim,
-        "attn_res_block_size": block_size,
-        "activation_situ_beta": cfg.dense.beta,
-        "activation_situ_linear_beta": cfg.dense.linear_beta,
+        "attn_res_block_size": block_size(cfg),
+        "activation_situ_beta": dense.beta,
+        "activation_situ_linear_beta": dense.linear_beta,
         _LATENT_EPS: attention.latent_norm_eps,
         "linear_attn_config": {**linear, "use_full_rank_gate": True},
     }
-    if isinstance(cfg.full_attention, dsa.Config):
-        index = cfg.full_attention.indexer
+    if sparse:
+        index = full_cfg.indexer
         text["dsa_config"] = {
             "index_n_heads": index.num_heads,
             "index_head_dim": index.head_dim,
-            "index_topk": cfg.full_attention.topk,
+            "index_topk": full_cfg.topk,
             "full_attn_layers": full,
         }
     return text
@@ -260,11 +269,7 @@ def _parse_text(text: dict[str, Any], file: str) -> model.Config:
         "linear_beta": text["activation_situ_linear_beta"],
     }
     blocks = text["attn_res_block_size"]
-    return model.Config(
-        vocab_size=text["vocab_size"],
-        hidden_size=size,
-        num_layers=text["num_hidden_layers"],
-        full_attention_layers=tuple(i - 1 for i in linear["full_attn_layers"]),
+    sublayers = model.Sublayers(
         kda=kda.Config(
             hidden_size=size,
             num_heads=linear["num_heads"],
@@ -288,8 +293,17 @@ def _parse_text(text: dict[str, Any], file: str) -> model.Config:
             init_std=std,
             **situ,
         ),
+    )
+    layers = []
+    for number in range(1, text["num_hidden_layers"] + 1):
+        mixer = "full_attention" if number in linear["full_attn_layers"] else "kda"
+        layers.append((mixer, "dense" if number <= text["first_k_dense_replace"] else "moe"))
+    return model.Config(
+        vocab_size=text["vocab_size"],
+        hidden_size=size,
+        sublayers=sublayers,
+        layers=tuple(layers),
         residual=plain_residual.Config() if blocks is None else attn_res.Config(blocks, eps=eps),
-        num_dense_layers=text["first_k_dense_replace"],
         norm_eps=eps,
     )
 
@@ -381,7 +395,10 @@ def _flat(cfg: Any, prefix: str = "") -> list[tuple[str, Any]]:
             continue
         value = getattr(cfg, field.name)
         path = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, model.Sublayers):
+            for name, config in value.items():
+                pairs += _flat(config, f"{name}.")
+        elif dataclasses.is_dataclass(value):
             pairs += _flat(value, f"{path}.")
         else:
             pairs.append((path, value))

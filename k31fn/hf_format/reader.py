@@ -45,7 +45,7 @@ class Reader:
     def balance(self) -> balance.State:
         """The routers' biases."""
         layers = model.moe_layers(self._cfg)
-        empty = balance.init(layers, self._cfg.moe.num_experts)
+        empty = balance.init(layers, model.experts(self._cfg).num_experts)
         # Without MoE layers the table has no row for it.
         if not layers:
             return empty

@@ -231,11 +231,10 @@ def specs(cfg: model.Config) -> Weights:
     """
     if cfg.num_mtp_layers:
         raise ValueError(
-            f"model.Config.num_mtp_layers={cfg.num_mtp_layers}: K3's checkpoint format has no MTP "
-            "layer; set it to 0, and for an export replace params.mtp by () and leave out the last "
-            "row of the balance"
+            f"model.Config.mtp={cfg.mtp}: K3's checkpoint format has no MTP layer; set it to (), "
+            "and for an export replace params.mtp by () and leave out the last row of the balance"
         )
-    bias = (len(model.moe_layers(cfg)), cfg.moe.num_experts)
+    bias = (len(model.moe_layers(cfg)), model.experts(cfg).num_experts)
     balance = ParamSpec(bias, ("", ""), Constant(0.0), torch.float32) if bias[0] else ()
     return Weights(model.specs(cfg), balance)
 

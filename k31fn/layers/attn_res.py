@@ -25,12 +25,13 @@ from typing import Any, Generic
 
 from k31fn import tree
 from k31fn.kernels.attn_res import attn_res
+from k31fn.layers.kind import ResidualScheme
 from k31fn.parallel.collectives import pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["Carry", "Config", "Params", "connect", "finish", "specs", "specs_out", "start"]
+__all__ = ["KIND", "Carry", "Config", "Params", "connect", "finish", "specs", "specs_out", "start"]
 
 
 @dataclass(frozen=True)
@@ -143,3 +144,16 @@ def _read(params: Params[Tensor], carry: Carry, cfg: Config, sh: Sharding) -> Te
         return carry.prefix
     query, weight = pvary(params.query, sh.sequence), pvary(params.norm, sh.sequence)
     return attn_res((*carry.blocks, carry.prefix), query, weight, cfg.eps)
+
+
+KIND = ResidualScheme(
+    name="attn_res",
+    label="AttnRes",
+    config=Config,
+    specs=specs,
+    specs_out=specs_out,
+    start=start,
+    connect=connect,
+    finish=finish,
+    opens_block=lambda cfg, layer: layer % cfg.block_size == 0,
+)

@@ -1,16 +1,16 @@
-"""One decoder layer: an attention and a feed-forward sublayer, each joined to the residual state by
-a scheme.
+"""One decoder layer: a token mixer and a channel mixer, each joined to the residual state by a
+scheme.
 
 For the state ``c`` and the scheme's ``connect``::
 
-    c = connect(c, x -> Attention(RMSNorm(x)))
+    c = connect(c, x -> Mixer(RMSNorm(x)))
     c = connect(c, x -> FFN(RMSNorm(x)))
 
 A remat may keep both sublayers after their norm (:data:`BRANCHES`): it then makes only the residual
 state and the norms again.
 
-The kinds of attention (KDA, Gated MLA, Gated DSA), feed-forward (dense, LatentMoE) and residual
-scheme (AttnRes, mHC, plain) are those of the sub-configs: K3 and K3.1 are the same code.
+What mixes the tokens, what mixes the channels and what joins them are the kinds of the sub-configs
+(:mod:`k31fn.layers.kinds`): K3, K3.1 and models with layers of their own are the same code.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from k31fn import tree
 from k31fn.autodiff import keep
-from k31fn.layers import attn_res, dsa, kda, latent_moe, mhc, mla, mlp, norm, plain_residual
+from k31fn.layers import kinds, norm
+from k31fn.layers.kind import Aux, Output
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
 from k31fn.segments import Segments
@@ -34,24 +34,18 @@ from k31fn.typing import Float, Leaf
 
 __all__ = [
     "BRANCHES",
-    "Aux",
     "Config",
     "Params",
     "apply",
     "extend",
     "init_state",
-    "module_of",
-    "name_of",
     "specs",
+    "title",
     "without_branches",
 ]
 
 BRANCHES = ("attention", "ffn")
 """The names that ``remat(..., keep=)`` knows the sublayers by (:func:`k31fn.autodiff.keep`)."""
-
-_MODULES: dict[type, ModuleType] = {
-    m.Config: m for m in (attn_res, dsa, kda, latent_moe, mhc, mla, mlp, plain_residual)
-}
 
 
 @dataclass(frozen=True)
@@ -59,23 +53,32 @@ class Config:
     """A decoder layer.
 
     Attributes:
-        attention: picks the attention.
-        ffn: picks the feed-forward part.
-        residual: picks the residual scheme.
+        mixer: config of the token mixer.
+        ffn: config of the channel mixer.
+        residual: config of the residual scheme.
         opens_block: whether an AttnRes block starts here.
         norm_eps: of the norms before both sublayers.
+
+    Each config is of a registered kind (:mod:`k31fn.layers.kinds`).
     """
 
-    attention: kda.Config | mla.Config | dsa.Config
-    ffn: mlp.Config | latent_moe.Config
-    residual: attn_res.Config | mhc.Config | plain_residual.Config
+    mixer: Any
+    ffn: Any
+    residual: Any
     opens_block: bool = False
     norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        # An unknown kind, or one in another's place, is refused here and not in the middle of a
+        # step.
+        kinds.token_mixer_of(self.mixer)
+        kinds.channel_mixer_of(self.ffn)
+        kinds.residual_of(self.residual)
 
     @property
     def hidden_size(self) -> int:
         """Width of the residual state."""
-        return self.attention.hidden_size
+        return self.mixer.hidden_size
 
 
 @tree.dataclass
@@ -90,44 +93,21 @@ class Params(Generic[Leaf]):
     ffn_mix: Any
 
 
-class Aux(NamedTuple):
-    """What a layer reports besides its output, of this rank's tokens; ``()`` where it has no such
-    part.
-
-    Attributes:
-        kl: the indexer's KL summed over valid queries (DSA).
-        load: real tokens per expert ``[E]`` (MoE).
-        histogram: of the router's required biases ``[E, bins]`` (MoE).
-        logits: the largest attention logit of each local head ``[H]`` (MLA and DSA that report it).
-    """
-
-    kl: Any = ()
-    load: Any = ()
-    histogram: Any = ()
-    logits: Any = ()
-
-
-def module_of(cfg: Any) -> ModuleType:
-    """The layer module whose Config ``cfg`` is."""
-    return _MODULES[type(cfg)]
-
-
-def name_of(cfg: Config) -> str:
-    """The kind of a layer: ``KDA, MoE``."""
-    attention = type(cfg.attention).__module__.rpartition(".")[2].upper()
-    return f"{attention}, {'dense' if isinstance(cfg.ffn, mlp.Config) else 'MoE'}"
+def title(cfg: Config) -> str:
+    """The kinds of a layer's sublayers: ``KDA, MoE``."""
+    return f"{kinds.kind_of(cfg.mixer).title}, {kinds.kind_of(cfg.ffn).title}"
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:
     """Declares the parameters."""
-    pre_norm = norm.specs(norm.Config(cfg.hidden_size, cfg.norm_eps))
-    mix = module_of(cfg.residual).specs(cfg.residual, cfg.hidden_size)
+    pre_norm = norm.specs(_norm(cfg))
+    mix = kinds.residual_of(cfg.residual).specs(cfg.residual, cfg.hidden_size)
     return Params(
         attn_norm=pre_norm,
-        attn=module_of(cfg.attention).specs(cfg.attention),
+        attn=kinds.kind_of(cfg.mixer).specs(cfg.mixer),
         attn_mix=mix,
         ffn_norm=pre_norm,
-        ffn=module_of(cfg.ffn).specs(cfg.ffn),
+        ffn=kinds.kind_of(cfg.ffn).specs(cfg.ffn),
         ffn_mix=mix,
     )
 
@@ -148,42 +128,50 @@ def apply(
         carry: the scheme's residual state.
         cfg: the layer's config.
         segments: packed documents; None: one document per row.
-        bias: the router's balance bias ``[E]`` of an MoE layer, else ``()``.
+        bias: the router's balance bias ``[E]`` of a layer with experts, else ``()``.
         sh: sharding.
 
     Returns:
         The new residual state, and what the layer reports.
     """
-    scheme = module_of(cfg.residual)
-
-    normed = norm.Config(cfg.hidden_size, cfg.norm_eps)
+    scheme = kinds.residual_of(cfg.residual)
+    # Absent is () here: None is no leaf of a tree, and keep takes trees alone.
     packing: Any = () if segments is None else segments
 
-    def attention(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
-        x = norm.apply(params.attn_norm, h, normed, sh=sh)
-        return keep("attention", functools.partial(_attention, cfg, sh))(params.attn, x, packing)
+    def mixer(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
+        x = norm.apply(params.attn_norm, h, _norm(cfg), sh=sh)
+        return keep("attention", functools.partial(_mixer, cfg, sh))(params.attn, x, packing)
 
     def ffn(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
-        x = norm.apply(params.ffn_norm, h, normed, sh=sh)
-        # The counts of an MoE layer are told, and read by nothing that is differentiated.
-        kept = keep("ffn", functools.partial(_ffn, cfg, sh), reports=lambda out: out[1])
+        x = norm.apply(params.ffn_norm, h, _norm(cfg), sh=sh)
+        # The counts of a router are told, and read by nothing that is differentiated.
+        kept = keep("ffn", functools.partial(_ffn, cfg, sh), reports=lambda out: out.aux)
         return kept(params.ffn, x, packing, bias)
 
-    carry, seen = scheme.connect(
-        params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block, sh=sh
+    carry, of_mixer = scheme.connect(
+        params.attn_mix, carry, cfg.residual, mixer, opens_block=cfg.opens_block, sh=sh
     )
-    carry, routing = scheme.connect(
+    carry, of_ffn = scheme.connect(
         params.ffn_mix, carry, cfg.residual, ffn, opens_block=False, sh=sh
     )
-    (kl, logits), (load, histogram) = seen, routing or ((), ())
-    return carry, Aux(kl, load, histogram, logits)
+    return carry, _either(of_mixer, of_ffn)
 
 
 def init_state(
     cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> Any:
-    """The attention's decoding state before the first token."""
-    return module_of(cfg.attention).init_state(cfg.attention, batch, dtype=dtype, device=device)
+    """The token mixer's decoding state before the first token.
+
+    Raises:
+        ValueError: its kind does not decode.
+    """
+    kind = kinds.token_mixer_of(cfg.mixer)
+    if kind.init_state is None or kind.extend is None:
+        raise ValueError(
+            f"{kind.name} does not decode: its kind has no init_state and extend; a model with "
+            "such layers trains and is scored, and writes no text"
+        )
+    return kind.init_state(cfg.mixer, batch, dtype=dtype, device=device)
 
 
 def extend(
@@ -192,18 +180,19 @@ def extend(
     """:func:`apply` on the next tokens of one document per row: the new residual state and decoding
     state.
     """
-    scheme = module_of(cfg.residual)
+    scheme, kind = kinds.residual_of(cfg.residual), kinds.token_mixer_of(cfg.mixer)
+    assert kind.extend is not None, "init_state refuses a kind that does not decode"
+    advance = kind.extend
 
-    def attention(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
-        x = norm.apply(params.attn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps))
-        return module_of(cfg.attention).extend(params.attn, x, cfg.attention, state)
+    def mixer(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
+        return advance(params.attn, norm.apply(params.attn_norm, h, _norm(cfg)), cfg.mixer, state)
 
     def ffn(h: Float[Tensor, "B T D"]) -> tuple[Tensor, Any]:
-        x = norm.apply(params.ffn_norm, h, norm.Config(cfg.hidden_size, cfg.norm_eps))
+        x = norm.apply(params.ffn_norm, h, _norm(cfg))
         return _ffn(cfg, UNSHARDED, params.ffn, x, (), bias)
 
     carry, state = scheme.connect(
-        params.attn_mix, carry, cfg.residual, attention, opens_block=cfg.opens_block
+        params.attn_mix, carry, cfg.residual, mixer, opens_block=cfg.opens_block
     )
     carry, _ = scheme.connect(params.ffn_mix, carry, cfg.residual, ffn, opens_block=False)
     return carry, state
@@ -216,28 +205,28 @@ def without_branches(params: Params[Any]) -> Params[Any]:
     return dataclasses.replace(params, attn=(), ffn=())
 
 
-def _attention(
-    cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any
-) -> tuple[Tensor, Any]:
-    """The attention sublayer after its norm: its output, and (KL, logits); ``packing``: segments or
-    ``()``.
-    """
+def _mixer(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any) -> Output:
+    """The token mixer after its norm; ``packing``: segments or ``()``."""
     segments = None if isinstance(packing, tuple) else packing
-    if isinstance(cfg.attention, mla.Config):
-        y, logits = mla.attend(weights, x, cfg.attention, segments=segments, sh=sh)
-        return y, ((), logits)
-    out = module_of(cfg.attention).apply(weights, x, cfg.attention, segments=segments, sh=sh)
-    return (
-        (out.y, (out.kl, out.logits)) if isinstance(cfg.attention, dsa.Config) else (out, ((), ()))
-    )
+    return kinds.token_mixer_of(cfg.mixer).apply(weights, x, cfg.mixer, segments=segments, sh=sh)
 
 
-def _ffn(
-    cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any, bias: Any
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """The feed-forward sublayer after its norm: its output, and the MoE's (load, histogram)."""
-    if isinstance(cfg.ffn, mlp.Config):
-        return mlp.apply(weights, x, cfg.ffn, sh=sh), ()
+def _ffn(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any, bias: Any) -> Output:
+    """The channel mixer after its norm."""
+    kind = kinds.channel_mixer_of(cfg.ffn)
     segments = None if isinstance(packing, tuple) else packing
-    out = latent_moe.apply(weights, x, cfg.ffn, bias=bias, segments=segments, sh=sh)
-    return out.y, (out.routing.load, out.routing.histogram)
+    # Only a router takes the balance bias: a kind without experts need not know of it.
+    balance = {} if kind.experts is None else {"bias": bias}
+    return kind.apply(weights, x, cfg.ffn, segments=segments, sh=sh, **balance)
+
+
+def _either(a: Aux, b: Aux) -> Aux:
+    """What one of the two sublayers reports; no part is reported by both."""
+    parts = []
+    for of_a, of_b in zip(a, b, strict=True):
+        parts.append(of_b if isinstance(of_a, tuple) else of_a)
+    return Aux(*parts)
+
+
+def _norm(cfg: Config) -> norm.Config:
+    return norm.Config(cfg.hidden_size, cfg.norm_eps)

@@ -25,8 +25,8 @@ one piece.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal
 
 import torch
 
@@ -39,13 +39,14 @@ from k31fn.kernels.max_logits import max_chosen_logits, max_logits
 from k31fn.kernels.sparse_attention import sparse_attention
 from k31fn.kernels.tiling import map_query_tiles, visible_keys
 from k31fn.layers import indexer, mla
+from k31fn.layers.kind import Aux, Flops, Output, TokenMixer
 from k31fn.parallel.collectives import all_gather, axis_size, pslice, psum_scatter
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
 from k31fn.segments import Segments
 from k31fn.typing import Float, Int, Leaf, Tensor
 
-__all__ = ["Config", "DsaOut", "Params", "State", "apply", "extend", "init_state", "specs"]
+__all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init_state", "specs"]
 
 
 @dataclass(frozen=True)
@@ -105,19 +106,6 @@ class State:
     index_k: Float[Tensor, "B S I"]
 
 
-class DsaOut(NamedTuple):
-    """Output, and the indexer's loss, float32.
-
-    ``kl`` is the sum over the rank's own valid queries of all rows: the caller sums it over the
-    ranks and divides. ``logits`` are those of :func:`k31fn.layers.mla.attend`, over the keys that
-    are attended to.
-    """
-
-    y: Float[Tensor, "B T D"]
-    kl: Float[Tensor, ""]
-    logits: Any = ()
-
-
 def specs(cfg: Config) -> Params[ParamSpec]:
     """Declares the parameters."""
     return Params(attn=mla.specs(cfg.attn), indexer=indexer.specs(cfg.indexer))
@@ -130,11 +118,15 @@ def apply(
     *,
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
-) -> DsaOut:
+) -> Output:
     """Attends sparsely inside each document. ``segments`` None: one document per row.
 
     On a mesh ``x`` and ``y`` are the rank's own tokens, ``segments`` those of its slice of the
     context.
+
+    Reports ``kl``, the indexer's loss in float32, summed over the rank's own valid queries of all
+    rows (the caller sums it over the ranks and divides), and ``logits`` as Gated MLA does, over the
+    keys that are attended to.
 
     The sets are a :func:`k31fn.autodiff.decision` named ``topk``. Where no query sees more than
     ``topk`` keys, ``y`` is Gated MLA's.
@@ -158,7 +150,8 @@ def apply(
         o, kl = _attend_to_all(heads, index, start, stop, cfg, sh)
         if cfg.attn.report_logits:
             logits = max_logits(*stop_gradient(heads[:3]), start, stop, cfg.attn.scale)
-    return DsaOut(y=mla.gated_output(params.attn, x, o, w_uv, sh=sh), kl=kl, logits=logits)
+    y = mla.gated_output(params.attn, x, o, w_uv, sh=sh)
+    return Output(y, Aux(kl=kl, logits=logits))
 
 
 def init_state(
@@ -248,3 +241,41 @@ def _attend_to_all(
     tiles = map_query_tiles(tile, queries, keys, width=width, dim=1)
     o = torch.cat([o for o, _ in tiles], dim=1).transpose(1, 2).flatten(1, 2)
     return o, torch.stack([kl for _, kl in tiles]).sum()
+
+
+def _flops(cfg: Config, length: int) -> Flops:
+    """Attention to the chosen keys, and index scores ``2 H_I K_I`` of all that are visible."""
+    index, visible = cfg.indexer, mla.mean_keys(length, length)
+    attended = mla.mean_keys(length, cfg.topk if cfg.stage == "sparse" else length)
+    return Flops(
+        mixing=mla.score_flops(cfg.attn, attended),
+        indexer=2.0 * index.num_heads * index.head_dim * visible,
+    )
+
+
+def _reports(cfg: Config) -> frozenset[str]:
+    return frozenset({"kl", "logits"} if cfg.attn.report_logits else {"kl"})
+
+
+def _logit_scales(cfg: Config, factor: Float[Tensor, "H"]) -> dict[str, Tensor]:
+    scales = mla.logit_scales(cfg.attn, factor)
+    return {f"attn.{path}": columns for path, columns in scales.items()}
+
+
+KIND = TokenMixer(
+    name="dsa",
+    label="DSA",
+    config=Config,
+    specs=specs,
+    apply=apply,
+    init_state=init_state,
+    extend=extend,
+    parts=((r"indexer\..*", "indexer"), (".*", "full attention")),
+    flops=_flops,
+    tensor_parallel=lambda cfg: {"attn.num_heads": cfg.attn.num_heads},
+    splits=frozenset({"tp", "cp"}),
+    reports=_reports,
+    with_logits=lambda cfg: replace(cfg, attn=replace(cfg.attn, report_logits=True)),
+    logit_scales=_logit_scales,
+    with_stage=lambda cfg, stage: replace(cfg, stage=stage),
+)

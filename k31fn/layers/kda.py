@@ -31,6 +31,7 @@ from k31fn.kernels.gated_norm import gated_norm
 from k31fn.kernels.kda import MIN_LOG_DECAY, TILE, kda, kda_fragment
 from k31fn.kernels.short_conv import short_conv
 from k31fn.layers import short_conv as conv
+from k31fn.layers.kind import Flops, Halo, Output, TokenMixer
 from k31fn.layers.linear import linear, split_heads
 from k31fn.parallel.collectives import all_gather, axis_size, psum_scatter, pvary
 from k31fn.parallel.context import relay, whole_slice
@@ -40,7 +41,7 @@ from k31fn.precision import island, upcast
 from k31fn.segments import Segments, whole
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["Config", "Params", "State", "apply", "extend", "init_state", "specs"]
+__all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init_state", "specs"]
 
 _ZERO, _SMALL_STEPS = Constant(0.0), SoftplusInverse()
 
@@ -183,7 +184,7 @@ def apply(
     *,
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
-) -> Float[Tensor, "B T D"]:
+) -> Output:
     """Mixes the tokens of each document. ``segments`` None: one document per row.
 
     On a mesh ``x`` is split over ``sh.tokens``, ``segments`` over ``sh.context``, and heads over
@@ -202,7 +203,7 @@ def apply(
         else segments
     )
     y, _ = _mix(params, x, decay, cfg, packing, (), sh)
-    return psum_scatter(y, sh.sequence, 1)
+    return Output(psum_scatter(y, sh.sequence, 1))
 
 
 def init_state(
@@ -293,3 +294,24 @@ def _l2_norm(
     """``scale * x * rsqrt(sum x^2 + eps)`` in float32, rounded once."""
     wide = upcast(x)
     return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)
+
+
+def _flops(cfg: Config, length: int) -> Flops:
+    """6 K V per head: to take a token out of the state, to add it and to read."""
+    del length
+    return Flops(6.0 * cfg.num_heads * cfg.head_dim**2)
+
+
+KIND = TokenMixer(
+    name="kda",
+    label="KDA",
+    config=Config,
+    specs=specs,
+    apply=apply,
+    init_state=init_state,
+    extend=extend,
+    flops=_flops,
+    tensor_parallel=lambda cfg: {"num_heads": cfg.num_heads},
+    halo=lambda cfg: Halo(cfg.conv_width - 1, "a convolution", "conv_width"),
+    splits=frozenset({"tp", "cp"}),
+)

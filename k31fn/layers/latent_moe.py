@@ -19,13 +19,14 @@ are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 from k31fn import tree
 from k31fn.autodiff import decision
 from k31fn.kernels.experts import ExpertOrder, combine, dispatch, permute, sort_by_expert
 from k31fn.kernels.situ import situ_glu
 from k31fn.layers import mlp, norm, router
+from k31fn.layers.kind import Aux, ChannelMixer, Experts, Output
 from k31fn.layers.linear import grouped_linear, linear
 from k31fn.layers.qat import quantised_grouped_linear
 from k31fn.parallel.collectives import all_gather, psum_scatter, pvary
@@ -36,7 +37,7 @@ from k31fn.params import Normal, ParamSpec
 from k31fn.segments import Segments
 from k31fn.typing import Float, Int, Leaf, Tensor
 
-__all__ = ["Config", "Output", "Params", "apply", "specs"]
+__all__ = ["KIND", "Config", "Params", "apply", "specs"]
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,6 @@ class Params(Generic[Leaf]):
     shared: mlp.Params[Leaf] | tuple[()]
 
 
-class Output(NamedTuple):
-    """The layer's result and what its router decided."""
-
-    y: Float[Tensor, "B T D"]
-    routing: router.Routing
-
-
 def specs(cfg: Config) -> Params[ParamSpec]:
     """Declares the parameters: experts are split by expert and by their width, the projections of
     the latent are whole on every rank.
@@ -236,7 +230,8 @@ def apply(
     mixed = combine(rows, weights.flatten(0, 1), copies.order, copies.inverse)
     mixed = psum_scatter(mixed.unflatten(0, weights.shape[:2]), sh.expert_mlp, 1)
     mixed = norm.apply(params.norm, mixed, cfg.norm, sh=sh)
-    return Output(shared + linear(mixed, _varying(params.latent_up, sh)), routing)
+    y = shared + linear(mixed, _varying(params.latent_up, sh))
+    return Output(y, Aux(load=routing.load, histogram=routing.histogram))
 
 
 def _order(
@@ -276,3 +271,21 @@ def _varying(weight: Any, sh: Sharding) -> Any:
     sum over the ranks.
     """
     return tree.map(lambda w: pvary(w, sh.sequence), weight)
+
+
+KIND = ChannelMixer(
+    name="latent_moe",
+    label="MoE",
+    config=Config,
+    specs=specs,
+    apply=apply,
+    parts=(
+        (r"router\..*", "router"),
+        (r"experts\..*", "routed experts"),
+        (r"shared\..*", "shared experts"),
+        (".*", "latent projections"),
+    ),
+    experts=lambda cfg: Experts(cfg.num_experts, cfg.top_k, cfg.expert_size),
+    tensor_parallel=lambda cfg: {"shared_size": cfg.shared_size} if cfg.shared_size else {},
+    splits=frozenset({"tp", "cp"}),
+)

@@ -30,12 +30,13 @@ import torch
 from k31fn import tree
 from k31fn.kernels.mhc_post import mhc_post
 from k31fn.kernels.mhc_pre import mhc_head, mhc_pre
+from k31fn.layers.kind import ResidualScheme
 from k31fn.parallel.collectives import pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, ParamSpec, TruncatedNormal
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["Carry", "Config", "Params", "connect", "finish", "specs", "specs_out", "start"]
+__all__ = ["KIND", "Carry", "Config", "Params", "connect", "finish", "specs", "specs_out", "start"]
 
 
 @dataclass(frozen=True)
@@ -169,3 +170,15 @@ def finish(
 
 def _varying(params: Params[Tensor], sh: Sharding) -> tuple[Tensor, ...]:
     return tuple(pvary(w, sh.sequence) for w in (params.phi, params.scale, params.base))
+
+
+KIND = ResidualScheme(
+    name="mhc",
+    label="mHC",
+    config=Config,
+    specs=specs,
+    specs_out=specs_out,
+    start=start,
+    connect=connect,
+    finish=finish,
+)

@@ -26,7 +26,7 @@ scattered back to the tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from k31fn.autodiff import stop_gradient
 from k31fn.kernels.attention import attention
 from k31fn.kernels.max_logits import max_logits
 from k31fn.kernels.norm import rms_norm
+from k31fn.layers.kind import Aux, Flops, Output, TokenMixer
 from k31fn.layers.linear import linear, per_head, split_heads, transposed_linear
 from k31fn.parallel.axis import Axes
 from k31fn.parallel.collectives import all_gather, axis_index, psum_scatter, pvary
@@ -46,18 +47,21 @@ from k31fn.segments import Segments
 from k31fn.typing import Float, Int, Leaf, Tensor
 
 __all__ = [
+    "KIND",
     "Config",
     "Heads",
     "Params",
     "State",
     "absorbs",
     "apply",
-    "attend",
     "extend",
     "gated_output",
     "init_state",
     "latents",
+    "logit_scales",
+    "mean_keys",
     "project",
+    "score_flops",
     "specs",
     "visible_range",
 ]
@@ -79,7 +83,7 @@ class Config:
         latent_norm_eps: eps of the two latent norms; 1e-6 in one family of public code, 1e-5 in
             another.
         init_std: of the weights.
-        report_logits: whether :func:`attend` also gives each head's largest logit.
+        report_logits: whether :func:`apply` also reports each head's largest logit.
     """
 
     hidden_size: int
@@ -180,36 +184,21 @@ def apply(
     *,
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
-) -> Float[Tensor, "B T D"]:
+) -> Output:
     """Attends inside each document. ``segments`` None: one document per row.
 
     On a mesh ``x`` and the result are the rank's own tokens, ``segments`` those of its slice of the
-    context.
+    context. With ``report_logits`` the largest logit of each local head over the rank's queries is
+    reported, without gradient.
 
     Gradients: to ``params`` and ``x``, to any order.
-    """
-    return attend(params, x, cfg, segments=segments, sh=sh)[0]
-
-
-def attend(
-    params: Params[Tensor],
-    x: Float[Tensor, "B T D"],
-    cfg: Config,
-    *,
-    segments: Segments | None = None,
-    sh: Sharding = UNSHARDED,
-) -> tuple[Float[Tensor, "B T D"], Any]:
-    """:func:`apply`, and the largest logit of each local head over the rank's queries ``[H]``,
-    without gradient.
-
-    The second is ``()`` unless the config has ``report_logits``.
     """
     cq, kv = latents(params, x, cfg, sh=sh)
     heads, w_uv = project(params, all_gather(cq, sh.sequence, 1), all_gather(kv, sh.tokens, 1), cfg)
     seen = visible_range(heads.q, segments, context=sh.context)
     o = attention(*heads, *seen, cfg.scale)
     logits = max_logits(*stop_gradient(heads[:3]), *seen, cfg.scale) if cfg.report_logits else ()
-    return gated_output(params, x, o, w_uv, sh=sh), logits
+    return Output(gated_output(params, x, o, w_uv, sh=sh), Aux(logits=logits))
 
 
 def init_state(
@@ -346,3 +335,47 @@ def _on_each_head(
     batch.
     """
     return f(x.movedim(2, 0).flatten(1, 2), w).unflatten(1, x.shape[:2]).movedim(0, 2)
+
+
+def score_flops(cfg: Config, num_keys: float) -> float:
+    """Operations of a query that attends to so many keys: ``2 H (K + V)`` for each."""
+    width = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim + cfg.v_head_dim
+    return 2.0 * cfg.num_heads * width * num_keys
+
+
+def mean_keys(length: int, most: int) -> float:
+    """The mean over queries t = 1 .. length of min(t, most)."""
+    most = min(most, length)
+    return (most * (most + 1) / 2 + (length - most) * most) / length
+
+
+def logit_scales(cfg: Config, factor: Float[Tensor, "H"]) -> dict[str, Tensor]:
+    """What the columns of the weights are multiplied with to scale every logit of a head by its
+    factor.
+
+    The N dims that meet the head's own keys share it as square roots. The P dims meet keys of all
+    heads, which stay as they are, so the queries take the whole of it. Values have no part in it.
+    """
+    root, N, V = factor.sqrt()[:, None], cfg.qk_nope_head_dim, cfg.v_head_dim
+    shared = factor[:, None].expand(-1, cfg.qk_rope_head_dim)
+    query = torch.cat([root.expand(-1, N), shared], dim=1)
+    key = torch.cat([root.expand(-1, N), torch.ones_like(root).expand(-1, V)], dim=1)
+    return {"w_qb": query.flatten(), "w_kvb": key.flatten()}
+
+
+KIND = TokenMixer(
+    name="mla",
+    label="MLA",
+    config=Config,
+    specs=specs,
+    apply=apply,
+    init_state=init_state,
+    extend=extend,
+    parts=((".*", "full attention"),),
+    flops=lambda cfg, length: Flops(score_flops(cfg, mean_keys(length, length))),
+    tensor_parallel=lambda cfg: {"num_heads": cfg.num_heads},
+    splits=frozenset({"tp", "cp"}),
+    reports=lambda cfg: frozenset({"logits"} if cfg.report_logits else ()),
+    with_logits=lambda cfg: replace(cfg, report_logits=True),
+    logit_scales=logit_scales,
+)

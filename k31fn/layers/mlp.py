@@ -11,6 +11,7 @@ from typing import Generic
 
 from k31fn import tree
 from k31fn.kernels.situ import situ_glu
+from k31fn.layers.kind import ChannelMixer, Output
 from k31fn.layers.linear import linear
 from k31fn.parallel.collectives import all_gather, psum_scatter
 from k31fn.parallel.sharding import UNSHARDED, Sharding
@@ -18,7 +19,7 @@ from k31fn.params import Normal, ParamSpec
 from k31fn.segments import Segments
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["Config", "Params", "apply", "inner", "outer", "specs"]
+__all__ = ["KIND", "Config", "Params", "apply", "inner", "outer", "specs"]
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,13 @@ def apply(
     *,
     segments: Segments | None = None,
     sh: Sharding = UNSHARDED,
-) -> Float[Tensor, "B T D"]:
+) -> Output:
     """``situ(x W_gate, x W_up) W_down``. Tokens are independent: ``segments`` changes nothing.
 
     On a mesh ``x`` and ``y`` are this rank's tokens.
     """
     del segments
-    return outer(params, inner(params, x, cfg, sh=sh), sh=sh)
+    return Output(outer(params, inner(params, x, cfg, sh=sh), sh=sh))
 
 
 def inner(
@@ -112,3 +113,15 @@ def outer(
     """
     # A rank's columns give a part of every token's sum; of the sum each keeps its own tokens.
     return psum_scatter(linear(h, params.w_down), sh.sequence, 1)
+
+
+KIND = ChannelMixer(
+    name="mlp",
+    label="dense",
+    config=Config,
+    specs=specs,
+    apply=apply,
+    parts=((".*", "dense MLP"),),
+    tensor_parallel=lambda cfg: {"intermediate_size": cfg.intermediate_size},
+    splits=frozenset({"tp", "cp"}),
+)

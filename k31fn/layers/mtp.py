@@ -20,6 +20,7 @@ from torch import Tensor
 
 from k31fn import tree
 from k31fn.layers import block, embedding, norm, plain_residual
+from k31fn.layers.kind import Aux
 from k31fn.layers.linear import linear
 from k31fn.layers.losses import IGNORED
 from k31fn.parallel.axis import Axes
@@ -40,7 +41,7 @@ class Config:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer.residual, plain_residual.Config):
+        if self.layer.residual != plain_residual.Config():
             raise ValueError(
                 f"mtp.Config.layer.residual={self.layer.residual} must be plain_residual.Config()"
             )
@@ -65,7 +66,7 @@ class Output(NamedTuple):
     """
 
     hidden: Float[Tensor, "B T D"]
-    aux: block.Aux
+    aux: Aux
 
 
 def specs(cfg: Config) -> Params[ParamSpec]:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from k31fn import tree
+from k31fn.layers.kind import ResidualScheme
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["Carry", "Config", "Params", "connect", "finish", "specs", "specs_out", "start"]
+__all__ = ["KIND", "Carry", "Config", "Params", "connect", "finish", "specs", "specs_out", "start"]
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,15 @@ def finish(
     """What the final norm reads."""
     del params_out, cfg, sh
     return carry.prefix
+
+
+KIND = ResidualScheme(
+    name="plain_residual",
+    label="plain",
+    config=Config,
+    specs=specs,
+    specs_out=specs_out,
+    start=start,
+    connect=connect,
+    finish=finish,
+)

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from k31fn.layers import (
-    attn_res,
-    block,
-    dsa,
-    embedding,
-    kda,
-    latent_moe,
-    mhc,
-    mla,
-    mlp,
-    mtp,
-    norm,
-    plain_residual,
-    projector,
-    vision,
-)
+from k31fn.layers import block, embedding, kinds, mtp, norm, plain_residual, projector, vision
+from k31fn.layers.kind import ChannelMixer, Experts, ResidualScheme, TokenMixer
+from k31fn.model.sublayers import Sublayers
 
 __all__ = [
     "Config",
     "embedding_config",
+    "experts",
     "final_norm_config",
     "kl_layers",
     "layer_configs",
+    "layers_that_report",
     "moe_layers",
     "mtp_config",
 ]
+
+# Experts of a model without any: its balance state and the routers' reports have no rows.
+_NO_EXPERTS = Experts(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -40,38 +33,28 @@ class Config:
     Attributes:
         vocab_size: size of the embedding and of the (untied) head.
         hidden_size: width of the residual state.
-        num_layers: decoder layers.
-        full_attention_layers: 0-based numbers of the layers with ``full_attention``; the others are
-            KDA.
-        kda: the linear-attention layers.
-        full_attention: Gated MLA (K3) or Gated DSA (K3.1).
-        dense: feed-forward of the first ``num_dense_layers`` layers.
-        moe: feed-forward of the others.
-        residual: AttnRes, mHC or plain.
-        num_dense_layers: how many layers, from the first, have a dense feed-forward part.
+        sublayers: token mixers and channel mixers by name; on the command line each is set by its
+            name, ``--model.moe.num-experts 16``.
+        layers: of each decoder layer the names of its token mixer and of its channel mixer.
+        residual: config of the residual scheme: AttnRes, mHC, plain, or a registered one.
+        mtp: the same two names of a multi-token-prediction layer; ``()``: there is none.
         norm_eps: of the norms before the sublayers and before the head.
         embedding_std: initial embeddings are N(0, embedding_std^2).
-        num_mtp_layers: multi-token-prediction layers, 0 or 1.
         mtp_weight: weight of the multi-token-prediction loss.
         indexer_weight: weight of the indexers' KL.
-        indexer_reduction: whether the KL is summed or averaged over the full-attention layers.
+        indexer_reduction: whether the KL is summed or averaged over the layers that report it.
         vision: the tower that sees images; ``()``: a model of text alone.
         projector: from the tower to this model, if it has one.
     """
 
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    full_attention_layers: tuple[int, ...]
-    kda: kda.Config
-    full_attention: mla.Config | dsa.Config
-    dense: mlp.Config
-    moe: latent_moe.Config
-    residual: attn_res.Config | mhc.Config | plain_residual.Config
-    num_dense_layers: int = 1
+    sublayers: Sublayers = field(metadata={"flat": True})
+    layers: tuple[tuple[str, str], ...]
+    residual: Annotated[Any, ResidualScheme]
+    mtp: tuple[str, ...] = ()
     norm_eps: float = 1e-5
     embedding_std: float = 1.0
-    num_mtp_layers: int = 0
     mtp_weight: float = 0.1
     indexer_weight: float = 1.0
     indexer_reduction: Literal["sum", "mean"] = "mean"
@@ -85,33 +68,87 @@ class Config:
                     f"model.Config.{name}={getattr(self, name)} must be positive; set it to 1 or "
                     "more"
                 )
-        for name in ("kda", "full_attention", "dense", "moe"):
-            size = getattr(self, name).hidden_size
-            if size != self.hidden_size:
-                raise ValueError(
-                    f"model.Config.{name}.hidden_size={size} must equal "
-                    f"hidden_size={self.hidden_size}"
-                )
-        listed = self.full_attention_layers
-        if list(listed) != sorted(set(listed)) or any(not 0 <= i < self.num_layers for i in listed):
-            raise ValueError(
-                f"model.Config.full_attention_layers={listed} must ascend within "
-                f"0..{self.num_layers - 1} "
-                f"(0-based; num_layers={self.num_layers})"
-            )
-        if not 0 <= self.num_dense_layers <= self.num_layers:
-            raise ValueError(
-                f"model.Config.num_dense_layers={self.num_dense_layers} must be "
-                f"0..{self.num_layers}"
-            )
-        if self.num_mtp_layers not in (0, 1):
-            raise ValueError(f"model.Config.num_mtp_layers={self.num_mtp_layers} must be 0 or 1")
+        self._check_sublayers()
+        self._check_layers()
+        try:
+            kinds.residual_of(self.residual)
+        except ValueError as error:
+            raise ValueError(f"model.Config.residual: {error}") from error
         if self.indexer_reduction not in ("sum", "mean"):
             raise ValueError(
                 f"model.Config.indexer_reduction={self.indexer_reduction!r} unknown; use 'sum' or "
                 "'mean'"
             )
         self._check_vision()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Multi-token-prediction layers, 0 or 1."""
+        return 1 if self.mtp else 0
+
+    def with_sublayers(self, **changes: Any) -> Config:
+        """The model with some of its sublayers replaced, or others added, by name."""
+        return dataclasses.replace(self, sublayers=Sublayers(**{**self.sublayers, **changes}))
+
+    def used(self) -> tuple[str, ...]:
+        """Names of the sublayers that some layer has, in the order of ``sublayers``."""
+        chosen = {name for pair in (*self.layers, self.mtp) for name in pair}
+        return tuple(name for name in self.sublayers if name in chosen)
+
+    def _check_sublayers(self) -> None:
+        taken = {f.name for f in dataclasses.fields(self)}
+        routed: dict[str, Experts] = {}
+        for name, config in self.sublayers.items():
+            if name in taken:
+                raise ValueError(
+                    f"model.Config.sublayers[{name!r}] has the name of a field of model.Config, "
+                    "which the command line could not tell from it; give it another"
+                )
+            size = config.hidden_size
+            if size != self.hidden_size:
+                raise ValueError(
+                    f"model.Config.sublayers: {name}.hidden_size={size} must equal "
+                    f"hidden_size={self.hidden_size}"
+                )
+            kind = kinds.kind_of(config)
+            if isinstance(kind, ChannelMixer) and kind.experts is not None:
+                routed[name] = kind.experts(config)
+        # The balance biases of all layers are rows of one tensor, stepped at once.
+        if len({(e.num_experts, e.top_k) for e in routed.values()}) > 1:
+            counts = ", ".join(f"{n}: {e.top_k} of {e.num_experts}" for n, e in routed.items())
+            raise ValueError(
+                f"model.Config.sublayers have experts of several numbers ({counts}); give all the "
+                "same num_experts and top_k"
+            )
+
+    def _check_layers(self) -> None:
+        if len(self.mtp) not in (0, 2):
+            raise ValueError(
+                f"model.Config.mtp={self.mtp} must be the names of a token mixer and a channel "
+                "mixer, or () for no such layer"
+            )
+        for number, pair in enumerate(_named_layers(self)):
+            mixer, ffn = pair
+            at = f"layers[{number}]" if number < self.num_layers else "mtp"
+            for name, role, word in (
+                (mixer, TokenMixer, "token mixer"),
+                (ffn, ChannelMixer, "channel mixer"),
+            ):
+                known = [
+                    n
+                    for n, config in self.sublayers.items()
+                    if isinstance(kinds.kind_of(config), role)
+                ]
+                if name not in known:
+                    raise ValueError(
+                        f"model.Config.{at}={pair}: {name!r} is no {word} of sublayers; "
+                        f"it has {', '.join(known) or 'none'}"
+                    )
 
     def _check_vision(self) -> None:
         tower, onto = self.vision, self.projector
@@ -136,34 +173,61 @@ class Config:
 
 def layer_configs(cfg: Config) -> tuple[block.Config, ...]:
     """The config of every decoder layer, by global layer number."""
-    opens = cfg.residual.block_size if isinstance(cfg.residual, attn_res.Config) else cfg.num_layers
-    return tuple(
-        block.Config(
-            attention=cfg.full_attention if i in cfg.full_attention_layers else cfg.kda,
-            ffn=cfg.dense if i < cfg.num_dense_layers else cfg.moe,
+    scheme = kinds.residual_of(cfg.residual)
+    configs = []
+    for number, (mixer, ffn) in enumerate(cfg.layers):
+        layer = block.Config(
+            mixer=cfg.sublayers[mixer],
+            ffn=cfg.sublayers[ffn],
             residual=cfg.residual,
-            opens_block=i % opens == 0,
+            opens_block=scheme.opens_block(cfg.residual, number),
             norm_eps=cfg.norm_eps,
         )
-        for i in range(cfg.num_layers)
-    )
+        configs.append(layer)
+    return tuple(configs)
+
+
+def experts(cfg: Config) -> Experts:
+    """The experts of the model's layers with a router; zeros if no sublayer has any."""
+    for config in cfg.sublayers.values():
+        kind = kinds.kind_of(config)
+        if isinstance(kind, ChannelMixer) and kind.experts is not None:
+            return kind.experts(config)
+    return _NO_EXPERTS
 
 
 def moe_layers(cfg: Config) -> tuple[int, ...]:
-    """Global numbers of the MoE layers: the rows of the balance bias.
+    """Global numbers of the layers with experts: the rows of the balance bias.
 
     An MTP layer counts as ``num_layers``.
     """
-    return tuple(range(cfg.num_dense_layers, cfg.num_layers + cfg.num_mtp_layers))
+    numbers = []
+    for number, (_, ffn) in enumerate(_named_layers(cfg)):
+        if kinds.channel_mixer_of(cfg.sublayers[ffn]).experts is not None:
+            numbers.append(number)
+    return tuple(numbers)
 
 
 def kl_layers(cfg: Config) -> int:
     """How many layers of the whole model report an indexer KL; an MTP layer is one of them."""
-    return (
-        len(cfg.full_attention_layers) + cfg.num_mtp_layers
-        if isinstance(cfg.full_attention, dsa.Config)
-        else 0
-    )
+    return len(layers_that_report(cfg, "kl"))
+
+
+def layers_that_report(cfg: Config, part: str) -> tuple[int, ...]:
+    """Global numbers of the layers whose token mixer reports this part of
+    :class:`~k31fn.layers.kind.Aux`; an MTP layer counts as ``num_layers``.
+    """
+    numbers = []
+    for number, (mixer, _) in enumerate(_named_layers(cfg)):
+        config = cfg.sublayers[mixer]
+        if part in kinds.token_mixer_of(config).reports(config):
+            numbers.append(number)
+    return tuple(numbers)
+
+
+def _named_layers(cfg: Config) -> tuple[tuple[str, ...], ...]:
+    """The names of each layer's sublayers, an MTP layer last."""
+    return (*cfg.layers, cfg.mtp) if cfg.mtp else cfg.layers
 
 
 def embedding_config(cfg: Config) -> embedding.Config:
@@ -177,7 +241,9 @@ def final_norm_config(cfg: Config) -> norm.Config:
 
 
 def mtp_config(cfg: Config) -> mtp.Config:
-    """Of the multi-token-prediction layer: full attention and MoE, on a plain residual."""
-    return mtp.Config(
-        block.Config(cfg.full_attention, cfg.moe, plain_residual.Config(), norm_eps=cfg.norm_eps)
+    """Of the multi-token-prediction layer, on a plain residual."""
+    mixer, ffn = cfg.mtp
+    layer = block.Config(
+        cfg.sublayers[mixer], cfg.sublayers[ffn], plain_residual.Config(), norm_eps=cfg.norm_eps
     )
+    return mtp.Config(layer)

@@ -5,11 +5,9 @@ A product of ``[m, k]`` and ``[k, n]`` has 2 m k n. Counted are, forward:
 
 * the matrices that a token meets, 2 each parameter: all but the embedding (a row is looked up), the
   routed experts that it is not sent to, and the vision tower with its projector, which see images;
-* full attention, of a query: ``2 H (K + V)`` for each key that it attends to, K with and V without
-  the 64 extra dims;
-* Gated DSA's indexer: ``2 H_I K_I`` for each key that is visible;
-* KDA: 6 K V per head: what the recurrence needs to take a token out of the state, to add it and to
-  read.
+* what a token mixer does with other tokens, which its kind says (:class:`k31fn.layers.kind.Flops`):
+  attention ``2 H (K + V)`` for each key of a query, K with and V without the 64 extra dims; Gated
+  DSA's indexer ``2 H_I K_I`` for each visible key; KDA 6 K V per head.
 
 Rows are taken for one document each, whose queries see half of it on average. A backward has twice
 the forward: one product for the input and one for the weight. What is recomputed does not count,
@@ -21,8 +19,9 @@ from __future__ import annotations
 from typing import Literal
 
 from k31fn import tree
-from k31fn.layers import dsa, kda, mla
-from k31fn.model.config import Config, layer_configs
+from k31fn.layers import kinds
+from k31fn.layers.kind import Flops
+from k31fn.model.config import Config, experts
 from k31fn.model.params import specs
 from k31fn.model.parts import find_part
 from k31fn.params import ParamSpec
@@ -44,13 +43,15 @@ def flops_per_token(
             ``adapters``: a backward without the weights' products (adapters themselves are not
             counted); ``all``.
     """
-    matrices, attention, index = _matrices(cfg), _attention(cfg, length), _index(cfg, length)
-    forward = sum(matrices.values()) + attention + index
+    matrices, mixers = _matrices(cfg), _of_mixers(cfg, length)
+    forward = sum(matrices.values()) + mixers.mixing + mixers.indexer
     if trained == "nothing":
         return forward
     if trained == "indexer":
-        return forward + 2 * (matrices.get("indexer", 0.0) + index)
-    return 2 * forward + attention + index if trained == "adapters" else 3 * forward
+        return forward + 2 * (matrices.get("indexer", 0.0) + mixers.indexer)
+    if trained == "adapters":
+        return 2 * forward + mixers.mixing + mixers.indexer
+    return 3 * forward
 
 
 def _matrices(cfg: Config) -> dict[str, float]:
@@ -64,32 +65,19 @@ def _matrices(cfg: Config) -> dict[str, float]:
 
 def _share(spec: ParamSpec, cfg: Config) -> float:
     """Of a weight, what a token meets."""
-    return cfg.moe.top_k / cfg.moe.num_experts if "expert" in spec.tags else 1.0
+    chosen = experts(cfg)
+    return chosen.top_k / chosen.num_experts if "expert" in spec.tags else 1.0
 
 
-def _attention(cfg: Config, length: int) -> float:
-    total = 0.0
-    kinds = [layer.attention for layer in layer_configs(cfg)]
-    for layer in [*kinds, *([cfg.full_attention] if cfg.num_mtp_layers else [])]:
-        if isinstance(layer, kda.Config):
-            total += 6.0 * layer.num_heads * layer.head_dim**2
-            continue
-        sparse = isinstance(layer, dsa.Config) and layer.stage == "sparse"
-        heads: mla.Config = layer.attn if isinstance(layer, dsa.Config) else layer
-        width = heads.qk_nope_head_dim + heads.qk_rope_head_dim + heads.v_head_dim
-        total += 2.0 * heads.num_heads * width * _keys(length, layer.topk if sparse else length)
-    return total
-
-
-def _index(cfg: Config, length: int) -> float:
-    full = cfg.full_attention
-    if not isinstance(full, dsa.Config):
-        return 0.0
-    layers = len(cfg.full_attention_layers) + cfg.num_mtp_layers
-    return layers * 2.0 * full.indexer.num_heads * full.indexer.head_dim * _keys(length, length)
-
-
-def _keys(length: int, most: int) -> float:
-    """The mean over queries t = 1 .. length of min(t, most)."""
-    most = min(most, length)
-    return (most * (most + 1) / 2 + (length - most) * most) / length
+def _of_mixers(cfg: Config, length: int) -> Flops:
+    """What the token mixers do besides their products with weights."""
+    mixers = [mixer for mixer, _ in cfg.layers]
+    if cfg.mtp:
+        mixers.append(cfg.mtp[0])
+    mixing = indexer = 0.0
+    for name in mixers:
+        config = cfg.sublayers[name]
+        flops = kinds.token_mixer_of(config).flops(config, length)
+        mixing += flops.mixing
+        indexer += flops.indexer
+    return Flops(mixing, indexer)

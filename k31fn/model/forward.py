@@ -14,7 +14,7 @@ from torch import Tensor
 from k31fn import balance as quantile
 from k31fn import segments as seg
 from k31fn import tree
-from k31fn.layers import block, embedding, norm
+from k31fn.layers import embedding, kinds, norm
 from k31fn.layers.linear import linear
 from k31fn.layers.patches import Images
 from k31fn.model.config import Config, embedding_config, final_norm_config
@@ -49,11 +49,11 @@ class Output(NamedTuple):
 
     Attributes:
         hidden, residual: as in :class:`Final`.
-        kl: indexer KL per full-attention layer, summed over valid queries ``[layers]``.
+        kl: indexer KL per layer with one, summed over valid queries ``[layers]``.
         load: real tokens per expert ``[M E]``, M as in :func:`moe_layers` without the MTP layer.
         histogram: the router's required biases ``[M E bins]``.
-        logits: the largest attention logit of each local head of each full-attention layer over the
-            rank's own queries ``[layers H]``; ``()`` unless the config reports it.
+        logits: the largest attention logit of each local head of each layer that reports them, over
+            the rank's own queries ``[layers H]``; ``()`` if none does.
     """
 
     hidden: Float[Tensor, "B T D"]
@@ -135,7 +135,7 @@ def start(
     if not isinstance(images, tuple):
         check_images(images, tokens, cfg)
         x = see(params, x, images, cfg, remat=remat, placements=placements, sh=sh)
-    return block.module_of(cfg.residual).start(x, cfg.residual)
+    return kinds.residual_of(cfg.residual).start(x, cfg.residual)
 
 
 def finish(
@@ -148,7 +148,7 @@ def finish(
 ) -> Final:
     """The final mix and norm of the residual state after the last layer."""
     mix, weight = (whole(params, part, placements) for part in ("final_mix", "final_norm"))
-    residual = block.module_of(cfg.residual).finish(mix, carry, cfg.residual, sh=sh)
+    residual = kinds.residual_of(cfg.residual).finish(mix, carry, cfg.residual, sh=sh)
     return Final(norm.apply(weight, residual, final_norm_config(cfg), sh=sh), residual)
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from k31fn import balance as quantile
 from k31fn import scopes, tree
 from k31fn.autodiff import remat as rematerialise
-from k31fn.layers import block, latent_moe
+from k31fn.layers import block, kinds
+from k31fn.layers.kind import Aux
 from k31fn.layers.router import NUM_BINS
-from k31fn.model.config import Config, layer_configs
+from k31fn.model.config import Config, experts, layer_configs
 from k31fn.model.params import Params
 from k31fn.parallel.collectives import psum
 from k31fn.parallel.fsdp.placement import Placements
@@ -58,11 +59,11 @@ class Reports(NamedTuple):
     the part.
 
     Attributes:
-        kl: indexer KL per full-attention layer, summed over valid queries ``[layers]``.
+        kl: indexer KL per layer with one, summed over valid queries ``[layers]``.
         load: real tokens per expert ``[M E]``, a row per MoE layer.
         histogram: the routers' required biases ``[M E bins]``.
-        logits: the largest attention logit of each local head of each full-attention layer
-            ``[layers H]``; ``()`` unless the config reports it.
+        logits: the largest attention logit of each local head of each layer that reports them
+            ``[layers H]``; ``()`` if none does.
     """
 
     kl: Tensor
@@ -107,7 +108,7 @@ def run_layers(
     """
     configs = [layer_configs(cfg)[i] for i in layers]
     steps = [
-        scopes.of_layer(block.name_of(layer), functools.partial(_run_layer, layer, sh))
+        scopes.of_layer(block.title(layer), functools.partial(_run_layer, layer, sh))
         for layer in configs
     ]
     own = [params.layers[i] for i in layers]
@@ -169,11 +170,12 @@ def _run_layer(
 
 def bias_of(balance: quantile.State, layer: int, cfg: block.Config) -> Any:
     """The router's bias of a layer by its global number; ``()`` for one that has no router."""
-    return quantile.bias_of(balance, layer) if isinstance(cfg.ffn, latent_moe.Config) else ()
+    routed = kinds.channel_mixer_of(cfg.ffn).experts is not None
+    return quantile.bias_of(balance, layer) if routed else ()
 
 
 def collect(
-    reports: Sequence[block.Aux],
+    reports: Sequence[Aux],
     cfg: Config,
     segments: Segments,
     dtype: torch.dtype,
@@ -189,7 +191,7 @@ def collect(
     load = [r.load for r in reports if isinstance(r.load, Tensor)]
     histogram = [r.histogram for r in reports if isinstance(r.histogram, Tensor)]
     logits = [r.logits for r in reports if isinstance(r.logits, Tensor)]
-    none = segments.ids.new_zeros((0, cfg.moe.num_experts), dtype=torch.int32)
+    none = segments.ids.new_zeros((0, experts(cfg).num_experts), dtype=torch.int32)
     return Reports(
         psum(torch.stack(kl), sh.sequence) if kl else none.new_zeros((0,), dtype=island(dtype)),
         psum(torch.stack(load), sh.sequence) if load else none,

@@ -92,7 +92,7 @@ class Losses(NamedTuple):
     Attributes:
         lm: summed token cross-entropy.
         mtp: the same of the MTP layer, 0 without one.
-        kl: indexer KL per full-attention layer, an MTP layer last, summed over valid queries
+        kl: indexer KL per layer with one, an MTP layer last, summed over valid queries
             ``[layers]``.
         load, histogram: as in :class:`Output`, an MTP layer last.
         logits: as in :class:`Output`, an MTP layer last; no sum: of micro-batches the largest

@@ -8,10 +8,11 @@ import torch
 
 from k31fn import balance as quantile
 from k31fn import tree
-from k31fn.layers import block, embedding, mtp, norm, projector, vision
+from k31fn.layers import block, embedding, kinds, mtp, norm, projector, vision
 from k31fn.model.config import (
     Config,
     embedding_config,
+    experts,
     final_norm_config,
     layer_configs,
     moe_layers,
@@ -48,7 +49,7 @@ def specs(cfg: Config) -> Params[ParamSpec]:
 
     The head is truncated N(0, 1/D), as in the released training code.
     """
-    scheme = block.module_of(cfg.residual)
+    scheme = kinds.residual_of(cfg.residual)
     return Params(
         embedding=embedding.specs(embedding_config(cfg)),
         layers=tuple(block.specs(layer) for layer in layer_configs(cfg)),
@@ -67,7 +68,7 @@ def specs(cfg: Config) -> Params[ParamSpec]:
 
 def init_balance(cfg: Config, *, device: torch.device | str | None = None) -> quantile.State:
     """The routers' biases before the first step: zero."""
-    return quantile.init(moe_layers(cfg), cfg.moe.num_experts, device=device)
+    return quantile.init(moe_layers(cfg), experts(cfg).num_experts, device=device)
 
 
 def whole(params: Params[Tensor], part: str, placements: Placements = ()) -> Any:

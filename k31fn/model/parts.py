@@ -3,64 +3,68 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
-from k31fn.layers import kda, latent_moe, mhc
+from k31fn.layers import kinds
+from k31fn.layers.kind import Kind
 from k31fn.model.config import Config, layer_configs
 
-__all__ = ["PARTS", "find_part"]
+__all__ = ["find_part", "parts"]
 
-# By path, the first that fits; {kda}, {full} and {dense} stand for the numbers of these layers,
-# {AttnRes} and {mHC} for the paths of what joins layers, if it is that.
-_PATTERNS = (
-    ("embedding", r"embedding\..*"),
-    ("KDA", r"layers\.{kda}\.attn\..*"),
-    ("indexer", r"layers\.{full}\.attn\.indexer\..*"),
-    ("full attention", r"layers\.{full}\.attn\..*"),
-    ("dense MLP", r"layers\.{dense}\.ffn\..*"),
-    ("router", r"layers\.\d+\.ffn\.router\..*"),
-    ("routed experts", r"layers\.\d+\.ffn\.experts\..*"),
-    ("shared experts", r"layers\.\d+\.ffn\.shared\..*"),
-    ("latent projections", r"layers\.\d+\.ffn\..*"),
-    ("AttnRes", r"{AttnRes}"),
-    ("mHC", r"{mHC}"),
+# Outside of the sublayers, by path; what joins layers, {mix}, has the name of its scheme.
+_ENDS = (
     ("norms", r"layers\.\d+\.(attn|ffn)_norm\..*|final_norm\..*"),
     ("head", r"head(\..*)?"),
     ("MTP", r"mtp\..*"),
     ("vision tower", r"vision\..*"),
     ("projector", r"projector\..*"),
 )
-PARTS = tuple(name for name, _ in _PATTERNS)
-_MIX = r"layers\.\d+\.(attn|ffn)_mix\..*|final_mix\..*"
+_MIX = re.compile(r"layers\.\d+\.(attn|ffn)_mix\..*|final_mix\..*")
+_SUBLAYER = re.compile(r"layers\.(\d+)\.(attn|ffn)\.(.*)")
+
+
+def parts(cfg: Config) -> tuple[str, ...]:
+    """The parts that parameters of this model can belong to, in the order of its tables."""
+    names = ["embedding"]
+    for config in cfg.sublayers.values():
+        names += [name for _, name in _patterns(kinds.kind_of(config))]
+    names.append(kinds.kind_of(cfg.residual).title)
+    names += [name for name, _ in _ENDS]
+    return tuple(dict.fromkeys(names))  # two sublayers of one kind are one part
 
 
 def find_part(cfg: Config) -> Callable[[str], str]:
-    """The function from the path of a parameter of this model to its part, one of :data:`PARTS`."""
+    """The function from the path of a parameter of this model to its part, one of :func:`parts`."""
     layers = layer_configs(cfg)
-    numbers = {
-        "{kda}": [i for i, c in enumerate(layers) if isinstance(c.attention, kda.Config)],
-        "{full}": [i for i, c in enumerate(layers) if not isinstance(c.attention, kda.Config)],
-        "{dense}": [i for i, c in enumerate(layers) if not isinstance(c.ffn, latent_moe.Config)],
-    }
-    mhc_used = isinstance(cfg.residual, mhc.Config)
-    mixes = {"{AttnRes}": "(?!)" if mhc_used else _MIX, "{mHC}": _MIX if mhc_used else "(?!)"}
-    rules = [
-        (name, re.compile(mixes.get(text) or _with(text, numbers))) for name, text in _PATTERNS
-    ]
+    scheme = kinds.kind_of(cfg.residual).title
+    ends = [(name, re.compile(pattern)) for name, pattern in _ENDS]
 
     def part(path: str) -> str:
-        name = next((name for name, rule in rules if rule.fullmatch(path)), None)
-        assert name is not None, f"{path} belongs to no part of k31fn.model.parts"
-        return name
+        if path.startswith("embedding."):
+            return "embedding"
+        if found := _SUBLAYER.fullmatch(path):
+            number, which, rest = found.groups()
+            layer = layers[int(number)]
+            return _part_inside(layer.mixer if which == "attn" else layer.ffn, rest)
+        if _MIX.fullmatch(path):
+            return scheme
+        for name, pattern in ends:
+            if pattern.fullmatch(path):
+                return name
+        raise AssertionError(f"{path} belongs to no part of k31fn.model.parts")
 
     return part
 
 
-def _with(text: str, numbers: dict[str, list[int]]) -> str:
-    for key, layers in numbers.items():
-        text = text.replace(key, _any_of(layers))
-    return text
+def _part_inside(config: Any, path: str) -> str:
+    """The part of a sublayer's parameter, by its path inside of the sublayer."""
+    kind = kinds.kind_of(config)
+    for pattern, name in _patterns(kind):
+        if re.fullmatch(pattern, path):
+            return name
+    return kind.title
 
 
-def _any_of(layers: Sequence[int]) -> str:
-    return f"({'|'.join(map(str, layers)) or '(?!)'})"
+def _patterns(kind: Kind) -> tuple[tuple[str, str], ...]:
+    return kind.parts or ((".*", kind.title),)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from k31fn import balance as quantile
-from k31fn.layers import block
+from k31fn.layers import kinds
 from k31fn.model.config import Config, layer_configs, moe_layers
 from k31fn.model.forward import finish, start
 from k31fn.model.layers import Remat, run_layers
@@ -64,9 +64,9 @@ def stages(cfg: Config, ranges: Sequence[range]) -> tuple[Part, ...]:
         )
     if cfg.num_mtp_layers:
         raise ValueError(
-            f"model.Config.num_mtp_layers={cfg.num_mtp_layers} with {len(ranges)} pipeline "
+            f"model.Config.mtp={cfg.mtp} with {len(ranges)} pipeline "
             "stages: that layer reads "
-            "the embedding, which the last stage does not have; set num_mtp_layers=0 or mesh.pp=1"
+            "the embedding, which the last stage does not have; set mtp=() or mesh.pp=1"
         )
     return tuple(Part(r, i == 0, i == len(ranges) - 1) for i, r in enumerate(ranges))
 
@@ -196,7 +196,7 @@ def stage_carries(
     x = torch.empty(
         rows, tokens // axis_size(sh.sequence), cfg.hidden_size, dtype=dtype, device="meta"
     )
-    state, configs = block.module_of(cfg.residual).start(x, cfg.residual), layer_configs(cfg)
+    state, configs = kinds.residual_of(cfg.residual).start(x, cfg.residual), layer_configs(cfg)
     first, has_blocks = _leave(state), "blocks" in _fields(state)
 
     def carry(part: Part) -> StageCarry:

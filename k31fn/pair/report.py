@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from k31fn import model
-from k31fn.layers import kda
 from k31fn.pair.judge import (
     REVERSED,
     SMALLEST_SCALE,
@@ -131,19 +130,15 @@ def _verdict(reasons: Sequence[str]) -> list[str]:
 
 
 def groups(paths: Sequence[str], cfg: model.Config) -> dict[str, list[str]]:
-    """Parameters by part of the model, all its layers together: ``kda``, ``full``, ``ffn.experts``,
-    ``attn_mix``.
+    """Parameters by part of the model, all its layers together: the names of token mixers,
+    ``ffn.experts``, ``attn_mix``.
     """
-    kinds = {
-        i: "kda" if isinstance(c.attention, kda.Config) else "full"
-        for i, c in enumerate(model.layer_configs(cfg))
-    }
     found: dict[str, list[str]] = {}
     for path in paths:
         layer = re.match(r"layers\.(\d+)\.", path)
         parts = path[layer.end() :].split(".") if layer else path.split(".")
         if layer and parts[0] == "attn":
-            parts[0] = kinds[int(layer[1])]
+            parts[0] = cfg.layers[int(layer[1])][0]
         found.setdefault(".".join(parts[:-1]) or parts[0], []).append(path)
     return found
 

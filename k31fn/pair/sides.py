@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from k31fn import model, tree
-from k31fn.config import Recipe, override
+from k31fn.config import Recipe, fields_of, override
 from k31fn.kernels import choice
 from k31fn.kernels.registry import use_impl
 
@@ -120,7 +120,7 @@ def _arguments(name: str, recipe: Recipe, field: str, value: str) -> list[str]:
     # command line's parser, which names the nearest
     present: Any = recipe
     for part in field.replace("-", "_").split("."):
-        present = getattr(present, part, None)
+        present = fields_of(present).get(part)
     if not isinstance(present, bool):
         return [f"--{field}", value]
     if value not in ("true", "false"):
@@ -131,13 +131,13 @@ def _arguments(name: str, recipe: Recipe, field: str, value: str) -> list[str]:
 
 def _changed(old: Any, new: Any, path: str = "") -> dict[str, Any]:
     """The fields of ``new`` that are not as in ``old``, by path."""
+    of_old, of_new = fields_of(old), fields_of(new)
     # another class is another choice as a whole (mhc.Config for attn_res.Config), not its fields
-    if type(old) is not type(new) or not dataclasses.is_dataclass(old):
+    if type(old) is not type(new) or not of_old or of_old.keys() != of_new.keys():
         return {} if old == new else {path: new}
     fields: dict[str, Any] = {}
-    for f in dataclasses.fields(old):
-        below = f"{path}.{f.name}" if path else f.name
-        fields |= _changed(getattr(old, f.name), getattr(new, f.name), below)
+    for name, value in of_old.items():
+        fields |= _changed(value, of_new[name], f"{path}.{name}" if path else name)
     return fields
 
 

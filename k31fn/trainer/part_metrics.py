@@ -14,7 +14,7 @@ from k31fn import device as devices
 from k31fn import model, precision, tree
 from k31fn.config import Recipe
 from k31fn.model.flops import flops_per_token
-from k31fn.model.parts import PARTS, find_part
+from k31fn.model.parts import find_part, parts
 from k31fn.parallel.axis import Axis, active
 from k31fn.parallel.collectives import psum
 from k31fn.parallel.mesh import MeshAxes
@@ -62,7 +62,7 @@ def _parts(recipe: Recipe) -> list[str]:
     part = find_part(recipe.model)
     leaves = tree.flatten_with_paths(lay_out(recipe, MeshAxes()).specs)
     trained = {part(path) for path, spec in leaves if "frozen" not in spec.tags}
-    return [name for name in PARTS if name in trained]
+    return [name for name in parts(recipe.model) if name in trained]
 
 
 def make_measure(recipe: Recipe, layout: Layout) -> Callable[[Any, Tensor, Tensor], Tensor]:

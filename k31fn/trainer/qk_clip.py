@@ -13,7 +13,6 @@ alone, and so are values and the optimiser's moments.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch import Tensor
 
 from k31fn import model, precision, tree
 from k31fn.config import Recipe
-from k31fn.layers import dsa, mla
+from k31fn.layers import kinds
+from k31fn.layers.kind import TokenMixer
 from k31fn.model.stages import Part
 from k31fn.parallel.collectives import pslice
 from k31fn.trainer.layout import Layout
@@ -33,11 +33,12 @@ __all__ = ["clip_logits", "reporting"]
 
 def reporting(cfg: model.Config) -> model.Config:
     """The model with attention that reports its logits."""
-    full = cfg.full_attention
-    attn = full.attn if isinstance(full, dsa.Config) else full
-    attn = dataclasses.replace(attn, report_logits=True)
-    full = dataclasses.replace(full, attn=attn) if isinstance(full, dsa.Config) else attn
-    return dataclasses.replace(cfg, full_attention=full)
+    changed = {}
+    for name, config in cfg.sublayers.items():
+        kind = kinds.kind_of(config)
+        if isinstance(kind, TokenMixer) and kind.with_logits is not None:
+            changed[name] = kind.with_logits(config)
+    return cfg.with_sublayers(**changed)
 
 
 def clip_logits(
@@ -55,15 +56,19 @@ def clip_logits(
         layout: of this rank.
         params: after the optimiser's step.
         opt_state: of them.
-        logits: the largest of the step, of its local heads: a row for each full-attention layer of
-            its stages, an MTP layer last.
+        logits: the largest of the step, of its local heads: a row for each layer of its stages
+            that has them, an MTP layer last.
         skip: true: nothing changes.
     """
-    tau, cfg = recipe.optimizer.qk_clip, _attention(recipe.model)
+    tau = recipe.optimizer.qk_clip
     factors: dict[str, Tensor] = {}
-    for prefix, row in zip(_prefixes(recipe.model, layout.own), logits, strict=True):
+    mixers = _clipped(recipe.model, layout.own)
+    for (prefix, config), row in zip(mixers, logits, strict=True):
         gamma = torch.where((row > tau) & ~skip, tau / row, 1.0)
-        factors[f"{prefix}.w_qb"], factors[f"{prefix}.w_kvb"] = _columns(gamma, cfg)
+        scales = kinds.token_mixer_of(config).logit_scales
+        assert scales is not None, "only layers with logits are clipped"
+        for path, columns in scales(config, gamma).items():
+            factors[f"{prefix}.{path}"] = columns
     places = dict(tree.flatten_with_paths(layout.placements))
     with torch.no_grad():
         for path, factor in factors.items():
@@ -79,38 +84,18 @@ def clip_logits(
                 x.copy_(wide * factors[own].to(wide.dtype))
 
 
-def _columns(
-    gamma: Float[Tensor, "H"], cfg: mla.Config
-) -> tuple[Float[Tensor, "HK"], Float[Tensor, "HNV"]]:
-    """What the columns of ``w_qb`` and of ``w_kvb`` are multiplied with."""
-    root, N, P, V = (
-        gamma.sqrt()[:, None],
-        cfg.qk_nope_head_dim,
-        cfg.qk_rope_head_dim,
-        cfg.v_head_dim,
-    )
-    query = torch.cat([root.expand(-1, N), gamma[:, None].expand(-1, P)], dim=1)
-    key = torch.cat([root.expand(-1, N), torch.ones_like(root).expand(-1, V)], dim=1)
-    return query.flatten(), key.flatten()
-
-
-def _attention(cfg: model.Config) -> mla.Config:
-    return (
-        cfg.full_attention.attn
-        if isinstance(cfg.full_attention, dsa.Config)
-        else cfg.full_attention
-    )
-
-
-def _prefixes(cfg: model.Config, parts: Sequence[Part]) -> list[str]:
-    """Paths of the attention of these stages' full-attention layers, in the order of their
+def _clipped(cfg: model.Config, parts: Sequence[Part]) -> list[tuple[str, Any]]:
+    """Paths and configs of the token mixers with logits of these stages, in the order of their
     reports.
     """
-    inner = "attn.attn" if isinstance(cfg.full_attention, dsa.Config) else "attn"
-    found = [
-        f"layers.{i}.{inner}"
-        for part in parts
-        for i in part.layers
-        if i in cfg.full_attention_layers
+    mixers = []
+    for part in parts:
+        for number in part.layers:
+            mixers.append((f"layers.{number}.attn", cfg.sublayers[cfg.layers[number][0]]))
+    if cfg.mtp:
+        mixers.append(("mtp.layer.attn", cfg.sublayers[cfg.mtp[0]]))
+    return [
+        (path, config)
+        for path, config in mixers
+        if kinds.token_mixer_of(config).logit_scales is not None
     ]
-    return found + ([f"mtp.layer.{inner}"] if cfg.num_mtp_layers else [])

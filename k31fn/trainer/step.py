@@ -148,7 +148,7 @@ def make_step(
             clip_logits(recipe, layout, weights, opt_state, sums.logits, skip)
         biases = state.balance
         if recipe.trains_trunk:  # they are part of it
-            biases = next_biases(biases, sums.histogram, layout, recipe.model.moe.top_k)
+            biases = next_biases(biases, sums.histogram, layout, model.experts(recipe.model).top_k)
         new = TrainState(
             step=state.step + 1,
             params=weights,

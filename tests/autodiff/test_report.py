@@ -111,7 +111,7 @@ def test_experts_keep_their_routes_and_no_histogram() -> None:
 
     def layer(p: Any, x: Tensor) -> tuple[Tensor, Any]:
         out = latent_moe.apply(p, x, cfg, bias=torch.zeros(64))
-        return out.y, (out.routing.load, out.routing.histogram)
+        return out.y, (out.aux.load, out.aux.histogram)
 
     for f in (
         remat(layer),

@@ -247,7 +247,11 @@ def test_a_weight_that_was_made_does_not_wait_for_its_gradient(again):
 def of_layer(number):
     cfg = small.config()
     layer_cfg, p = layer_configs(cfg)[number], small.weights(cfg).layers[number]
-    bias = balance.bias_of(balance.init((number,), cfg.moe.num_experts), number) if number else ()
+    bias = (
+        balance.bias_of(balance.init((number,), cfg.sublayers["moe"].num_experts), number)
+        if number
+        else ()
+    )
 
     def run(p, prefix, *blocks):
         carry = block.attn_res.Carry(prefix, blocks)

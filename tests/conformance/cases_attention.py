@@ -43,7 +43,7 @@ def _tokens(key: Tensor, dtype: torch.dtype, length: int = T) -> Tensor:
 
 def _mla(key: Tensor, dtype: torch.dtype) -> Made:
     def f(p: mla.Params[Tensor], x: Tensor, *, segments: Segments | None = None) -> Tensor:
-        return mla.apply(p, x, MLA, segments=segments)
+        return mla.apply(p, x, MLA, segments=segments).y
 
     return f, (params.init(mla.specs(MLA), key, dtype=dtype), _tokens(key, dtype))
 
@@ -66,7 +66,7 @@ def _kl(stage: Literal["dense_warmup", "sparse"]) -> Callable[[Tensor, torch.dty
         whole, x = params.init(dsa.specs(cfg), key, dtype=dtype), _tokens(key, dtype)
 
         def f(p: indexer.Params[Tensor], *, segments: Segments | None = None) -> Tensor:
-            return dsa.apply(dsa.Params(whole.attn, p), x, cfg, segments=segments).kl
+            return dsa.apply(dsa.Params(whole.attn, p), x, cfg, segments=segments).aux.kl
 
         return f, (whole.indexer,)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from k31fn import params, random, tree
-from k31fn.layers import attn_res, block, embedding, mlp, mtp, plain_residual
+from k31fn.layers import attn_res, block, embedding, kinds, mlp, mtp, plain_residual
 from k31fn.segments import Segments
 from tests.conformance import cases_attention, cases_kda, cases_moe
 from tests.conformance.case import Case
@@ -40,7 +40,7 @@ def _x(key: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _block(cfg: block.Config) -> Callable[[Tensor, torch.dtype], Made]:
     def make(key: Tensor, dtype: torch.dtype) -> Made:
-        scheme = block.module_of(cfg.residual)
+        scheme = kinds.residual_of(cfg.residual)
 
         def f(p: tuple[Any, Any], x: Tensor, segments: Segments | None = None) -> Tensor:
             bias = torch.linspace(-0.2, 0.2, 4)

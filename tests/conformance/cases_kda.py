@@ -79,7 +79,7 @@ def convolution(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
 def layer(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     x = random.normal(random.fold_in(key, 1), (B, T, D), dtype=dtype)
     weights = params.init(kda.specs(CFG), key, dtype=dtype)
-    return lambda p, x, segments=None: kda.apply(p, x, CFG, segments=segments), (weights, x)
+    return lambda p, x, segments=None: kda.apply(p, x, CFG, segments=segments).y, (weights, x)
 
 
 def decoding(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:

@@ -38,7 +38,7 @@ def _norm(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
 
 def _mlp(key: Tensor, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     cfg = mlp.Config(D, 4)
-    return lambda p, x: mlp.apply(p, x, cfg), (
+    return lambda p, x: mlp.apply(p, x, cfg).y, (
         _weights(mlp.specs(cfg), key, dtype),
         _tokens(key, dtype),
     )

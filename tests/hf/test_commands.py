@@ -28,7 +28,7 @@ CFG = dataclasses.replace(
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights and biases, in bfloat16 with float32 islands."""
     folder = tmp_path_factory.mktemp("hf") / "given"
-    bias = random.normal(random.key(2), (3, CFG.moe.num_experts))
+    bias = random.normal(random.key(2), (3, CFG.sublayers["moe"].num_experts))
     hf.export(
         params.init(model.specs(CFG), random.key(1)),
         balance.State(bias, model.moe_layers(CFG)),
@@ -92,7 +92,7 @@ def test_a_folder_in_use_is_refused_before_the_model_is_read(
 def test_quantised(run: Path, tmp_path: Path):
     """A run from an MXFP4 checkpoint is written as the same one."""
     assert main(["export", str(run), str(tmp_path / "one"), "--quantise"]) == 0
-    assert hf.verify(tmp_path / "one").num_quantised == 3 * 3 * CFG.moe.num_experts
+    assert hf.verify(tmp_path / "one").num_quantised == 3 * 3 * CFG.sublayers["moe"].num_experts
     made = str(run / "config.json")
     assert main(["import", str(tmp_path / "one"), made, "--runs", str(tmp_path / "again")]) == 0
     assert (

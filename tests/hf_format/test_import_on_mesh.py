@@ -4,7 +4,6 @@ computes the same.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ from k31fn.parallel import (
     partition,
 )
 from k31fn.parallel.tiling import cut
+from tests import small
 from tests.parallel import cases_model as cases
 
 # experts of 64, so that the halves of two ranks are whole groups of MXFP4
-CFG = dataclasses.replace(
+CFG = small.replace(
     cases.CONFIGS["k31 vision"],
     moe=latent_moe.Config(
         cases.D, latent_size=64, expert_size=64, shared_size=64, num_experts=8, top_k=2

@@ -20,19 +20,21 @@ from k31fn.hf_format.table import entries
 from k31fn.layers import attn_res, kda, latent_moe, mla, mlp
 from k31fn.parallel import AxisRules, Mesh, partition
 from k31fn.parallel.partition import tiles
+from tests import small
 
 D = 2048
 CFG = model.Config(
     vocab_size=65536,
     hidden_size=D,
-    num_layers=4,
-    full_attention_layers=(3,),
-    kda=kda.Config(D, num_heads=16, head_dim=128),
-    full_attention=mla.Config(D, 16, 512, 256, 128, 64, 128),
-    dense=mlp.Config(D, 8192),
-    moe=latent_moe.Config(
-        D, latent_size=1024, expert_size=1024, shared_size=2048, num_experts=64, top_k=4
+    sublayers=model.Sublayers(
+        kda=kda.Config(D, num_heads=16, head_dim=128),
+        full_attention=mla.Config(D, 16, 512, 256, 128, 64, 128),
+        dense=mlp.Config(D, 8192),
+        moe=latent_moe.Config(
+            D, latent_size=1024, expert_size=1024, shared_size=2048, num_experts=64, top_k=4
+        ),
     ),
+    layers=small.k3_layers(4, (3,)),
     residual=attn_res.Config(block_size=4),
 )
 MESH = Mesh(fsdp=2)

@@ -32,7 +32,7 @@ def values() -> tuple[Any, balance.State]:
     """Random weights, the norms and decays too, in bfloat16 with float32 islands."""
     drawn = params.init(SPECS, random.key(1))
     moved = tree.map(lambda w: w + torch.randn_like(w), drawn)
-    bias = random.normal(random.key(2), (3, CFG.moe.num_experts))
+    bias = random.normal(random.key(2), (3, CFG.sublayers["moe"].num_experts))
     return moved, balance.State(bias, model.moe_layers(CFG))
 
 

@@ -25,7 +25,7 @@ LAYER = "language_model.model.layers."
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hf") / "shards"
-    state = balance.init(model.moe_layers(CFG), CFG.moe.num_experts)
+    state = balance.init(model.moe_layers(CFG), CFG.sublayers["moe"].num_experts)
     hf.export(
         params.init(model.specs(CFG), random.key(1)),
         state,
@@ -57,7 +57,7 @@ def change(folder: Path, name: str, f: Callable[[dict[str, torch.Tensor]], None]
 def test_what_fits(folder: Path, capsys: pytest.CaptureFixture[str]):
     report = verify(folder)
     count = (
-        params.count(model.specs(CFG)) + 3 * CFG.moe.num_experts + 3 * 126
+        params.count(model.specs(CFG)) + 3 * CFG.sublayers["moe"].num_experts + 3 * 126
     )  # the balance; A_log's 126 zeros
     assert report == (
         len(list(folder.glob("*.safetensors"))),

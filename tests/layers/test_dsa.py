@@ -16,6 +16,7 @@ from k31fn.kernels import tiling
 from k31fn.kernels.indexer import index_scores
 from k31fn.kernels.registry import record_impls
 from k31fn.layers import dsa, indexer, mla
+from k31fn.layers.kind import Aux, Output
 from k31fn.segments import from_lengths
 from k31fn.testing import live_bytes
 from tests.kernels import attention_oracles as oracle
@@ -38,7 +39,7 @@ ROWS, T = [[4, 8], [1, 7, 2]], 12
 
 def one_query_at_a_time(
     p: dsa.Params[Tensor], x: Tensor, cfg: dsa.Config, rows: list[list[int]]
-) -> dsa.DsaOut:
+) -> Output:
     """The layer from its projections and the oracles' loops."""
     cq, heads = projected(p.attn, x, cfg.attn)
     out = indexer.apply(p.indexer, x, cq, cfg.indexer)
@@ -48,7 +49,7 @@ def one_query_at_a_time(
     q, k, kr, v = heads
     o, probs = oracle.attention(q, k, kr, v, sets, cfg.attn.scale)
     y = (torch.sigmoid(x @ p.attn.w_g) * o.flatten(-2)) @ p.attn.w_o
-    return dsa.DsaOut(y, torch.tensor(oracle.kl(probs, scores, sets), dtype=x.dtype))
+    return Output(y, Aux(torch.tensor(oracle.kl(probs, scores, sets), dtype=x.dtype)))
 
 
 @STAGES
@@ -65,10 +66,10 @@ def test_topk_as_large_as_the_context_is_dense(topk: int):
 
     def losses(p: dsa.Params[Tensor], x: Tensor, cfg: dsa.Config) -> Tensor:
         out = dsa.apply(p, x, cfg)
-        return out.y.square().sum() + out.kl
+        return out.y.square().sum() + out.aux.kl
 
     torch.testing.assert_close(
-        dsa.apply(p, x, cfg).y, mla.apply(p.attn, x, MLA), rtol=0, atol=1e-12
+        dsa.apply(p, x, cfg).y, mla.apply(p.attn, x, MLA).y, rtol=0, atol=1e-12
     )
     sparse = value_and_grad(losses, (0, 1))(p, x, cfg)
     warmup = value_and_grad(losses, (0, 1))(p, x, dsa_config(1, "dense_warmup"))
@@ -80,7 +81,7 @@ def test_one_token_more_than_topk_trains(topk: int):
     cfg = dsa_config(topk)
     p, x = drawn(dsa.specs(cfg)), tokens(2, topk + 1)
     out, pull = vjp(lambda p, x: dsa.apply(p, x, cfg), p, x)
-    grads = tree.leaves(pull(dsa.DsaOut(torch.ones_like(out.y), torch.ones_like(out.kl))))
+    grads = tree.leaves(pull(Output(torch.ones_like(out.y), Aux(torch.ones_like(out.aux.kl)))))
     assert all(g.isfinite().all() for g in grads)
     torch.testing.assert_close(
         out, one_query_at_a_time(p, x, cfg, [[topk + 1]] * 2), rtol=0, atol=1e-12
@@ -93,7 +94,7 @@ def assert_losses_are_isolated(cfg: dsa.Config) -> None:
 
     def grads(of_y: float, of_kl: float) -> tuple[dsa.Params[Tensor], Tensor]:
         _, pull = vjp(lambda p, x: dsa.apply(p, x, cfg), p, x)
-        return pull(dsa.DsaOut(torch.full_like(out.y, of_y), torch.full_like(out.kl, of_kl)))
+        return pull(Output(torch.full_like(out.y, of_y), Aux(torch.full_like(out.aux.kl, of_kl))))
 
     p_kl, x_kl = grads(0.0, 1.0)
     assert all((g == 0).all() for g in [*tree.leaves(p_kl.attn), x_kl]), (
@@ -141,16 +142,16 @@ def test_kl_is_a_sum_over_queries_however_they_are_batched(cfg: dsa.Config):
         total = torch.zeros((), dtype=x.dtype)
         for a in range(0, 4, size):
             segments = from_lengths(rows[a : a + size], T)
-            total = total + dsa.apply(p, x[a : a + size], cfg, segments=segments).kl
+            total = total + dsa.apply(p, x[a : a + size], cfg, segments=segments).aux.kl
         return total
 
     whole = value_and_grad(summed)(p, 4)
     for size in (1, 2):
         parts = value_and_grad(summed)(p, size)
         torch.testing.assert_close(tree.leaves(parts), tree.leaves(whole), rtol=0, atol=1e-12)
-    alone = dsa.apply(p, x[3:, :3], cfg).kl
+    alone = dsa.apply(p, x[3:, :3], cfg).aux.kl
     torch.testing.assert_close(
-        dsa.apply(p, x[3:], cfg, segments=from_lengths([[3]], T)).kl, alone, rtol=0, atol=1e-12
+        dsa.apply(p, x[3:], cfg, segments=from_lengths([[3]], T)).aux.kl, alone, rtol=0, atol=1e-12
     )
 
 
@@ -164,8 +165,8 @@ def test_random_packings_equal_each_document_alone(cfg: dsa.Config):
         for row, some in pieces(rows):
             alone = dsa.apply(p, x[row : row + 1, some], cfg)
             torch.testing.assert_close(out.y[row : row + 1, some], alone.y, rtol=0, atol=1e-12)
-            total = total + alone.kl
-        torch.testing.assert_close(out.kl, total, rtol=0, atol=1e-12)
+            total = total + alone.aux.kl
+        torch.testing.assert_close(out.aux.kl, total, rtol=0, atol=1e-12)
         for row, lengths in enumerate(rows):
             assert (out.y[row, sum(lengths) :] == 0).all()
 
@@ -178,7 +179,7 @@ def test_another_document_changes_no_bit(cfg: dsa.Config, dtype: torch.dtype):
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         out, pull = vjp(lambda x: dsa.apply(p, x, cfg, segments=segments), x)
         upstream = torch.cat([torch.zeros_like(out.y[:, :5]), torch.ones_like(out.y[:, 5:])], 1)
-        return out.y[:, 5:], pull(dsa.DsaOut(upstream, torch.ones_like(out.kl)))[0]
+        return out.y[:, 5:], pull(Output(upstream, Aux(torch.ones_like(out.aux.kl))))[0]
 
     y, grad = run(x)
     assert (grad[:, :5] == 0).all()
@@ -226,7 +227,7 @@ def test_tiles_change_no_result(monkeypatch: pytest.MonkeyPatch, cfg: dsa.Config
 
     def loss(p: dsa.Params[Tensor], x: Tensor) -> Tensor:
         out = dsa.apply(p, x, cfg, segments=segments)
-        return (out.y * upstream).sum() + out.kl
+        return (out.y * upstream).sum() + out.aux.kl
 
     whole = value_and_grad(loss, (0, 1))(p, x)
     for tile, kept in ((1, 0), (5, 0), (5, 2**20)):
@@ -246,7 +247,7 @@ def test_recomputation_does_not_choose_again(cfg: dsa.Config):
 
     def loss(p: dsa.Params[Tensor], x: Tensor) -> Tensor:
         out = dsa.apply(p, x, cfg)
-        return out.y.square().sum() + out.kl
+        return out.y.square().sum() + out.aux.kl
 
     with record_impls() as calls:
         recomputed = value_and_grad(remat(loss), (0, 1))(p, x)
@@ -266,7 +267,7 @@ def test_recomputation_of_many_tiles(monkeypatch: pytest.MonkeyPatch, cfg: dsa.C
 
     def loss(p: dsa.Params[Tensor], x: Tensor) -> Tensor:
         out = dsa.apply(p, x, cfg)
-        return out.y.square().sum() + out.kl
+        return out.y.square().sum() + out.aux.kl
 
     recomputed, kept = value_and_grad(remat(loss), (0, 1))(p, x), value_and_grad(loss, (0, 1))(p, x)
     assert all(
@@ -278,8 +279,8 @@ def test_bfloat16():
     cfg = dsa_config(3)
     p, x = drawn(dsa.specs(cfg), torch.bfloat16), tokens(2, T, torch.bfloat16)
     out, pull = vjp(lambda p, x: dsa.apply(p, x, cfg), p, x)
-    assert (out.y.dtype, out.kl.dtype) == (torch.bfloat16, torch.float32)
-    grads = tree.leaves(pull(dsa.DsaOut(torch.ones_like(out.y), torch.ones_like(out.kl))))
+    assert (out.y.dtype, out.aux.kl.dtype) == (torch.bfloat16, torch.float32)
+    grads = tree.leaves(pull(Output(torch.ones_like(out.y), Aux(torch.ones_like(out.aux.kl)))))
     assert all(g.dtype == torch.bfloat16 and g.isfinite().all() for g in grads)
 
 
@@ -357,7 +358,7 @@ def test_golden_sets_probabilities_and_kl():
     expected = g["kl.teacher_head_sum_sel"].gather(-1, golden_order)
     torch.testing.assert_close(teacher.gather(-1, order), expected, rtol=0, atol=5e-6)
     first_rows = sum(_kl_of_first_rows(p, g["hf.x"][b : b + 1], cfg) for b in range(2))
-    mean = (dsa.apply(p, g["hf.x"], cfg).kl - first_rows) / 50
+    mean = (dsa.apply(p, g["hf.x"], cfg).aux.kl - first_rows) / 50
     torch.testing.assert_close(mean, g["kl.loss_mean_over_rows"], rtol=0, atol=5e-6)
 
 
@@ -365,7 +366,7 @@ def _kl_of_first_rows(p: dsa.Params[Tensor], x: Tensor, cfg: dsa.Config) -> Tens
     """The golden loss leaves out rows with fewer than 8 visible keys: the first 7, which see only
     themselves.
     """
-    return dsa.apply(p, x[:, :7], cfg).kl
+    return dsa.apply(p, x[:, :7], cfg).aux.kl
 
 
 def peak(cfg: dsa.Config, length: int) -> tuple[int, int]:
@@ -379,7 +380,7 @@ def peak(cfg: dsa.Config, length: int) -> tuple[int, int]:
 
     def loss(p: dsa.Params[Tensor], x: Tensor) -> Tensor:
         out = dsa.apply(p, x, cfg)
-        return out.y.square().sum() + out.kl
+        return out.y.square().sum() + out.aux.kl
 
     with live_bytes() as live:
         value_and_grad(loss, (0, 1))(p, x)

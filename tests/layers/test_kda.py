@@ -69,7 +69,7 @@ def test_values_and_all_gradients_are_those_of_the_separate_documents():
     p, x = weights(), torch.randn(2, 27, D, dtype=torch.float64)
     ct, segments = torch.randn_like(x), from_lengths(LENGTHS, 27)
     value, grads = value_and_grad(
-        lambda p, x: (kda.apply(p, x, CFG, segments=segments) * ct).sum(), (0, 1)
+        lambda p, x: (kda.apply(p, x, CFG, segments=segments).y * ct).sum(), (0, 1)
     )(p, x)
     expected, wanted = value_and_grad(
         lambda p, x: (by_documents(p, x, LENGTHS) * ct).sum(), (0, 1)
@@ -78,19 +78,19 @@ def test_values_and_all_gradients_are_those_of_the_separate_documents():
     for (path, g), w in zip(tree.flatten_with_paths(grads), tree.leaves(wanted), strict=True):
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-11, msg=path)
         assert g.any(), path
-    y = kda.apply(p, x, CFG, segments=segments)
+    y = kda.apply(p, x, CFG, segments=segments).y
     assert not y[segments.ids == 0].any()
 
 
 def test_the_documents_must_be_told():
     p, x = weights(), torch.randn(2, 27, D, dtype=torch.float64)
-    assert (kda.apply(p, x, CFG) - by_documents(p, x, LENGTHS)).abs().max() > 1e-2
+    assert (kda.apply(p, x, CFG).y - by_documents(p, x, LENGTHS)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_prefill_and_decoding_equal_the_whole_for_every_cut(dtype, atol):
     p, x = weights(dtype), torch.randn(2, 35, D, dtype=dtype)
-    whole = kda.apply(p, x, CFG)
+    whole = kda.apply(p, x, CFG).y
     zero = kda.init_state(CFG, 2, dtype=dtype)
     ends = []
     for cut in range(1, 36):
@@ -115,8 +115,10 @@ def test_documents_and_later_tokens_change_no_bit():
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         ct = torch.linspace(-1, 1, 40)[None, :, None]
-        grad = value_and_grad(lambda x: (kda.apply(p, x, CFG, segments=segments) * ct).sum())(x)[1]
-        return kda.apply(p, x, CFG, segments=segments), grad
+        grad = value_and_grad(lambda x: (kda.apply(p, x, CFG, segments=segments).y * ct).sum())(x)[
+            1
+        ]
+        return kda.apply(p, x, CFG, segments=segments).y, grad
 
     y, grad = run(x)
     for changed, kept in (
@@ -159,13 +161,13 @@ def test_islands_stay_float32_and_why():
 
 def test_a_bf16_model_uses_the_unrounded_decay():
     p, x = weights(torch.bfloat16), torch.randn(1, 20, D).bfloat16()
-    y = kda.apply(p, x, CFG)
-    wide = kda.apply(tree.map(lambda w: w.double(), p), x.double(), CFG)
+    y = kda.apply(p, x, CFG).y
+    wide = kda.apply(tree.map(lambda w: w.double(), p), x.double(), CFG).y
     assert y.dtype == torch.bfloat16
     # bf16 products: a few units of 2^-8 of the largest output
     torch.testing.assert_close(y.double(), wide, rtol=0, atol=0.03 * float(wide.abs().max()))
     rounded = tree.map(lambda w: w.bfloat16().to(w.dtype), p)
-    assert not torch.equal(kda.apply(rounded, x, CFG), y)
+    assert not torch.equal(kda.apply(rounded, x, CFG).y, y)
 
 
 def test_tags_and_initial_values():
@@ -196,7 +198,7 @@ def test_low_rank_weights_equal_their_dense_sum(name):
         dataclasses.replace(p, **{name: w}) for w in (LowRank(base, a, b), base + a @ b)
     )
     torch.testing.assert_close(
-        kda.apply(adapted, x, CFG), kda.apply(dense, x, CFG), rtol=0, atol=1e-12
+        kda.apply(adapted, x, CFG).y, kda.apply(dense, x, CFG).y, rtol=0, atol=1e-12
     )
 
 

@@ -50,10 +50,10 @@ def full_matrix(p: mla.Params[Tensor], x: Tensor, cfg: mla.Config, rows: list[li
 @pytest.mark.parametrize("rows", [[[9], [9]], [[4, 5], [1, 1, 7]], [[3, 2], [8]]], ids=str)
 def test_equals_the_full_matrix_form(rows: list[list[int]]):
     p, x = drawn(mla.specs(MLA)), tokens(2, 9)
-    y = mla.apply(p, x, MLA, segments=from_lengths(rows, 9))
+    y = mla.apply(p, x, MLA, segments=from_lengths(rows, 9)).y
     torch.testing.assert_close(y, full_matrix(p, x, MLA, rows), rtol=0, atol=1e-12)
     if rows == [[9], [9]]:
-        torch.testing.assert_close(mla.apply(p, x, MLA), y, rtol=0, atol=0)
+        torch.testing.assert_close(mla.apply(p, x, MLA).y, y, rtol=0, atol=0)
 
 
 def test_gradients_equal_the_full_matrix_form():
@@ -61,7 +61,7 @@ def test_gradients_equal_the_full_matrix_form():
     p, x, upstream = drawn(mla.specs(MLA)), tokens(2, 9), tokens(2, 9)
     segments = from_lengths(rows, 9)
     mine = value_and_grad(
-        lambda p, x: (upstream * mla.apply(p, x, MLA, segments=segments)).sum(), (0, 1)
+        lambda p, x: (upstream * mla.apply(p, x, MLA, segments=segments).y).sum(), (0, 1)
     )(p, x)
     theirs = value_and_grad(lambda p, x: (upstream * full_matrix(p, x, MLA, rows)).sum(), (0, 1))(
         p, x
@@ -81,7 +81,7 @@ def test_a_mask_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch, shift: tu
 
     p, x, rows = drawn(mla.specs(MLA)), tokens(2, 9), [[4, 5], [6, 1]]
     monkeypatch.setattr(mla, "visible_range", wrong)
-    y = mla.apply(p, x, MLA, segments=from_lengths(rows, 9))
+    y = mla.apply(p, x, MLA, segments=from_lengths(rows, 9)).y
     assert (y - full_matrix(p, x, MLA, rows)).abs().max() > 1e-3
 
 
@@ -89,9 +89,9 @@ def test_random_packings_equal_each_document_alone():
     p = drawn(mla.specs(MLA))
     for _ in range(10):
         rows, x = random_rows(3, 20), tokens(3, 20)
-        y = mla.apply(p, x, MLA, segments=from_lengths(rows, 20))
+        y = mla.apply(p, x, MLA, segments=from_lengths(rows, 20)).y
         for row, some in pieces(rows):
-            alone = mla.apply(p, x[row : row + 1, some], MLA)
+            alone = mla.apply(p, x[row : row + 1, some], MLA).y
             torch.testing.assert_close(y[row : row + 1, some], alone, rtol=0, atol=1e-12)
         for row, lengths in enumerate(rows):
             assert torch.equal(y[row, sum(lengths) :], torch.zeros_like(y[row, sum(lengths) :]))
@@ -102,7 +102,7 @@ def test_another_document_changes_no_bit(dtype: torch.dtype):
     p, x, segments = drawn(mla.specs(MLA), dtype), tokens(1, 8, dtype), from_lengths([[5, 3]], 8)
 
     def second(p: mla.Params[Tensor], x: Tensor) -> Tensor:
-        return mla.apply(p, x, MLA, segments=segments)[:, 5:].square().sum()
+        return mla.apply(p, x, MLA, segments=segments).y[:, 5:].square().sum()
 
     value, (p_grad, x_grad) = value_and_grad(second, (0, 1))(p, x)
     assert torch.equal(x_grad[:, :5], torch.zeros_like(x_grad[:, :5]))
@@ -120,7 +120,7 @@ def test_another_document_changes_no_bit(dtype: torch.dtype):
 
 def test_prefill_and_decode_in_any_cuts_equal_the_whole():
     p, x = drawn(mla.specs(MLA)), tokens(2, 6)
-    whole = mla.apply(p, x, MLA)
+    whole = mla.apply(p, x, MLA).y
     for cuts in range(2**5):
         ends = [t for t in range(1, 6) if cuts >> (t - 1) & 1] + [6]
         state = mla.init_state(MLA, 2, dtype=torch.float64)
@@ -148,8 +148,8 @@ def test_heads_split_over_ranks_add_up():
             w_o=p.w_o.chunk(2)[r],
         )
 
-    total = mla.apply(rank(0), x, MLA) + mla.apply(rank(1), x, MLA)
-    torch.testing.assert_close(total, mla.apply(p, x, MLA), rtol=0, atol=1e-12)
+    total = mla.apply(rank(0), x, MLA).y + mla.apply(rank(1), x, MLA).y
+    torch.testing.assert_close(total, mla.apply(p, x, MLA).y, rtol=0, atol=1e-12)
 
 
 def adapted(w: Tensor) -> parameters.LowRank[Tensor]:
@@ -189,7 +189,7 @@ def test_every_kind_of_leaf_in_both_forms(
     )
     expected = full_matrix(dense, x, MLA, [[5], [5]])
     monkeypatch.setattr(mla, "absorbs", lambda *_: absorbs)
-    torch.testing.assert_close(mla.apply(other, x, MLA), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(mla.apply(other, x, MLA).y, expected, rtol=0, atol=1e-12)
 
 
 def test_gradients_of_the_absorbed_form(monkeypatch: pytest.MonkeyPatch):
@@ -198,7 +198,7 @@ def test_gradients_of_the_absorbed_form(monkeypatch: pytest.MonkeyPatch):
     segments = from_lengths(rows, 9)
     monkeypatch.setattr(mla, "absorbs", lambda *_: True)
     mine = value_and_grad(
-        lambda p, x: (upstream * mla.apply(p, x, MLA, segments=segments)).sum(), (0, 1)
+        lambda p, x: (upstream * mla.apply(p, x, MLA, segments=segments).y).sum(), (0, 1)
     )(p, x)
     theirs = value_and_grad(lambda p, x: (upstream * full_matrix(p, x, MLA, rows)).sum(), (0, 1))(
         p, x
@@ -244,7 +244,7 @@ def test_bfloat16_rounds_the_gated_output_once():
     rounding of y.
     """
     p, x = drawn(mla.specs(MLA), torch.bfloat16), tokens(2, 9, torch.bfloat16)
-    y = mla.apply(p, x, MLA)
+    y = mla.apply(p, x, MLA).y
     assert y.dtype == torch.bfloat16
     _, heads = projected(p, x, MLA)
     wide = mla.Heads(*[t.double() for t in heads])

@@ -16,7 +16,7 @@ def test_equals_a_loop_over_neurons():
         g, u = x @ p.w_gate[:, f], x @ p.w_up[:, f]
         h = 2 * torch.tanh(g / 2) / (1 + torch.exp(-g)) * 3 * torch.tanh(u / 3)
         y = y + h[..., None] * p.w_down[f]
-    torch.testing.assert_close(mlp.apply(p, x, CFG), y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mlp.apply(p, x, CFG).y, y, rtol=1e-12, atol=1e-12)
 
 
 def test_specs():

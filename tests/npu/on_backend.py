@@ -65,7 +65,7 @@ def gradient(where: torch.device, dtype: torch.dtype, **impls: str) -> tuple[Any
     """Initial weights, a sum over the hidden states, and its gradient, of a model with KDA and
     Gated MLA.
     """
-    attention = small.config().full_attention.attn
+    attention = small.config().sublayers["full_attention"].attn
     cfg = small.config(full_attention=attention, num_layers=2, full_attention_layers=(1,))
     with use_impl(**impls), record_impls() as ran:
         weights = params.init(model.specs(cfg), random.key(0, device=where), dtype=dtype)

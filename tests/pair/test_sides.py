@@ -86,7 +86,7 @@ def recipe(text: Path | str, **changes: Any) -> Recipe:
         peak_lr=0.02, warmup_steps=1, schedule="wsd", decay_fraction=0.5, max_norm=0.1
     )
     wide = dataclasses.replace(
-        small.config().dense, intermediate_size=32
+        small.config().sublayers["dense"], intermediate_size=32
     )  # FP8 products have multiples of 16
     cfg = small.config(vocab_size=257, num_layers=2, full_attention_layers=(1,), dense=wide)
     return runs.recipe(text, steps=4, batch_size=2, optimizer=optimizer, model=cfg, **changes)
@@ -195,7 +195,7 @@ def test_the_exact_side_is_wider_whatever_side_a_rounds() -> None:
 
 def test_true_and_false_are_values_of_a_field() -> None:
     wide = dataclasses.replace(
-        small.config().moe, latent_size=32, expert_size=32
+        small.config().sublayers["moe"], latent_size=32, expert_size=32
     )  # MXFP4 has groups of 32
     base = runs.recipe("text", model=small.config(moe=wide))
     for word, qat in (
@@ -203,10 +203,10 @@ def test_true_and_false_are_values_of_a_field() -> None:
         ("--model.moe.qat=true", True),
         ("model.moe.qat=false", False),
     ):
-        assert parse_side("b", [word], base).recipe.model.moe.qat is qat
+        assert parse_side("b", [word], base).recipe.model.sublayers["moe"].qat is qat
     on = parse_side("b", ["model.moe.qat=true", "optimizer.offload=true"], base).recipe
     assert on.optimizer.offload
-    assert not parse_side("b", ["model.moe.qat=false"], on).recipe.model.moe.qat
+    assert not parse_side("b", ["model.moe.qat=false"], on).recipe.model.sublayers["moe"].qat
 
 
 def test_sides_with_optimisers_of_their_own_are_told_apart(

@@ -95,7 +95,7 @@ MLP = mlp.Config(hidden_size=6, intermediate_size=8)
 
 
 def tensor_parallel_mlp(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -> Tensor:
-    return mlp.apply(params, x, MLP, sh=Sharding.on(axes))
+    return mlp.apply(params, x, MLP, sh=Sharding.on(axes)).y
 
 
 def dense_in_disguise(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -> Tensor:
@@ -104,14 +104,14 @@ def dense_in_disguise(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -> 
     """
     dims = mlp.Params(w_gate=1, w_up=1, w_down=0)
     whole = tree.map(lambda w, dim: all_gather_invariant(w, axes.tp, dim), params, dims)
-    return pslice(mlp.apply(whole, all_gather_invariant(x, axes.tp, 1), MLP), axes.tp, 1)
+    return pslice(mlp.apply(whole, all_gather_invariant(x, axes.tp, 1), MLP).y, axes.tp, 1)
 
 
 def gathered_mlp(axes: MeshAxes, params: mlp.Params[Tensor], x: Tensor) -> Tensor:
     """FSDP over the first dimension of each weight, inside remat."""
 
     def block(params: mlp.Params[Tensor], x: Tensor) -> Tensor:
-        return mlp.apply(tree.map(lambda w: all_gather(w, axes.fsdp), params), x, MLP)
+        return mlp.apply(tree.map(lambda w: all_gather(w, axes.fsdp), params), x, MLP).y
 
     return remat(block)(params, x)
 

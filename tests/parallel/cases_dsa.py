@@ -11,6 +11,7 @@ from torch import Tensor
 
 from k31fn import random, tree
 from k31fn.layers import dsa, indexer, mla
+from k31fn.layers.kind import Aux, Output
 from k31fn.parallel import AxisRules, Mesh, MeshAxes, P, Sharding, partition, psum, pvary
 from k31fn.segments import from_lengths
 from tests.layers.attention_configs import drawn
@@ -85,7 +86,9 @@ def apply(
         return layer.apply(weights, x, cfg, segments=segments, sh=Sharding.on(axes))
 
     out = transform(run)(tree.map(lambda w: pvary(w, axes.data), weights), x)
-    return out if isinstance(out, Tensor) else out._replace(kl=psum(out.kl, axes.data + axes.tp))
+    if layer is mla:
+        return out.y
+    return out._replace(aux=out.aux._replace(kl=psum(out.aux.kl, axes.data + axes.tp)))
 
 
 def arguments(name: str, rows: list[list[int]] | None = None) -> tuple[Any, ...]:
@@ -102,6 +105,5 @@ def specs(name: str, mesh: Mesh, *, packed: bool) -> tuple[tuple[Any, ...], Any]
     rows = ("dp", "fsdp")
     tokens: Any = P(rows, ("cp", "tp"))
     kl: Any = P()
-    return (weights, tokens, P(rows, "cp"))[: 2 + packed], tokens if layer is mla else dsa.DsaOut(
-        tokens, kl
-    )
+    out = tokens if layer is mla else Output(tokens, Aux(kl))
+    return (weights, tokens, P(rows, "cp"))[: 2 + packed], out

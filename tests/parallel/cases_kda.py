@@ -25,7 +25,7 @@ def spread(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor, segments: Segm
     """KDA with its weights spread over fsdp and cp, gathered where the layer uses them."""
     specs = kda.specs(CFG)
     places = fsdp.placements(specs, partition(specs, AxisRules(), mesh_of(axes)), axes)
-    return kda.apply(fsdp.gather(params, places), x, CFG, segments=segments, sh=Sharding.on(axes))
+    return kda.apply(fsdp.gather(params, places), x, CFG, segments=segments, sh=Sharding.on(axes)).y
 
 
 def rematerialised(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor) -> Tensor:
@@ -33,7 +33,9 @@ def rematerialised(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor) -> Ten
     specs = kda.specs(CFG)
     places = fsdp.placements(specs, partition(specs, AxisRules(), mesh_of(axes)), axes)
     sh = Sharding.on(axes)
-    return remat(lambda params, x: kda.apply(fsdp.gather(params, places), x, CFG, sh=sh))(params, x)
+    return remat(lambda params, x: kda.apply(fsdp.gather(params, places), x, CFG, sh=sh).y)(
+        params, x
+    )
 
 
 def whole(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor, segments: Segments) -> Tensor:
@@ -41,13 +43,13 @@ def whole(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor, segments: Segme
     psum per weight.
     """
     params = tree.map(lambda w: pvary(w, axes.data), params)
-    return kda.apply(params, x, CFG, segments=segments, sh=Sharding.on(axes))
+    return kda.apply(params, x, CFG, segments=segments, sh=Sharding.on(axes)).y
 
 
 def one_document(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor) -> Tensor:
     """The same without segments: one document per row."""
     params = tree.map(lambda w: pvary(w, axes.data), params)
-    return kda.apply(params, x, CFG, sh=Sharding.on(axes))
+    return kda.apply(params, x, CFG, sh=Sharding.on(axes)).y
 
 
 def convolution(axes: MeshAxes, params: Any, x: Tensor, segments: Segments) -> Tensor:

@@ -51,6 +51,7 @@ from k31fn.parallel import (
 )
 from k31fn.parallel.tiling import cut
 from k31fn.params import LowRank
+from tests import small
 
 D, T, ROWS, VOCAB = 16, 16, 4, 20
 TOKENS = P(("dp", "fsdp"), ("cp", "tp"))  # of a layer's input and output
@@ -63,28 +64,31 @@ ATTENTION = mla.Config(
 CFG = model.Config(
     vocab_size=VOCAB,
     hidden_size=D,
-    num_layers=2,
-    full_attention_layers=(1,),
-    kda=kda.Config(D, num_heads=4, head_dim=4),
-    full_attention=dsa.Config(ATTENTION, indexer.Config(D, 8, num_heads=2, head_dim=4), topk=4),
-    dense=mlp.Config(D, 24),
-    moe=latent_moe.Config(D, latent_size=8, expert_size=8, shared_size=8, num_experts=8, top_k=2),
+    sublayers=model.Sublayers(
+        kda=kda.Config(D, num_heads=4, head_dim=4),
+        full_attention=dsa.Config(ATTENTION, indexer.Config(D, 8, num_heads=2, head_dim=4), topk=4),
+        dense=mlp.Config(D, 24),
+        moe=latent_moe.Config(
+            D, latent_size=8, expert_size=8, shared_size=8, num_experts=8, top_k=2
+        ),
+    ),
+    layers=small.k3_layers(2, (1,)),
     residual=attn_res.Config(block_size=1, query_std=0.1),
 )
 CONFIGS = {
     "k31": CFG,
-    "k31 deep": dataclasses.replace(
+    "k31 deep": small.replace(
         CFG,
         num_layers=4,
         full_attention_layers=(1, 3),
         residual=dataclasses.replace(CFG.residual, block_size=2),
     ),
-    "k31 mtp": dataclasses.replace(CFG, num_layers=1, full_attention_layers=(), num_mtp_layers=1),
-    "k3": dataclasses.replace(
+    "k31 mtp": small.replace(CFG, num_layers=1, full_attention_layers=(), num_mtp_layers=1),
+    "k3": small.replace(
         CFG,
         full_attention=ATTENTION,
         residual=plain_residual.Config(),
-        moe=dataclasses.replace(CFG.moe, balanced=False),
+        moe=dataclasses.replace(CFG.sublayers["moe"], balanced=False),
     ),
 }
 TOWER = vision.Config(

@@ -66,13 +66,13 @@ def spread_moe(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor) -> Tensor:
 def counted_moe(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """And how many tokens of all ranks chose each expert."""
     out = latent_moe.apply(placed(axes, weights), x, CFG, bias=bias, sh=Sharding.on(axes))
-    return out.y, psum(out.routing.load, axes.atoms)
+    return out.y, psum(out.aux.load, axes.atoms)
 
 
 def remat_moe(axes: MeshAxes, weights: Any, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     def layer(weights: Any, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         out = latent_moe.apply(weights, x, CFG, bias=bias, sh=Sharding.on(axes))
-        return out.y, out.routing.load
+        return out.y, out.aux.load
 
     y, load = remat(layer)(placed(axes, weights), x, bias)
     return y, psum(load, axes.atoms)

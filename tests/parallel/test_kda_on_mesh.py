@@ -223,7 +223,7 @@ def test_second_derivatives_through_the_slices():
 
         return value_and_grad(slope)(x)[1]
 
-    expected = along(lambda x: kda.apply(weights, x, cases.CFG, segments=PACKED))
+    expected = along(lambda x: kda.apply(weights, x, cases.CFG, segments=PACKED).y)
     torch.testing.assert_close(
         along(lambda x: mapped(weights, x, PACKED)), expected, rtol=1e-8, atol=1e-8
     )
@@ -288,7 +288,7 @@ def test_work_per_rank(mesh: Mesh):
 
     def f(axes: MeshAxes, weights: kda.Params[Tensor], x: Tensor) -> Tensor:
         weights = tree.map(lambda w: pvary(w, axes.data), weights)
-        return kda.apply(weights, x, WIDE, sh=Sharding.on(axes))
+        return kda.apply(weights, x, WIDE, sh=Sharding.on(axes)).y
 
     weights = params.init(kda.specs(WIDE), random.key(2), dtype=torch.float64)
     report = assert_sharded_equals_dense(

@@ -31,9 +31,9 @@ LAYERS: dict[str, tuple[Any, Callable[..., Tensor]]] = {
         latent_moe.specs(MOE),
         lambda p, x, sh: latent_moe.apply(p, x, MOE, bias=BIAS, sh=sh).y,
     ),
-    "kda": (kda.specs(KDA), lambda p, x, sh: kda.apply(p, x, KDA, sh=sh)),
-    "mla": (mla.specs(MLA), lambda p, x, sh: mla.apply(p, x, MLA, sh=sh)),
-    "mlp": (mlp.specs(MLP), lambda p, x, sh: mlp.apply(p, x, MLP, sh=sh)),
+    "kda": (kda.specs(KDA), lambda p, x, sh: kda.apply(p, x, KDA, sh=sh).y),
+    "mla": (mla.specs(MLA), lambda p, x, sh: mla.apply(p, x, MLA, sh=sh).y),
+    "mlp": (mlp.specs(MLP), lambda p, x, sh: mlp.apply(p, x, MLP, sh=sh).y),
 }
 
 

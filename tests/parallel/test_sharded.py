@@ -80,7 +80,7 @@ def test_the_mlp_on_other_meshes(mesh: Mesh):
     def f(axes, weights, x):
         return mlp.apply(
             tree.map(lambda w: pvary(w, axes.data), weights), x, cases.MLP, sh=Sharding.on(axes)
-        )
+        ).y
 
     counts = BY_TP | ({"psum": 3} if mesh.fsdp > 1 else {})  # for the gradient of each weight
     if mesh.dp > 1:
@@ -181,15 +181,15 @@ def test_the_dense_path_in_place_of_the_sharded_one_is_found():
     with pytest.raises(
         AssertionError, match=r"a rank issued {}, expected {'all_gather': 2, 'psum_scatter': 2}"
     ):
-        check_two(lambda axes, w, x: mlp.apply(w, x, cases.MLP), weights=P(), tokens=P())
+        check_two(lambda axes, w, x: mlp.apply(w, x, cases.MLP).y, weights=P(), tokens=P())
 
 
 @pytest.mark.parametrize("backend", ON_TWO)
 def test_a_missing_psum_is_found(backend):
     def f(axes, w, x):
         x = pvary(x, axes.tp)
-        h = mlp.apply(w, x, cases.MLP)
-        return h if axes.tp else mlp.apply(w, x, cases.MLP)
+        h = mlp.apply(w, x, cases.MLP).y
+        return h if axes.tp else mlp.apply(w, x, cases.MLP).y
 
     with pytest.raises(ValueError, match=r"does not name 'tp'|varies over an axis"):
         check_mlp(
@@ -202,7 +202,7 @@ def test_a_missing_pvary_is_found(backend):
     """Invisible in the value: only the gradient of x is wrong, and varies."""
 
     def f(axes, w, x):
-        return psum(mlp.apply(w, x, cases.MLP), axes.tp)
+        return psum(mlp.apply(w, x, cases.MLP).y, axes.tp)
 
     with pytest.raises(ValueError, match=r"does not name 'tp'|varies over an axis"):
         check_mlp(
@@ -213,7 +213,7 @@ def test_a_missing_pvary_is_found(backend):
 @pytest.mark.parametrize("backend", ON_TWO)
 def test_a_doubled_psum_and_a_wrong_denominator_are_found(backend):
     def doubled(axes, w, x):
-        y = mlp.apply(w, x, cases.MLP, sh=Sharding.on(axes))
+        y = mlp.apply(w, x, cases.MLP, sh=Sharding.on(axes)).y
         return psum_scatter(all_gather(y, axes.tp, 1), axes.tp, 1)
 
     with pytest.raises(AssertionError, match=f"{backend} against one device"):

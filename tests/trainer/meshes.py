@@ -14,6 +14,7 @@ from k31fn import config, trainer, tree
 from k31fn.checkpoint import Holders
 from k31fn.parallel import Mesh, MeshAxes, all_gather, axes_of_process, each_rank
 from k31fn.parallel.partition import tile
+from tests import small
 from tests.trainer import runs
 
 CPU = torch.device("cpu")
@@ -24,9 +25,9 @@ def recipe(text: Path | str, **changes: Any) -> config.Recipe:
     one.
     """
     base = runs.recipe(text)
-    moe = dataclasses.replace(base.model.moe, num_experts=8)
+    moe = dataclasses.replace(base.model.sublayers["moe"], num_experts=8)
     return dataclasses.replace(
-        base, model=dataclasses.replace(base.model, vocab_size=260, moe=moe), **changes
+        base, model=small.replace(base.model, vocab_size=260, moe=moe), **changes
     )
 
 

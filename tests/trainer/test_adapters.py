@@ -16,6 +16,7 @@ from k31fn.testing import assert_close_trees
 from k31fn.trainer import folder
 from k31fn.trainer.adapter_base import fingerprint
 from k31fn.trainer.init_source import settled_base, with_base
+from tests import small
 from tests.trainer import meshes, runs
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -30,7 +31,7 @@ def recipe(text, **changes):
     moe = latent_moe.Config(
         16, latent_size=32, expert_size=64, shared_size=64, num_experts=4, top_k=2
     )
-    return dataclasses.replace(base, model=dataclasses.replace(base.model, moe=moe), **changes)
+    return dataclasses.replace(base, model=small.replace(base.model, moe=moe), **changes)
 
 
 @pytest.fixture(scope="module")

@@ -168,7 +168,7 @@ class TestWrongCalls:
         names = ("", "kda.", "full-attention.attn.", "full-attention.indexer.", "dense.", "moe.")
         widths = [x for n in names for x in (f"--model.{n}hidden-size", "32")]
         call(config, *widths, status=0, writes=True)
-        assert seen[0].model.moe.hidden_size == 32
+        assert seen[0].model.sublayers["moe"].hidden_size == 32
 
 
 class TestCorpus:

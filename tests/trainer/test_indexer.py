@@ -12,6 +12,7 @@ from k31fn.kernels.indexer import index_topk
 from k31fn.kernels.sparse_attention import sparse_attention
 from k31fn.kernels.tiling import visible_keys
 from k31fn.layers import attn_res, dsa, indexer, kda, latent_moe, mla, mlp
+from tests import small
 from tests.trainer import runs
 
 CPU = torch.device("cpu")
@@ -31,16 +32,17 @@ def make_recipe(**changes):
     cfg = model.Config(
         vocab_size=257,
         hidden_size=D,
-        num_layers=2,
-        full_attention_layers=(1,),
-        kda=kda.Config(D, 2, head_dim=16),
-        full_attention=dsa.Config(
-            attention, indexer.Config(D, 32, num_heads=4, head_dim=16), topk=16
+        sublayers=model.Sublayers(
+            kda=kda.Config(D, 2, head_dim=16),
+            full_attention=dsa.Config(
+                attention, indexer.Config(D, 32, num_heads=4, head_dim=16), topk=16
+            ),
+            dense=mlp.Config(D, 96),
+            moe=latent_moe.Config(
+                D, latent_size=32, expert_size=32, shared_size=64, num_experts=4, top_k=1
+            ),
         ),
-        dense=mlp.Config(D, 96),
-        moe=latent_moe.Config(
-            D, latent_size=32, expert_size=32, shared_size=64, num_experts=4, top_k=1
-        ),
+        layers=small.k3_layers(2, (1,)),
         residual=attn_res.Config(block_size=2),
     )
     return config.Recipe(
@@ -102,9 +104,9 @@ def test_the_indexer_learns_what_attention_looks_at(monkeypatch):
     recipe = make_recipe()
     corpus = trainer.load_corpus(recipe)
     trunk, _ = train(recipe, corpus, trainer.init_state(recipe, CPU), 120)
-    full = dataclasses.replace(recipe.model.full_attention, stage="dense_warmup")
+    full = dataclasses.replace(recipe.model.sublayers["full_attention"], stage="dense_warmup")
     warm = dataclasses.replace(
-        recipe, model=dataclasses.replace(recipe.model, full_attention=full), trainable="indexer"
+        recipe, model=small.replace(recipe.model, full_attention=full), trainable="indexer"
     )
     fresh = trainer.init_state(warm, CPU)
     pairs = zip(tree.flatten_with_paths(fresh.params), tree.leaves(trunk.params), strict=True)

@@ -12,6 +12,7 @@ from k31fn.parallel import Mesh, each_rank
 from k31fn.trainer import folder
 from k31fn.trainer.init_source import check_start, find_source, start_from
 from k31fn.trainer.ranks.agreement import Ranks
+from tests import small
 from tests.trainer import meshes, runs
 
 CPU = torch.device("cpu")
@@ -95,10 +96,8 @@ def test_on_a_mesh_each_rank_has_its_part(recipe, source, mesh):
 @pytest.mark.slow
 def test_gated_mla_becomes_gated_dsa(recipe, tmp_path):
     """The trunk is the source's, the indexers are drawn."""
-    full = recipe.model.full_attention
-    mla = dataclasses.replace(
-        recipe, model=dataclasses.replace(recipe.model, full_attention=full.attn)
-    )
+    full = recipe.model.sublayers["full_attention"]
+    mla = dataclasses.replace(recipe, model=small.replace(recipe.model, full_attention=full.attn))
     run = save_run(tmp_path, mla, steps=(2,))
     state, drawn = begin(run, recipe), trainer.init_state(recipe, CPU)
     there = dict(tree.flatten_with_paths(trainer.init_state(mla, CPU).params))
@@ -110,15 +109,15 @@ def test_gated_mla_becomes_gated_dsa(recipe, tmp_path):
 
 
 def test_what_is_refused(recipe, source, tmp_path):
-    moe = dataclasses.replace(recipe.model.moe, expert_size=8)
+    moe = dataclasses.replace(recipe.model.sublayers["moe"], expert_size=8)
     with pytest.raises(
         ValueError, match=r"is of another model: params.layers.1.ffn.experts.\w+ has shape"
     ):
-        begin(source, dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, moe=moe)))
+        begin(source, dataclasses.replace(recipe, model=small.replace(recipe.model, moe=moe)))
     with pytest.raises(ValueError, match=r"balance.bias has shape \[1, 8\], here \[2, 8\]"):
         begin(
             source,
-            dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, num_layers=3)),
+            dataclasses.replace(recipe, model=small.replace(recipe.model, num_layers=3)),
         )
     with pytest.raises(ValueError, match=r"complete checkpoints of .*: \[3, 5\]"):
         find_source(source / "checkpoints" / "4")
@@ -139,7 +138,7 @@ def test_what_a_run_starts_from_is_checked_before_it_has_a_folder(recipe, source
     of_adapters = folder.new(tmp_path, dataclasses.replace(recipe, lora=adapted))
     with Checkpointer(of_adapters / "checkpoints") as checkpoints:
         checkpoints.save(1, {"x": torch.zeros(1)})
-    other = dataclasses.replace(recipe.model, num_layers=3)
+    other = small.replace(recipe.model, num_layers=3)
     for changes, wrong in (
         ({"init": str(tmp_path / "none")}, r"init='.*none': .* is neither a run folder"),
         ({"init": str(of_adapters)}, "init='.*' is a run of adapters, .* merge it first"),

@@ -9,6 +9,7 @@ from k31fn import config, trainer, tree
 from k31fn.kernels.registry import record_impls
 from k31fn.layers import kda, mlp
 from k31fn.parallel import Mesh
+from tests import small
 from tests.trainer import meshes
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.slow]
@@ -21,7 +22,7 @@ LOSS = trainer.Metrics._fields.index("loss")
 def recipe(text):
     """With a KDA layer and an MLP of sizes that FP8 takes."""
     made = meshes.recipe(text, compute="bfloat16", optimizer=ADAMW, length=32, remat="layer")
-    cfg = dataclasses.replace(
+    cfg = small.replace(
         made.model, kda=kda.Config(16, num_heads=2, head_dim=16), dense=mlp.Config(16, 48)
     )
     return dataclasses.replace(made, model=cfg)

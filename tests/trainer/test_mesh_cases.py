@@ -14,6 +14,7 @@ from k31fn.parallel.collectives import own_index
 from k31fn.testing import assert_close_trees
 from k31fn.trainer import gradient, step
 from k31fn.trainer.layout import lay_out
+from tests import small
 from tests.trainer import meshes
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -98,7 +99,7 @@ def test_case_d13_losses_1_1_1_and_5(recipe, monkeypatch, mesh, micro_batches):
         each = torch.where(batch.tokens == 5, 5.0, 1.0).to(torch.float64)
         head = fsdp.gather(params.head, placements.head)  # its first element is the factor
         lm = torch.where(batch.labels >= 0, each, 0).sum() * head[0, 0]
-        none = torch.zeros(1, cfg.moe.num_experts, dtype=torch.int64)
+        none = torch.zeros(1, cfg.sublayers["moe"].num_experts, dtype=torch.int64)
         kl = lm.new_zeros(1)
         parts = model.Losses(lm, lm * 0, kl, none, none[..., None].repeat(1, 1, 1000))
         return losses.mean(lm, batch.num_labels), parts
@@ -162,7 +163,7 @@ def test_cases_d14_and_d19_the_same_samples_however_they_are_cut(recipe, mesh, c
 
 @pytest.mark.slow
 def test_interleaved_stages(recipe):
-    cfg = dataclasses.replace(recipe.model, num_layers=4, full_attention_layers=(1, 3))
+    cfg = small.replace(recipe.model, num_layers=4, full_attention_layers=(1, 3))
     deep = dataclasses.replace(recipe, model=cfg, batch_size=8, micro_batches=4)
     expected, state = meshes.on_one_device(deep, 2)
     made = dataclasses.replace(
@@ -210,7 +211,7 @@ def test_case_d25_a_stage_without_moe_layers(recipe):
 
 def test_a_model_without_experts(recipe):
     """No row of the balance state anywhere."""
-    cfg = dataclasses.replace(recipe.model, num_dense_layers=2)
+    cfg = small.replace(recipe.model, num_dense_layers=2)
     dense = dataclasses.replace(recipe, model=cfg)
     expected, _ = meshes.on_one_device(dense, 1)
     metrics, _, _ = meshes.on_threads(dataclasses.replace(dense, mesh=Mesh(pp=2)), 1)
@@ -218,10 +219,8 @@ def test_a_model_without_experts(recipe):
 
 
 def test_a_layer_that_is_not_balanced_keeps_its_bias(recipe):
-    moe = dataclasses.replace(recipe.model.moe, balanced=False)
-    made = dataclasses.replace(
-        recipe, mesh=Mesh(pp=2), model=dataclasses.replace(recipe.model, moe=moe)
-    )
+    moe = dataclasses.replace(recipe.model.sublayers["moe"], balanced=False)
+    made = dataclasses.replace(recipe, mesh=Mesh(pp=2), model=small.replace(recipe.model, moe=moe))
     _, states, _ = meshes.on_threads(made, 1)
     assert all(not state.balance.bias.any() for state in states)
 
@@ -282,9 +281,9 @@ def test_the_heldout_loss(recipe, mesh):
     "mesh", [Mesh(fsdp=2), pytest.param(Mesh(pp=2), marks=pytest.mark.slow)], ids=str
 )
 def test_only_the_indexer(recipe, mesh):
-    full = dataclasses.replace(recipe.model.full_attention, stage="dense_warmup")
+    full = dataclasses.replace(recipe.model.sublayers["full_attention"], stage="dense_warmup")
     base = dataclasses.replace(
-        recipe, model=dataclasses.replace(recipe.model, full_attention=full), trainable="indexer"
+        recipe, model=small.replace(recipe.model, full_attention=full), trainable="indexer"
     )
     expected, state = meshes.on_one_device(base, 2)
     metrics, _, whole = meshes.on_threads(dataclasses.replace(base, mesh=mesh), 2)

@@ -11,6 +11,7 @@ from k31fn.model.flops import flops_per_token
 from k31fn.parallel import Mesh
 from k31fn.trainer import gradient, part_metrics
 from k31fn.trainer.layout import lay_out
+from tests import small
 from tests.trainer import meshes, runs
 
 CPU = torch.device("cpu")
@@ -98,8 +99,9 @@ def test_what_is_not_trained_costs_less(text):
     )
     assert nothing < index < adapters < everything
     assert everything == pytest.approx(3 * nothing)
-    warm = dataclasses.replace(
-        cfg, full_attention=dataclasses.replace(cfg.full_attention, stage="dense_warmup")
+    warm = small.replace(
+        cfg,
+        full_attention=dataclasses.replace(cfg.sublayers["full_attention"], stage="dense_warmup"),
     )
     heads = 2 * 2 * (4 + 2 + 4)  # of 2 heads, per key
     keys = 12.5 - (1 + 2 + 3 + 21 * 4) / 24  # of 24 visible ones, 4 at most are attended to

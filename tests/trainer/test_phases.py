@@ -49,7 +49,7 @@ def test_what_holds_at_a_step(recipe):
     ]
     assert recipe.at(5) == recipe
     warm = in_phases(recipe, INDEXER).at(1)
-    assert (warm.trainable, warm.model.full_attention.stage, warm.phases) == (
+    assert (warm.trainable, warm.model.sublayers["full_attention"].stage, warm.phases) == (
         "indexer",
         "dense_warmup",
         (),

@@ -11,6 +11,7 @@ from k31fn.parallel import Mesh
 from k31fn.testing import assert_close_trees
 from k31fn.trainer.layout import lay_out
 from k31fn.trainer.qk_clip import clip_logits
+from tests import small
 from tests.trainer import meshes
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -50,11 +51,13 @@ def test_a_head_is_scaled_by_what_it_exceeds(recipe):
     """The logits of each head by its own factor, and those of heads below the bound not at all, bit
     for bit.
     """
-    cfg = dataclasses.replace(recipe.model.full_attention.attn, report_logits=True)
+    cfg = dataclasses.replace(recipe.model.sublayers["full_attention"].attn, report_logits=True)
     state = trainer.init_state(recipe, CPU)
     x = torch.randn(2, 10, cfg.hidden_size, dtype=torch.float64)
     before = by_hand(attention(state), x, cfg)
-    torch.testing.assert_close(mla.attend(attention(state), x, cfg)[1], before, rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        mla.apply(attention(state), x, cfg).aux.logits, before, rtol=1e-10, atol=0
+    )
     tau = float(before.median())  # some above, some below
     of_tau = dataclasses.replace(
         recipe, optimizer=dataclasses.replace(recipe.optimizer, qk_clip=tau)
@@ -140,10 +143,8 @@ def test_a_run_stays_below_the_bound(recipe):
 
 def test_what_is_frozen_is_not_scaled(recipe):
     """While only the indexer learns."""
-    full = dataclasses.replace(recipe.model.full_attention, stage="dense_warmup")
-    frozen = dataclasses.replace(
-        recipe, model=dataclasses.replace(recipe.model, full_attention=full)
-    )
+    full = dataclasses.replace(recipe.model.sublayers["full_attention"], stage="dense_warmup")
+    frozen = dataclasses.replace(recipe, model=small.replace(recipe.model, full_attention=full))
     frozen = dataclasses.replace(frozen, trainable="indexer")
     before = tree.map(torch.clone, attention(trainer.init_state(frozen, CPU)))
     metrics, state = meshes.on_one_device(frozen, 1)
@@ -158,11 +159,11 @@ def test_all_visible_keys_count_where_the_attention_is_dense(recipe):
     """In the warm-up of the indexer with the trunk trained as well: the logits of a layer of
     MLA.
     """
-    cfg = recipe.model.full_attention
+    cfg = recipe.model.sublayers["full_attention"]
     dense = dataclasses.replace(
         cfg, attn=dataclasses.replace(cfg.attn, report_logits=True), stage="dense_warmup"
     )
     params = trainer.init_state(recipe, CPU).params.layers[1].attn
     x = torch.randn(2, 12, cfg.hidden_size, dtype=torch.float64)
-    got = dsa.apply(params, x, dense).logits
+    got = dsa.apply(params, x, dense).aux.logits
     torch.testing.assert_close(got, by_hand(params.attn, x, cfg.attn), rtol=1e-10, atol=0)

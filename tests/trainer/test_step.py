@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # tested with torch 
 
 from k31fn import config, data, model, optim, segments, trainer, tree
 from k31fn.testing import live_bytes
+from tests import small
 from tests.trainer import runs
 
 CPU = torch.device("cpu")
@@ -345,9 +346,9 @@ class TestIndexerOnly:
     @pytest.fixture
     def recipe(self, text):
         base = runs.recipe(text)
-        full = dataclasses.replace(base.model.full_attention, stage="dense_warmup")
+        full = dataclasses.replace(base.model.sublayers["full_attention"], stage="dense_warmup")
         return dataclasses.replace(
-            base, model=dataclasses.replace(base.model, full_attention=full), trainable="indexer"
+            base, model=small.replace(base.model, full_attention=full), trainable="indexer"
         )
 
     @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -381,9 +382,10 @@ class TestIndexerOnly:
 
     def test_without_indexer_it_is_refused(self, text):
         base = runs.recipe(text)
-        mla = dataclasses.replace(base.model, full_attention=base.model.full_attention.attn)
+        mla = small.replace(base.model, full_attention=base.model.sublayers["full_attention"].attn)
         with pytest.raises(
-            ValueError, match=r"trainable='indexer': model\.full_attention has no indexer"
+            ValueError,
+            match=r"trainable='indexer': model\.kda and model\.full_attention have no indexer",
         ):
             dataclasses.replace(base, model=mla, trainable="indexer")
 

@@ -171,13 +171,13 @@ def _at_once(recipe: Recipe, stage_rank: int) -> Volume:
     """
     _, layout, state = abstract_rank(recipe, stage_rank)
     grads, _ = split(state.params, layout.specs)
-    shape = len(layout.moe_layers), recipe.model.moe.num_experts, NUM_BINS
+    shape = len(layout.moe_layers), model.experts(recipe.model).num_experts, NUM_BINS
     histogram = torch.empty(shape, dtype=torch.int64, device=META)
     with record_collectives() as record:
         summed = fsdp.sum_gradients(grads, layout.placements)
         layout.optimizer.update(summed, state.opt_state, state.params, lr=1e-3)
         if recipe.trains_trunk:
-            next_biases(state.balance, histogram, layout, recipe.model.moe.top_k)
+            next_biases(state.balance, histogram, layout, model.experts(recipe.model).top_k)
     return _volume(record)
 
 

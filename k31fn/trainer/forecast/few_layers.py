@@ -8,34 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from k31fn import model
 from k31fn.config import Recipe
-from k31fn.layers import kda, latent_moe
+from k31fn.layers import kinds
 
 __all__ = ["LayerKind", "layer_kinds", "with_layers"]
 
-LayerKind = tuple[Any, Any]
-"""Configs of a layer's attention and of its feed-forward."""
+LayerKind = tuple[str, str]
+"""Names of a layer's token mixer and of its channel mixer, as in the model's ``layers``."""
 
 
 def layer_kinds(cfg: model.Config) -> list[LayerKind]:
     """What each layer is."""
-    return [(layer.attention, layer.ffn) for layer in model.layer_configs(cfg)]
+    return list(cfg.layers)
 
 
-def with_layers(recipe: Recipe, kinds: Sequence[LayerKind]) -> Recipe:
-    """The recipe with a model of layers of these kinds; dense ones come first."""
-    dense = [k for k in kinds if not isinstance(k[1], latent_moe.Config)]
-    layers = dense + [k for k in kinds if isinstance(k[1], latent_moe.Config)]
-    full = tuple(
-        i for i, (attention, _) in enumerate(layers) if not isinstance(attention, kda.Config)
-    )
-    cfg = dataclasses.replace(
-        recipe.model,
-        num_layers=len(layers),
-        full_attention_layers=full,
-        num_dense_layers=len(dense),
-    )
+def with_layers(recipe: Recipe, layers: Sequence[LayerKind]) -> Recipe:
+    """The recipe with a model of layers of these kinds; those without experts come first."""
+
+    def has_experts(layer: LayerKind) -> bool:
+        config = recipe.model.sublayers[layer[1]]
+        return kinds.channel_mixer_of(config).experts is not None
+
+    cfg = dataclasses.replace(recipe.model, layers=tuple(sorted(layers, key=has_experts)))
     return dataclasses.replace(recipe, model=cfg)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from k31fn import model, tree
 from k31fn.config import Recipe
 from k31fn.kernels.shapes import shapes_only
-from k31fn.layers import attn_res
+from k31fn.layers import kinds
 from k31fn.parallel.collectives import axis_size
 from k31fn.testing import live_bytes
 from k31fn.trainer.forecast.abstract_rank import abstract_rank, run_gradient, run_loss
@@ -88,14 +88,14 @@ def _peak(recipe: Recipe) -> int:
     While the last layers run backward all is there that others keep; while the first do, the
     others' gradients are.
     """
-    kinds, known = layer_kinds(recipe.model), ShapeCache()
-    each = list(dict.fromkeys(kinds))
+    layers, known = layer_kinds(recipe.model), ShapeCache()
+    each = list(dict.fromkeys(layers))
     orders = [sorted(each, key=lambda kind, last=last: kind == last) for last in each]
     largest = max(
         _peak_of(r, known) for r in dict.fromkeys(with_layers(recipe, order) for order in orders)
     )
     kept = _kept(with_layers(recipe, each), known)
-    more = {kind: kinds.count(kind) - 1 for kind in each}
+    more = {kind: layers.count(kind) - 1 for kind in each}
     by_kind = {
         kind: _kept(with_layers(recipe, [*each, kind]), known) - kept
         for kind, n in more.items()
@@ -103,7 +103,7 @@ def _peak(recipe: Recipe) -> int:
     }
     gradients = _gradients(recipe) - _gradients(with_layers(recipe, each))
     largest += max(gradients, sum(more[kind] * size for kind, size in by_kind.items()))
-    return largest + _snapshots(recipe, len(kinds)) - _snapshots(recipe, len(each))
+    return largest + _snapshots(recipe, len(layers)) - _snapshots(recipe, len(each))
 
 
 def _gradients(recipe: Recipe) -> int:
@@ -130,9 +130,10 @@ def _kept(recipe: Recipe, known: ShapeCache) -> int:
 def _snapshots(recipe: Recipe, num_layers: int) -> int:
     """Blocks of the residual state after the first, and their gradients."""
     residual, mesh = recipe.model.residual, recipe.mesh
-    if not isinstance(residual, attn_res.Config):
+    opens_block = kinds.residual_of(residual).opens_block
+    blocks = sum(opens_block(residual, layer) for layer in range(num_layers))
+    if not blocks:
         return 0
-    blocks = -(-num_layers // residual.block_size)
     rows = recipe.batch_size // (mesh.dp * mesh.fsdp * recipe.micro_batches)
     tokens = recipe.length // (mesh.cp * mesh.tp)
     return (

@@ -35,11 +35,12 @@ from k31fn.parallel.collectives import own_index
 from k31fn.parallel.pipeline import check_stages, run, schedule, stage_ranges
 from k31fn.parallel.tiling import assemble, cut
 from k31fn.testing import Ranks
+from tests import small
 from tests.parallel import cases_model
 
 ROWS, TOKENS = 8, 16
 # KDA and dense, DSA and MoE, KDA and MoE, DSA and MoE; blocks of two layers
-CFG = dataclasses.replace(
+CFG = small.replace(
     cases_model.CFG,
     num_layers=4,
     full_attention_layers=(1, 3),
@@ -51,7 +52,7 @@ CONFIGS = {
     "mhc": dataclasses.replace(
         CFG, residual=mhc.Config(num_streams=2, iterations=3, init_std=0.5, init_scale=0.5)
     ),
-    "dense half": dataclasses.replace(
+    "dense half": small.replace(
         CFG, num_dense_layers=2
     ),  # of two stages the first has no MoE layer
 }

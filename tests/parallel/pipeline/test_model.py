@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from k31fn.layers import mhc
 from k31fn.model import stages
 from k31fn.parallel.pipeline import engine, stage_ranges
 from k31fn.testing import Ranks, assert_close_trees
+from tests import small
 from tests.parallel import cases_model
 from tests.parallel.pipeline import model_cases as cases
 from tests.parallel.pipeline.model_cases import Setup
@@ -200,7 +200,7 @@ def test_residual_sets_and_work():
 def test_a_rank_without_moe_layer():
     """Its state has no row; the last layer's biases update as those of the model."""
     setup = Setup(name="dense half")
-    cfg, top_k = cases.CONFIGS[setup.name], cases.CFG.moe.top_k
+    cfg, top_k = cases.CONFIGS[setup.name], cases.CFG.sublayers["moe"].top_k
     whole = balance.update(
         cases_model.biases(cfg), cases.dense(setup.name)[2].histogram, top_k=top_k
     )
@@ -208,7 +208,7 @@ def test_a_rank_without_moe_layer():
     for result, own in zip(check_on_threads(setup), ((), (2, 3)), strict=True):
         state = cases.rows_of(cases_model.biases(cfg), own)
         rows.append(balance.update(state, result.sums[0].histogram, top_k=top_k).bias)
-    assert rows[0].shape == (0, cfg.moe.num_experts)
+    assert rows[0].shape == (0, cfg.sublayers["moe"].num_experts)
     assert torch.equal(torch.cat(rows), whole.bias)
 
 
@@ -310,6 +310,6 @@ def test_what_is_no_pipeline_is_refused():
         stages.stages(cases.CFG, [range(3)])
     with pytest.raises(
         ValueError,
-        match=r"num_mtp_layers=1 with 2 pipeline stages.*set num_mtp_layers=0 or mesh.pp=1",
+        match=r"mtp=.* with 2 pipeline stages.*set mtp=\(\) or mesh.pp=1",
     ):
-        stages.stages(dataclasses.replace(cases.CFG, num_mtp_layers=1), stage_ranges(4, 2))
+        stages.stages(small.replace(cases.CFG, num_mtp_layers=1), stage_ranges(4, 2))

@@ -13,6 +13,7 @@ from k31fn.trainer.forecast import collective_volume
 from k31fn.trainer.forecast.abstract_rank import run_step
 from k31fn.trainer.forecast.collective_volume import volumes
 from k31fn.trainer.forecast.rank_weights import rank_weights
+from tests import small
 from tests.trainer import meshes
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -85,7 +86,7 @@ def test_a_real_rank_sends_what_is_said(recipe, mesh, pipeline):
 @pytest.mark.slow
 def test_layers_and_micro_batches_add_up(recipe, mesh, changes):
     """What is put together from small models equals one run of the whole."""
-    cfg = dataclasses.replace(recipe.model, num_layers=4, full_attention_layers=(1, 3))
+    cfg = small.replace(recipe.model, num_layers=4, full_attention_layers=(1, 3))
     made = dataclasses.replace(recipe, model=cfg, mesh=mesh, **changes)
     for rank, said in enumerate(volumes(made)):
         calls, nbytes = calls_and_bytes(run_step(made, rank))
@@ -118,10 +119,10 @@ def test_what_a_rank_holds(recipe, mesh, kind):
 
 
 def test_frozen_weights_have_no_gradient(recipe):
-    full = dataclasses.replace(recipe.model.full_attention, stage="dense_warmup")
+    full = dataclasses.replace(recipe.model.sublayers["full_attention"], stage="dense_warmup")
     made = dataclasses.replace(
         recipe,
-        model=dataclasses.replace(recipe.model, full_attention=full),
+        model=small.replace(recipe.model, full_attention=full),
         trainable="indexer",
         mesh=Mesh(fsdp=2),
     )

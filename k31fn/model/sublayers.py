@@ -1,0 +1,47 @@
+"""The named sublayers of a model, from which its layers choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from k31fn.layers import kinds
+
+__all__ = ["Sublayers"]
+
+
+class Sublayers(Mapping[str, Any]):
+    """Configs of sublayers by name, each of a registered kind; immutable and hashable.
+
+        Sublayers(kda=kda.Config(...), local=sliding_window.Config(...), mlp=mlp.Config(...))
+
+    Two names may have the same kind, with other sizes.
+
+    Raises:
+        ValueError: a config of no registered kind, or of a residual scheme; names it.
+    """
+
+    __slots__ = ("_configs",)
+
+    def __init__(self, **configs: Any) -> None:
+        for name, config in configs.items():
+            try:
+                kinds.sublayer_of(config)
+            except ValueError as error:
+                raise ValueError(f"model.Config.sublayers[{name!r}]: {error}") from error
+        self._configs = configs
+
+    def __getitem__(self, name: str) -> Any:
+        return self._configs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._configs)
+
+    def __len__(self) -> int:
+        return len(self._configs)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._configs.items()))
+
+    def __repr__(self) -> str:
+        return f"Sublayers({', '.join(f'{n}={c!r}' for n, c in self._configs.items())})"
