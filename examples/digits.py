@@ -26,10 +26,7 @@ import numpy as np
 import torch
 
 from k31fn import data, random, sample
-from k31fn.data.image_packing import Row, Shape, collate
-from k31fn.data.media import PLACEHOLDER
-from k31fn.data.prepare import Config, prepare
-from k31fn.data.store import StoredDocument
+from k31fn.data import image_packing, media, prepare, store
 from k31fn.layers.patches import cell_order
 from k31fn.trainer import folder
 
@@ -78,7 +75,7 @@ def documents(split: str, count: int, seed: int = 0) -> Iterator[dict[str, objec
                 .reshape(h * SIDE, w * SIDE)
             )
             images.append(_url(Image.fromarray(mosaic)))
-            text += PLACEHOLDER + "".join(str(names[own[i]]) for i in chosen) + "\n"
+            text += media.PLACEHOLDER + "".join(str(names[own[i]]) for i in chosen) + "\n"
         yield {"text": text, "images": images}
 
 
@@ -96,8 +93,9 @@ def write(root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         source = root / f"{split}.jsonl"
         source.write_text("".join(json.dumps(record) + "\n" for record in documents(split, count)))
-        result = prepare(
-            Config(str(source), "bytes+media", images="images", heldout_fraction=0.0), root / split
+        result = prepare.prepare(
+            prepare.Config(str(source), "bytes+media", images="images", heldout_fraction=0.0),
+            root / split,
         )
         print(f"{split}: " + ", ".join(f"{n:,} {what}" for what, n in result.counts.items()))
 
@@ -108,7 +106,7 @@ class Caption(NamedTuple):
 
     truth: str
     said: str
-    row: Row
+    row: image_packing.Row
 
 
 def captions(run: Path, *, shuffle: bool = False, where: str = "cpu") -> list[Caption]:
@@ -120,18 +118,18 @@ def captions(run: Path, *, shuffle: bool = False, where: str = "cpu") -> list[Ca
     recipe, weights, state = sample.load(run, where=torch.device(where))
     assert isinstance(recipe.data, data.Prepared)
     tokenizer, rng = data.open_tokenizer(recipe.data.tokenizer), np.random.default_rng(0)
-    groups: dict[int, list[tuple[str, Row]]] = defaultdict(list)
+    groups: dict[int, list[tuple[str, image_packing.Row]]] = defaultdict(list)
     (name,) = recipe.data.heldout
-    store = data.open_store(name)
-    for number in range(store.num_documents):
-        for truth, row in _prompts(store.read(number), tokenizer):
+    heldout = data.open_store(name)
+    for number in range(heldout.num_documents):
+        for truth, row in _prompts(heldout.read(number), tokenizer):
             mixed = [p[rng.permutation(len(p))] for p in row.patches] if shuffle else row.patches
             groups[len(row.pieces[0])].append((truth, row._replace(patches=mixed)))
     found = []
     for length, group in sorted(groups.items()):  # rows of one length decode together
         rows = [row for _, row in group]
-        shape = Shape(length, max(sum(map(len, row.patches)) for row in rows))
-        batch = collate(rows, shape, store)
+        shape = image_packing.Shape(length, max(sum(map(len, row.patches)) for row in rows))
+        batch = image_packing.collate(rows, shape, heldout)
         said = sample.generate(
             weights,
             recipe.model,
@@ -151,13 +149,15 @@ def captions(run: Path, *, shuffle: bool = False, where: str = "cpu") -> list[Ca
     return found
 
 
-def _prompts(document: StoredDocument, tokenizer: data.Tokenizer) -> Iterator[tuple[str, Row]]:
+def _prompts(
+    document: store.StoredDocument, tokenizer: data.Tokenizer
+) -> Iterator[tuple[str, image_packing.Row]]:
     for i, (_, stop) in enumerate(document.spans.tolist()):
         truth = _first_line(tokenizer.decode(document.tokens[stop:]))
         tokens, seen = document.tokens[:stop], slice(i + 1)
         yield (
             truth,
-            Row(
+            image_packing.Row(
                 [tokens],
                 [np.ones(stop, bool)],
                 list(document.grids[seen]),
@@ -195,7 +195,7 @@ def draw(found: list[Caption], out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
-def picture(row: Row) -> np.ndarray:
+def picture(row: image_packing.Row) -> np.ndarray:
     """The last mosaic of a row, put together again from its patches."""
     (_, h, w), patches = row.grids[-1], row.patches[-1]
     side = int((patches.shape[1] // 3) ** 0.5)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from k31fn import data
-from k31fn.data.prepare import Config, prepare
+from k31fn.data import prepare
 
 __all__ = ["conversations", "main", "write"]
 
@@ -83,8 +83,9 @@ def write(root: Path) -> None:
     source.write_text(
         "".join(json.dumps(record) + "\n" for record in conversations()), encoding="utf-8"
     )
-    result = prepare(
-        Config(str(source), "bytes+chat", chat="messages", max_length=LENGTH), root / "prepared"
+    result = prepare.prepare(
+        prepare.Config(str(source), "bytes+chat", chat="messages", max_length=LENGTH),
+        root / "prepared",
     )
     print(
         ", ".join(f"{n:,} {what}" for what, n in result.counts.items()),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from k31fn import tree
-from k31fn.kernels.histogram import bin_range
+from k31fn.kernels.histogram.reference import bin_range
 from k31fn.typing import Float, Int, Tensor
 
 __all__ = ["State", "bias_of", "init", "quantile", "update"]

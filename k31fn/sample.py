@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from k31fn import balance, data, device, model, random, trainer, tree
-from k31fn.checkpoint import Checkpointer, CheckpointError
-from k31fn.config import Recipe
+from k31fn.checkpoint.checkpointer import Checkpointer
+from k31fn.checkpoint.errors import CheckpointError
+from k31fn.config.recipe import Recipe
 from k31fn.data import chat, images, media
 from k31fn.data.store import INDEX
 from k31fn.layers import projector

@@ -6,6 +6,10 @@ written (:mod:`tools.density`) beside the aims; a missed aim is a finding too.
 Read from the syntax tree, so comments and docstrings may name what code may not use (except TODO
 and FIXME). A function's length is that of its body without its docstring: explaining costs nothing,
 and neither does an argument on a line of its own.
+
+A package has two faces. Users import from its door, ``k31fn.<package>``, and find there what is
+meant for them; code in ``k31fn`` imports a name from the module that defines it, where a reader
+finds it. Of :data:`USER_CODE` only the door is checked, whatever folders are given.
 """
 
 from __future__ import annotations
@@ -13,13 +17,13 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from tools import density
 
-__all__ = ["Finding", "check", "main"]
+__all__ = ["Doors", "Finding", "check", "check_user_code", "doors_of", "main"]
 
 
 class Finding(NamedTuple):
@@ -50,9 +54,17 @@ _ISLAND = (
 )
 
 
-def check(path: str, source: str) -> list[Finding]:
+USER_CODE = ("examples", "configs", "train.py")
+
+Doors = Mapping[str, Mapping[str, str]]
+"""By package: the names that its ``__init__`` takes from a module inside, and that module."""
+
+_NO_DOORS: Doors = {}
+
+
+def check(path: str, source: str, doors: Doors = _NO_DOORS) -> list[Finding]:
     """What breaks the rules in the file at ``path`` (posix, from the repository root) that holds
-    ``source``.
+    ``source``, ``doors`` being those of the code under ``k31fn``.
     """
     tree = ast.parse(source, path)
     found = [*_text(source), *_lengths(path, source, tree), *_names(tree), *_code(tree)]
@@ -62,10 +74,58 @@ def check(path: str, source: str) -> list[Finding]:
         found += _uses(
             tree, {"torch.utils.tensorboard": "only k31fn/trackers.py writes TensorBoard events"}
         )
+    found += _through_doors(tree, doors)
     return sorted(Finding(path, *f) for f in set(found))
 
 
+def check_user_code(path: str, source: str) -> list[Finding]:
+    """Imports of user code that go past a door: those modules may change without notice."""
+    findings: set[Finding] = set()  # a statement of several names is one
+    for line, module, _ in _imports(ast.parse(source, path)):
+        if module.split(".")[0] == "k31fn" and not _DOOR.fullmatch(module):
+            fix = "import from k31fn, k31fn.<package> or k31fn.layers.<layer>"
+            findings.add(Finding(path, line, f"{module} lies behind a door", fix))
+    return sorted(findings)
+
+
+def doors_of(sources: Mapping[str, str]) -> Doors:
+    """The doors among these files: source by path."""
+    doors: dict[str, dict[str, str]] = {}
+    for path, source in sources.items():
+        parts = Path(path).parts
+        if parts[-1] != "__init__.py":
+            continue
+        package = ".".join(parts[:-1])
+        doors[package] = {}
+        for _, module, alias in _imports(ast.parse(source, path)):
+            if module.startswith(package + "."):
+                # Under the name by which others see it: an op takes its reference as another.
+                doors[package][alias.asname or alias.name] = module
+    return doors
+
+
+_DOOR = re.compile(r"k31fn(\.\w+|\.layers\.\w+)?")
+
+
 _Found = tuple[int, str, str]
+
+
+def _through_doors(tree: ast.Module, doors: Doors) -> Iterator[_Found]:
+    for line, package, alias in _imports(tree):
+        module = doors.get(package, {}).get(alias.name)
+        if module is not None:
+            yield line, f"{package} only hands {alias.name} on", f"import it from {module}"
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str, ast.alias]]:
+    """Line and module of each import, and what is taken of it: of ``import a.b`` that is a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, alias
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                yield node.lineno, node.module, alias
 
 
 def _text(source: str) -> Iterator[_Found]:
@@ -202,6 +262,13 @@ def _missed_aims(counts: dict[str, density.Counts]) -> list[Finding]:
     return findings
 
 
+def _user_code() -> list[Path]:
+    files: list[Path] = []
+    for root in map(Path, USER_CODE):
+        files += [root] if root.is_file() else sorted(root.rglob("*.py"))
+    return files
+
+
 def main(arguments: list[str]) -> int:
     """Checks every Python file under the given folders and prints what was found.
 
@@ -221,14 +288,18 @@ def main(arguments: list[str]) -> int:
         return 1
     findings: list[Finding] = []
     counts: dict[str, density.Counts] = {}
+    sources = {path.as_posix(): path.read_text(encoding="utf-8") for path in files}
+    doors = doors_of(sources)
     for path in files:
-        source = path.read_text(encoding="utf-8")
-        findings += check(path.as_posix(), source)
+        source = sources[path.as_posix()]
+        findings += check(path.as_posix(), source, doors)
         if plain:
             rules = density.plain_lines(ast.parse(source))
             findings += [Finding(path.as_posix(), *rule) for rule in rules]
         for package in (_package(path), "whole"):
             counts[package] = counts.get(package, density.Counts()).plus(density.count(source))
+    for path in _user_code():
+        findings += check_user_code(path.as_posix(), path.read_text(encoding="utf-8"))
     counts["whole"] = counts.pop("whole")  # the last row
     if plain:
         findings += _missed_aims(counts)

@@ -14,18 +14,11 @@ All of it is written in :mod:`k31fn.hf_format`, which training reads from too; i
 names, one row per kind of weight.
 """
 
-from k31fn.hf_format import (
-    Part,
-    Reader,
-    Verification,
-    config_from_hf,
-    export,
-    load,
-    open_checkpoint,
-    part_of,
-    to_names,
-    verify,
-)
+from k31fn.hf_format.checkpoint import export, load, to_names
+from k31fn.hf_format.config import config_from_hf
+from k31fn.hf_format.rank_part import Part, part_of
+from k31fn.hf_format.reader import Reader, open_checkpoint
+from k31fn.hf_format.verification import Verification, verify
 
 __all__ = [
     "Part",

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from k31fn import hf, lora, model, params, sample, trainer
-from k31fn.checkpoint import Checkpointer
-from k31fn.config import load_recipe
-from k31fn.hf_format import check_new
+from k31fn.checkpoint.checkpointer import Checkpointer
+from k31fn.config.files import load_recipe
+from k31fn.hf_format.leaves import check_new
 from k31fn.trainer import folder
 
 __all__ = ["main"]

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from k31fn import _functorch, kernels, tree
-from k31fn.autodiff import carry
+from k31fn.autodiff.ambient import carry
 from k31fn.kernels import shapes
 
 __all__ = ["OPS", "Implementation", "Op", "load_all", "record_impls", "use_impl", "watch_calls"]

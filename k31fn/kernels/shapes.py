@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.autodiff import carry, custom_vjp
+from k31fn.autodiff.ambient import carry
+from k31fn.autodiff.custom_vjp import custom_vjp
 
 __all__ = ["WATCHERS", "known", "shapes_only"]
 

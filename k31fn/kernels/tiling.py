@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from k31fn.autodiff import remat
+from k31fn.autodiff.remat import remat
 from k31fn.typing import Bool, Int, Tensor
 
 __all__ = ["map_query_tiles", "visible_keys"]

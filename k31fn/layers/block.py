@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.autodiff import keep
+from k31fn.autodiff.keep import keep
 from k31fn.layers import kinds, norm
 from k31fn.layers.kind import Aux, Output
 from k31fn.parallel.sharding import UNSHARDED, Sharding

@@ -31,7 +31,8 @@ from typing import Any, Generic, Literal
 import torch
 
 from k31fn import tree
-from k31fn.autodiff import decision, stop_gradient
+from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.replay import decision
 from k31fn.kernels.attention import attention
 from k31fn.kernels.indexer import index_topk
 from k31fn.kernels.indexer_kl import indexer_kl

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from k31fn import _functorch, tree
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.parallel.axis import active
 from k31fn.parallel.collectives import axis_index, psum_scatter
 from k31fn.parallel.sharding import UNSHARDED, Sharding

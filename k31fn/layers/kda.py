@@ -28,7 +28,8 @@ import torch
 
 from k31fn import tree
 from k31fn.kernels.gated_norm import gated_norm
-from k31fn.kernels.kda import MIN_LOG_DECAY, TILE, kda, kda_fragment
+from k31fn.kernels.kda import kda, kda_fragment
+from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY, TILE
 from k31fn.kernels.short_conv import short_conv
 from k31fn.layers import short_conv as conv
 from k31fn.layers.kind import Flops, Halo, Output, TokenMixer

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from k31fn import tree
-from k31fn.autodiff import decision
-from k31fn.kernels.experts import ExpertOrder, combine, dispatch, permute, sort_by_expert
+from k31fn.autodiff.replay import decision
+from k31fn.kernels.experts import combine, dispatch, permute
+from k31fn.kernels.experts.reference import ExpertOrder, sort_by_expert
 from k31fn.kernels.situ import situ_glu
 from k31fn.layers import mlp, norm, router
 from k31fn.layers.kind import Aux, ChannelMixer, Experts, Output

@@ -24,10 +24,12 @@ import torch
 from einops import rearrange
 
 from k31fn import _functorch
-from k31fn.autodiff import custom_vjp, weight_product
+from k31fn.autodiff.custom_vjp import custom_vjp
+from k31fn.autodiff.weight_grads import weight_product
 from k31fn.kernels.experts import grouped_matmul
 from k31fn.kernels.formats import fp8, mxfp4
-from k31fn.kernels.scaled_matmul import Scaling, fits, scaled_matmul
+from k31fn.kernels.scaled_matmul import scaled_matmul
+from k31fn.kernels.scaled_matmul.reference import Scaling, fits
 from k31fn.params import LowRank, Quantized
 from k31fn.precision import Products
 from k31fn.typing import Float, Int, Tensor

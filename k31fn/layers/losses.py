@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from k31fn.autodiff import remat
-from k31fn.kernels.cross_entropy import Statistics, cross_entropy
+from k31fn.autodiff.remat import remat
+from k31fn.kernels.cross_entropy import cross_entropy
+from k31fn.kernels.cross_entropy.reference import Statistics
 from k31fn.layers.linear import linear, scale_columns, use_products
 from k31fn.parallel.axis import active
 from k31fn.parallel.collectives import all_gather, axis_index, pmax, psum

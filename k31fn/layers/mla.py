@@ -32,7 +32,7 @@ from typing import Any, Generic, NamedTuple
 import torch
 
 from k31fn import tree
-from k31fn.autodiff import stop_gradient
+from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.kernels.attention import attention
 from k31fn.kernels.max_logits import max_logits
 from k31fn.kernels.norm import rms_norm

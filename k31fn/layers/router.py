@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple
 import torch
 
 from k31fn import tree
-from k31fn.autodiff import decision, report
+from k31fn.autodiff.replay import decision, report
 from k31fn.kernels.histogram import required_bias_histogram
 from k31fn.kernels.topk import topk
 from k31fn.layers.linear import linear

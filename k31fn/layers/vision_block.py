@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from k31fn import tree
-from k31fn.autodiff import keep
+from k31fn.autodiff.keep import keep
 from k31fn.kernels.interval_attention import interval_attention
 from k31fn.kernels.norm import rms_norm
 from k31fn.layers.linear import linear, split_heads

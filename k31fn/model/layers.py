@@ -12,7 +12,7 @@ from torch import Tensor
 
 from k31fn import balance as quantile
 from k31fn import scopes, tree
-from k31fn.autodiff import remat as rematerialise
+from k31fn.autodiff.remat import remat as rematerialise
 from k31fn.layers import block, kinds
 from k31fn.layers.kind import Aux
 from k31fn.layers.router import NUM_BINS

@@ -17,15 +17,18 @@ import torch
 
 from k31fn import device as devices
 from k31fn import metrics
-from k31fn.checkpoint import CheckpointError
-from k31fn.config import Recipe, load_recipe, override
+from k31fn.checkpoint.errors import CheckpointError
+from k31fn.config.files import load_recipe
+from k31fn.config.overrides import override
+from k31fn.config.recipe import Recipe
 from k31fn.kernels import choice
 from k31fn.pair.judge import LEAST_PROBES
 from k31fn.pair.report import Report, groups, record, save_plot
 from k31fn.pair.runs import Runs, Step
 from k31fn.pair.sides import check_alike, parse_side
 from k31fn.pair.start import start
-from k31fn.trainer import folder, load_corpus
+from k31fn.trainer import folder
+from k31fn.trainer.run import load_corpus
 
 __all__ = ["main"]
 

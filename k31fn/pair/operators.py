@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from k31fn import random, tree
-from k31fn.autodiff import vjp
+from k31fn.autodiff.transforms import vjp
 from k31fn.kernels.registry import Op
 from k31fn.pair.judge import Probes
 from k31fn.pair.sides import Side

@@ -18,10 +18,12 @@ from k31fn.pair.judge import Probes
 from k31fn.pair.operators import Sample, compare
 from k31fn.pair.sides import Side, precise, rounding
 from k31fn.parallel.mesh import MeshAxes
-from k31fn.testing import live_bytes
-from k31fn.trainer import TrainState, lay_out, make_batches, make_step, rows_at
+from k31fn.testing.memory import live_bytes
 from k31fn.trainer.gradient import make_gradient
+from k31fn.trainer.layout import lay_out
 from k31fn.trainer.phases import learning_rate
+from k31fn.trainer.state import TrainState
+from k31fn.trainer.step import make_batches, make_step, rows_at
 
 __all__ = ["Probe", "Runs", "Step"]
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from k31fn import model, tree
-from k31fn.config import Recipe, fields_of, override
+from k31fn.config.overrides import fields_of, override
+from k31fn.config.recipe import Recipe
 from k31fn.kernels import choice
 from k31fn.kernels.registry import use_impl
 

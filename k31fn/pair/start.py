@@ -9,14 +9,22 @@ from pathlib import Path
 import torch
 
 from k31fn import params, tree
-from k31fn.checkpoint import Checkpointer
+from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.pair.sides import Side, changed_text, differing
 from k31fn.parallel.mesh import MeshAxes
-from k31fn.trainer import TrainState, abstract_state, folder, init_state, lay_out
+from k31fn.trainer import folder
 from k31fn.trainer.adapter_base import check_base
 from k31fn.trainer.init_source import start_from
+from k31fn.trainer.layout import lay_out
 from k31fn.trainer.ranks.agreement import Ranks
-from k31fn.trainer.state import completed, first_state, saved
+from k31fn.trainer.state import (
+    TrainState,
+    abstract_state,
+    completed,
+    first_state,
+    init_state,
+    saved,
+)
 
 __all__ = ["start"]
 

@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from k31fn.autodiff import stop_gradient
+from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.parallel.axis import Axes, Axis, active, axis_names, num_ranks
 from k31fn.parallel.primitive import Collective, issue
 

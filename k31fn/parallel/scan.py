@@ -36,9 +36,8 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.autodiff import custom_vjp, stop_gradient
 from k31fn.autodiff.ambient import Ambient
-from k31fn.autodiff.custom_vjp import differentiable
+from k31fn.autodiff.custom_vjp import custom_vjp, differentiable, stop_gradient
 from k31fn.autodiff.keep import can_keep_graphs
 from k31fn.autodiff.replay import call_recorded, pull_replayed, replay, run_recorded
 from k31fn.autodiff.transforms import taping

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from k31fn import _functorch, tree
-from k31fn.autodiff import custom_vjp, vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
+from k31fn.autodiff.transforms import vjp
 from k31fn.parallel.axis import axis_names
 from k31fn.parallel.backends import simulated
 from k31fn.parallel.backends.processes import axes_of_process

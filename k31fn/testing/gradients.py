@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from k31fn import random, tree
-from k31fn.autodiff import record_decisions, replay_decisions, vjp
+from k31fn.autodiff.replay import record_decisions, replay_decisions
+from k31fn.autodiff.transforms import vjp
 
 __all__ = ["check_grads"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from k31fn import random, tree
-from k31fn.autodiff import vjp
+from k31fn.autodiff.transforms import vjp
 from k31fn.kernels.registry import Op, record_impls, use_impl
 from k31fn.testing.trees import assert_close_trees
 

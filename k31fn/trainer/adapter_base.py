@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from k31fn import balance, hf_format, lora, model, params, tree
-from k31fn.checkpoint import Checkpointer
-from k31fn.config import Recipe
+from k31fn.checkpoint.checkpointer import Checkpointer
+from k31fn.config.recipe import Recipe
 from k31fn.trainer import folder
 
 __all__ = ["check_base", "check_source", "fingerprint", "init_adapted"]

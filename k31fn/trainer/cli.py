@@ -14,12 +14,14 @@ import torch
 
 from k31fn import data, trackers
 from k31fn import device as devices
-from k31fn.checkpoint import CheckpointError
-from k31fn.config import Recipe, load_recipe, override
+from k31fn.checkpoint.errors import CheckpointError
+from k31fn.config.files import load_recipe
 from k31fn.config.mesh_checks import check_split
+from k31fn.config.overrides import override
+from k31fn.config.recipe import Recipe
 from k31fn.kernels import choice
 from k31fn.kernels.registry import use_impl
-from k31fn.kernels.warmup import WarmUpError
+from k31fn.kernels.warmup.pool import WarmUpError
 from k31fn.trainer import folder
 from k31fn.trainer.console import View
 from k31fn.trainer.init_source import check_start, settled_base, with_base

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from k31fn import data, metrics, model, params
-from k31fn.config import Recipe, spans
+from k31fn.config.phase import spans
+from k31fn.config.recipe import Recipe
 
 __all__ = ["View"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from k31fn import data, model, segments, tree
-from k31fn.config import Recipe
+from k31fn.config.recipe import Recipe
 from k31fn.layers import losses
 from k31fn.layers.patches import Images, from_grids
 from k31fn.model import stages

@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from k31fn.config import Recipe, load_recipe, to_dict
+from k31fn.config.codec import to_dict
+from k31fn.config.files import load_recipe
+from k31fn.config.recipe import Recipe
 
 __all__ = [
     "CONFIG",

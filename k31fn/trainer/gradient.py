@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k31fn import balance, model, tree
-from k31fn.config import Recipe
+from k31fn.config.recipe import Recipe
 from k31fn.layers.linear import use_products
 from k31fn.model import stages
 from k31fn.parallel import fsdp, pipeline

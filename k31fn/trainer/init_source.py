@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from k31fn import lora, tree
-from k31fn.checkpoint import Checkpointer, StateLayout
-from k31fn.config import Recipe
+from k31fn.checkpoint.checkpointer import Checkpointer
+from k31fn.checkpoint.state_layout import StateLayout
+from k31fn.config.recipe import Recipe
 from k31fn.trainer import folder
 from k31fn.trainer.adapter_base import check_source
 from k31fn.trainer.ranks.agreement import Ranks

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from k31fn import lora, model, optim, tree
-from k31fn.config import Recipe
+from k31fn.config.recipe import Recipe
 from k31fn.model.stages import Part, select, stage_moe_layers, stages
 from k31fn.parallel import fsdp
 from k31fn.parallel.collectives import axis_size, own_index

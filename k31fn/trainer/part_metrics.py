@@ -12,7 +12,7 @@ from torch import Tensor
 
 from k31fn import device as devices
 from k31fn import model, precision, tree
-from k31fn.config import Recipe
+from k31fn.config.recipe import Recipe
 from k31fn.model.flops import flops_per_token
 from k31fn.model.parts import find_part, parts
 from k31fn.parallel.axis import Axis, active

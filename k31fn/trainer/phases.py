@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from k31fn import data, model, optim, tree
-from k31fn.config import Recipe, spans
+from k31fn.config.phase import spans
+from k31fn.config.recipe import Recipe
 from k31fn.parallel.mesh import MeshAxes
 from k31fn.trainer.state import TrainState, abstract_state
 from k31fn.trainer.step import Metrics, make_step

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from k31fn import model, precision, tree
-from k31fn.config import Recipe
+from k31fn.config.recipe import Recipe
 from k31fn.layers import kinds
 from k31fn.layers.kind import TokenMixer
 from k31fn.model.stages import Part

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from k31fn import data, metrics, plot, scopes, trackers
-from k31fn.checkpoint import CheckpointError, NotSavedError
-from k31fn.config import Recipe, to_dict
+from k31fn.checkpoint.errors import CheckpointError, NotSavedError
+from k31fn.config.codec import to_dict
+from k31fn.config.recipe import Recipe
 from k31fn.parallel.collectives import own_index
 from k31fn.trainer.console import View
 from k31fn.trainer.evaluation import heldout_loss

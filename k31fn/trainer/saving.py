@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from k31fn import data, tree
-from k31fn.checkpoint import Checkpointer, CheckpointError
-from k31fn.config import Recipe
+from k31fn.checkpoint.checkpointer import Checkpointer
+from k31fn.checkpoint.errors import CheckpointError
+from k31fn.config.recipe import Recipe
 from k31fn.trainer.adapter_base import check_base, fingerprint
 from k31fn.trainer.console import View
 from k31fn.trainer.ranks.agreement import Ranks

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from k31fn import balance, model, optim, params, random, tree
-from k31fn.checkpoint import Holders, StateLayout
-from k31fn.config import Recipe
+from k31fn.checkpoint.state_layout import Holders, StateLayout
+from k31fn.config.recipe import Recipe
 from k31fn.model.stages import select
 from k31fn.parallel.mesh import MeshAxes
 from k31fn.parallel.partition import local_shape, tiles

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from k31fn import balance, data, model, optim, scopes, segments, tree
-from k31fn.config import Recipe
+from k31fn.config.recipe import Recipe
 from k31fn.layers import losses
 from k31fn.parallel.collectives import axis_size, own_index, pmax, psum
 from k31fn.parallel.mesh import MeshAxes

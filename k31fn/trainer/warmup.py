@@ -22,11 +22,13 @@ import torch
 
 from k31fn import data
 from k31fn import device as devices
-from k31fn.config import Recipe, spans
+from k31fn.config.phase import spans
+from k31fn.config.recipe import Recipe
 from k31fn.kernels.launch import INTERPRETED, missing_triton
 from k31fn.kernels.registry import watch_calls
 from k31fn.kernels.shapes import shapes_only
-from k31fn.kernels.warmup import Compilers, Launch, OpCalls, WarmUpError, launches
+from k31fn.kernels.warmup import Launch, OpCalls, launches
+from k31fn.kernels.warmup.pool import Compilers, WarmUpError
 from k31fn.layers import losses
 from k31fn.parallel.backends.processes import exchange_json
 from k31fn.parallel.collectives import own_index

@@ -86,6 +86,41 @@ def test_tensorboard_is_allowed_in_trackers():
     assert rules("k31fn/trackers.py", "from torch.utils.tensorboard import SummaryWriter") == []
 
 
+@pytest.mark.parametrize(
+    ("code", "allowed"),
+    [
+        ("from k31fn import tree", True),
+        ("from k31fn.parallel import Mesh, fsdp", True),
+        ("from k31fn.layers.linear import linear", True),
+        ("from k31fns.a.b import c", True),
+        ("import k31fn.parallel", True),
+        ("from k31fn.parallel.mesh import Mesh", False),
+        ("import k31fn.parallel.mesh", False),
+        ("from k31fn.layers.linear.inner import linear", False),
+    ],
+)
+def test_user_code_imports_from_doors(code: str, allowed: bool):
+    findings = house_rules.check_user_code("examples/scratch.py", f"\n{code}\n")
+    if allowed:
+        assert findings == []
+    else:
+        ((_, line, rule, _),) = findings
+        assert line == 2
+        assert "lies behind a door" in rule
+
+
+def test_the_library_imports_from_where_a_name_is_defined():
+    door = "from k31fn.parallel.mesh import Mesh\nfrom k31fn import tree\nAXIS = 1\n"
+    doors = house_rules.doors_of({"k31fn/parallel/__init__.py": door, OTHER: "from x import y"})
+    assert doors == {"k31fn.parallel": {"Mesh": "k31fn.parallel.mesh"}}
+    (finding,) = house_rules.check(OTHER, "from k31fn.parallel import AXIS, Mesh, fsdp\n", doors)
+    assert str(finding) == (
+        f"{OTHER}:1: k31fn.parallel only hands Mesh on, import it from k31fn.parallel.mesh"
+    )
+    assert house_rules.check(OTHER, "from k31fn.parallel.mesh import Mesh\n", doors) == []
+    assert house_rules.check("k31fn/parallel/__init__.py", door, doors) == []
+
+
 def function(lines: int, docstring: int = 0) -> str:
     """A function whose body has ``lines`` lines, ``docstring`` more of them its docstring."""
     doc = ['    """' + "\n" * (docstring - 1) + '    """'] if docstring else []
@@ -120,6 +155,9 @@ def test_command_prints_file_line_rule_fix_and_fails(
     file.parent.mkdir(parents=True)
     file.write_text("y = 1\n")
     assert house_rules.main(["k31fn"]) == 0
+    (tmp_path / "train.py").write_text("from k31fn.trainer.cli import main\n")
+    assert house_rules.main(["k31fn"]) == 1, "user code is checked whatever is given"
+    (tmp_path / "train.py").unlink()
     file.write_text("y = x.float()\n")
     capsys.readouterr()
     assert house_rules.main(["k31fn"]) == 1

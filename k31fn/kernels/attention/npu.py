@@ -19,7 +19,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.precision import upcast
 
 __all__ = ["Packing", "attention", "attention_accepts", "pack", "packed_attention"]

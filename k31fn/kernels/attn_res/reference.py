@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.precision import island, upcast
 from k31fn.typing import Float, Tensor
 

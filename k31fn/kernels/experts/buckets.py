@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.typing import Float, Int, Tensor
 
 __all__ = ["Bucket", "bucketed", "split"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.typing import Float, Int, Tensor
 
 __all__ = ["grouped_mm", "grouped_mm_accepts", "ragged"]

@@ -15,7 +15,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 
 __all__ = [
     "combine",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from einops import rearrange
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.precision import island, upcast
 from k31fn.typing import Float, Int, Tensor
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import UInt8
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.precision import upcast
 from k31fn.typing import Float, Tensor
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from k31fn.autodiff import stop_gradient
+from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.kernels.formats.fp8 import BLOCK, scale_of
 from k31fn.typing import Float, Tensor
 

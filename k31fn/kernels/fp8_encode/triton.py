@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k31fn._functorch import reinterpret
-from k31fn.autodiff import stop_gradient
+from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.kernels.formats.fp8 import BLOCK
 from k31fn.kernels.fp8_encode.reference import E4M3, Codes, Groups, check
 from k31fn.kernels.launch import Build, Tile, grouped, programs

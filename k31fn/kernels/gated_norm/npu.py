@@ -9,7 +9,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.precision import upcast
 
 __all__ = ["gated_norm", "gated_norm_accepts"]

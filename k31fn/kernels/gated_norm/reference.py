@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.precision import upcast
 from k31fn.typing import Float, Tensor
 

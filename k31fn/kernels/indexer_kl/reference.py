@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from k31fn.autodiff import stop_gradient
+from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.kernels.indexer.reference import head_weighted_scores
 from k31fn.kernels.tiling import map_query_tiles
 from k31fn.precision import upcast

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.kda.chunks import (
     SLAB,
     Masks,

@@ -12,7 +12,7 @@ from typing import Any
 import torch_npu
 from torch import Tensor
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 
 __all__ = ["mhc_post", "mhc_post_accepts"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from k31fn.autodiff import remat
+from k31fn.autodiff.remat import remat
 from k31fn.precision import upcast
 from k31fn.typing import Float, Tensor
 

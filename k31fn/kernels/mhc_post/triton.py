@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.launch import Build, Tile, grouped, programs, step
 
 __all__ = ["builds", "mhc_post", "mhc_post_accepts"]

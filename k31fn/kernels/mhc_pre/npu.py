@@ -13,7 +13,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.mhc_pre.reference import SINKHORN_EPS, Pre
 
 __all__ = ["mhc_pre", "mhc_pre_accepts"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from k31fn.autodiff import remat
+from k31fn.autodiff.remat import remat
 from k31fn.precision import island, upcast
 from k31fn.typing import Float, Tensor
 

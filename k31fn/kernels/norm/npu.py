@@ -13,7 +13,7 @@ from typing import Any
 import torch_npu
 from torch import Tensor
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 
 __all__ = ["rms_norm", "rms_norm_accepts"]
 

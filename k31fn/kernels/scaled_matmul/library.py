@@ -13,7 +13,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from k31fn.kernels.fp8_encode import Codes
+from k31fn.kernels.fp8_encode.reference import Codes
 from k31fn.kernels.scaled_matmul.reference import Scaling, fits, product_rule
 from k31fn.kernels.scaled_matmul.reference import scaled_matmul as reference
 from k31fn.typing import Float, Tensor

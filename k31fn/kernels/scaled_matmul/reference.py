@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.formats.fp8 import BLOCK
-from k31fn.kernels.fp8_encode import Codes, fp8_encode
+from k31fn.kernels.fp8_encode import fp8_encode
+from k31fn.kernels.fp8_encode.reference import Codes
 from k31fn.typing import Float, Tensor
 
 __all__ = ["Scaling", "fits", "product_rule", "scaled_matmul"]

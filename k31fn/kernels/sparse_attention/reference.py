@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from k31fn.autodiff import stop_gradient
+from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.kernels.attention.reference import by_head, heads_first, probabilities
 from k31fn.kernels.tiling import map_query_tiles
 from k31fn.typing import Bool, Float, Int, Tensor

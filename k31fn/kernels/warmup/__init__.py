@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.autodiff import vjp
+from k31fn.autodiff.transforms import vjp
 from k31fn.kernels.launch import INTERPRETED
 from k31fn.kernels.registry import Op
 from k31fn.kernels.warmup.pool import Compilers, WarmUpError

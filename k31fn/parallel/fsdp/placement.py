@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from k31fn import precision, tree
-from k31fn.autodiff import stop_gradient
+from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.parallel.axis import Axis, axis_names
 from k31fn.parallel.collectives import all_gather, pvary
 from k31fn.parallel.mesh import MeshAxes

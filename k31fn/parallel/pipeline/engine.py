@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.autodiff import split_vjp, vjp
+from k31fn.autodiff.split_vjp import split_vjp
+from k31fn.autodiff.transforms import vjp
 from k31fn.parallel.axis import Axes
 from k31fn.parallel.collective_record import note_event
 from k31fn.parallel.collectives import axis_size

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from k31fn import random, tree
-from k31fn.autodiff import SplitWork, check_split
+from k31fn.autodiff.split_vjp import SplitWork, check_split
 from k31fn.parallel.axis import Axes
 from k31fn.parallel.collectives import own_index
 from k31fn.parallel.pipeline.actions import Schedule

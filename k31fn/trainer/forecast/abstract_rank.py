@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from k31fn import data, model, segments
-from k31fn.autodiff import vjp
-from k31fn.config import Recipe
+from k31fn.autodiff.transforms import vjp
+from k31fn.config.recipe import Recipe
 from k31fn.layers.patches import Images, Patches
 from k31fn.parallel import fsdp
 from k31fn.parallel.backends.abstract import abstract_axes

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from k31fn import model, segments
-from k31fn.config import Recipe
+from k31fn.config.recipe import Recipe
 from k31fn.kernels.shapes import shapes_only
 from k31fn.layers.router import NUM_BINS
 from k31fn.model import stages

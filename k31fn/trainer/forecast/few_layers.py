@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from k31fn import model
-from k31fn.config import Recipe
+from k31fn.config.recipe import Recipe
 from k31fn.layers import kinds
 
 __all__ = ["LayerKind", "layer_kinds", "with_layers"]

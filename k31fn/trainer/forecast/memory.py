@@ -17,11 +17,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from k31fn import model, tree
-from k31fn.config import Recipe
+from k31fn.config.recipe import Recipe
 from k31fn.kernels.shapes import shapes_only
 from k31fn.layers import kinds
 from k31fn.parallel.collectives import axis_size
-from k31fn.testing import live_bytes
+from k31fn.testing.memory import live_bytes
 from k31fn.trainer.forecast.abstract_rank import abstract_rank, run_gradient, run_loss
 from k31fn.trainer.forecast.few_layers import layer_kinds, with_layers
 from k31fn.trainer.forecast.rank_weights import rank_weights

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from k31fn import tree
-from k31fn.config import Recipe
+from k31fn.config.recipe import Recipe
 from k31fn.trainer.forecast.abstract_rank import abstract_rank
 from k31fn.trainer.state import TrainState
 

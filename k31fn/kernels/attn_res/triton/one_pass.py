@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.attn_res.triton.few_sources import attn_res_backward_whole
 from k31fn.kernels.attn_res.triton.sources import (
     add_pairs,

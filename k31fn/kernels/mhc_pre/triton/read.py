@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k31fn.autodiff import custom_vjp
+from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.launch import Build, grouped, programs, step
 from k31fn.kernels.mhc_pre.reference import Pre
 from k31fn.kernels.mhc_pre.triton.arithmetic import cut, forth, sigmoid, softmax
