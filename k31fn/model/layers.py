@@ -20,7 +20,9 @@ from k31fn.model.config import Config, experts, layer_configs
 from k31fn.model.params import Params
 from k31fn.parallel.collectives import psum
 from k31fn.parallel.fsdp.placement import Placements
-from k31fn.parallel.scan import Prefetch, RematPlan, Step, scan
+from k31fn.parallel.scan.forward import scan
+from k31fn.parallel.scan.plan import RematPlan, Step
+from k31fn.parallel.scan.prefetch import Prefetch
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.precision import island
 from k31fn.segments import Segments

@@ -27,7 +27,7 @@ from k31fn.parallel.pipeline.carry import StageCarry, WireFormat
 from k31fn.parallel.pipeline.mailbox import Mailbox
 from k31fn.parallel.pipeline.messages import sent_by, taken_by
 from k31fn.parallel.pipeline.timeline import check
-from k31fn.parallel.scan import rebuilds
+from k31fn.parallel.scan.kept_layers import rebuilds
 
 __all__ = ["PipelineResult", "Stage", "StageOutput", "run"]
 

@@ -24,8 +24,7 @@ from k31fn.parallel import (
     record_collectives,
     shard_map,
 )
-from k31fn.parallel import scan as scan_module
-from k31fn.parallel.scan import Prefetch, scan
+from k31fn.parallel.scan import Prefetch, prefetch, scan
 from k31fn.parallel.tiling import cut
 from k31fn.testing import Ranks, assert_close_trees, assert_sharded_equals_dense, live_bytes
 from tests.parallel import cases_fsdp as cases
@@ -198,17 +197,17 @@ class Everything(Prefetch):
 
     def __init__(self, params: Any, placements: Any, order: Any) -> None:
         pairs = [(params[i], placements[i]) for i in order]
-        self.all = [scan_module.start_gather(*pair) for pair in pairs]
+        self.all = [prefetch.start_gather(*pair) for pair in pairs]
 
     def take(self) -> Any:
-        return scan_module.wait_gather(self.all.pop(0))
+        return prefetch.wait_gather(self.all.pop(0))
 
 
 def most_alive(monkeypatch: pytest.MonkeyPatch) -> int:
     """The largest number of layers whose weights a rank asked for and has not let go of, in a
     gradient.
     """
-    start, wait = scan_module.start_gather, scan_module.wait_gather
+    start, wait = prefetch.start_gather, prefetch.wait_gather
     alive: collections.Counter[int] = collections.Counter()
     most: collections.Counter[int] = collections.Counter()
 
@@ -223,8 +222,8 @@ def most_alive(monkeypatch: pytest.MonkeyPatch) -> int:
         weakref.finalize(found["a"].untyped_storage(), lambda: alive.subtract({rank: 1}))
         return found
 
-    monkeypatch.setattr(scan_module, "start_gather", counted_start)
-    monkeypatch.setattr(scan_module, "wait_gather", counted_wait)
+    monkeypatch.setattr(prefetch, "start_gather", counted_start)
+    monkeypatch.setattr(prefetch, "wait_gather", counted_wait)
     run(gradient, FSDP2)
     assert set(alive.values()) == {0}
     return max(most.values())
@@ -235,7 +234,7 @@ def test_at_most_two_layers_are_gathered(monkeypatch):
 
 
 def test_a_prefetch_of_everything_is_found(monkeypatch):
-    monkeypatch.setattr(scan_module, "Prefetch", Everything)
+    monkeypatch.setattr(prefetch, "Prefetch", Everything)
     assert most_alive(monkeypatch) == cases.LAYERS
 
 

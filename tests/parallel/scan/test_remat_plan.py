@@ -13,8 +13,7 @@ from torch import Tensor
 from k31fn import autodiff, params, random, tree
 from k31fn.autodiff import keep, split_vjp, value_and_grad, vjp
 from k31fn.parallel import AxisRules, Mesh, P, fsdp, partition, record_collectives, shard_map
-from k31fn.parallel import scan as scan_module
-from k31fn.parallel.scan import RematPlan, rebuilds, scan
+from k31fn.parallel.scan import RematPlan, kept_layers, rebuilds, scan
 from k31fn.params import Normal, ParamSpec
 from k31fn.testing import assert_close_trees, live_bytes
 from tests.parallel import cases_fsdp
@@ -176,13 +175,13 @@ def run_twice(ws: Any) -> Any:
 
 
 def test_carries_of_the_wrong_layer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = scan_module._Kept.take
+    take = kept_layers.KeptLayers.take
 
     def before(self: Any, i: int) -> Any:
         carry, saved = take(self, i)
         return self.carries.get(i - 1, carry), saved
 
-    monkeypatch.setattr(scan_module._Kept, "take", before)
+    monkeypatch.setattr(kept_layers.KeptLayers, "take", before)
     with pytest.raises(AssertionError):
         assert_close_trees(
             gradient(weights(), x_of(), plan(8)),

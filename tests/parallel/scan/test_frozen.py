@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from k31fn import params, random, tree
 from k31fn.autodiff import stop_gradient, value_and_grad, vjp
 from k31fn.parallel import AxisRules, Mesh, P, fsdp, partition, record_collectives, shard_map
-from k31fn.parallel import scan as scan_module
-from k31fn.parallel.scan import RematPlan, scan
+from k31fn.parallel.scan import RematPlan, dependence, scan
 from k31fn.params import Normal, ParamSpec
 from k31fn.testing import assert_close_trees, live_bytes
 
@@ -122,14 +121,14 @@ def test_as_a_loop_with_a_second_run_of_what_is_differentiated(
 
 
 def test_a_dependence_that_is_overlooked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_layer = scan_module._Reach.run
+    run_layer = dependence.Dependence.run
 
     def overlooked(self: Any, i: int, *args: Any) -> Any:
         found = run_layer(self, i, *args)
         self.carries[-1] = tree.map(lambda _: False, self.carries[-1])
         return found
 
-    monkeypatch.setattr(scan_module._Reach, "run", overlooked)
+    monkeypatch.setattr(dependence.Dependence, "run", overlooked)
     with pytest.raises(RuntimeError, match="grad can be implicitly created"):
         gradient(r"3\.a", "scan")
 
@@ -193,7 +192,7 @@ def test_only_carries_that_are_needed_are_kept() -> None:
 
 def test_nothing_is_noted_where_nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward of ordinary training makes no graph."""
-    monkeypatch.setattr(scan_module, "taping", None)
+    monkeypatch.setattr(dependence, "taping", None)
     x = x_of().requires_grad_()
     value = run(tree.map(lambda w: w.requires_grad_(), weights()), x, "scan", places())
     assert value.requires_grad
