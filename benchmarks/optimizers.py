@@ -60,7 +60,11 @@ def losses(path: str, run: Run) -> list[float]:
     )
     rows = trainer.load_corpus(recipe).dataset
     assert isinstance(rows, data.Dataset)
-    state, step, found = trainer.init_state(recipe, CPU), trainer.make_step(recipe), []
+    state, step, found = (
+        trainer.init_state(trainer.lay_out(recipe), CPU),
+        trainer.make_step(trainer.lay_out(recipe)),
+        [],
+    )
     for i in range(run.steps):
         batches = trainer.make_batches(recipe, rows.batch_at(i), CPU)
         state, numbers = step(state, batches, learning_rate(recipe, i))

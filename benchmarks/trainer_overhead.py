@@ -46,7 +46,10 @@ def bare(recipe: config.Recipe, weights: Any) -> Callable[[model.Batch], Any]:
 
 def full(recipe: config.Recipe, dataset: data.Rows, folder: Path) -> Iterator[None]:
     """The trainer's steps."""
-    state, step_fn = trainer.init_state(recipe, CPU), trainer.make_step(recipe)
+    state, step_fn = (
+        trainer.init_state(trainer.lay_out(recipe), CPU),
+        trainer.make_step(trainer.lay_out(recipe)),
+    )
     view = View(Console(file=io.StringIO(), soft_wrap=True, highlight=False))
     view.begin(recipe, folder, 0, dataset)
     log = Log(folder / "metrics.jsonl", trackers.tensorboard(folder / "events", warn=print), view)

@@ -29,7 +29,7 @@ from k31fn.config import Recipe, load_recipe, override
 from k31fn.kernels import choice
 from k31fn.kernels.registry import use_impl
 from k31fn.parallel import MeshAxes
-from k31fn.trainer import init_state, make_batches, make_step
+from k31fn.trainer import init_state, lay_out, make_batches, make_step
 from k31fn.trainer.console import View
 from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.warmup import rehearse, warm_up
@@ -61,7 +61,7 @@ def one(recipe: Recipe, processes: int) -> dict[str, Any]:
         found["warm_up_s"] = time.perf_counter() - began
         if warmed is not None:
             found |= {**warmed._asdict(), "states": dict(warmed.states)}
-    state, step = init_state(recipe, device), make_step(recipe)
+    state, step = init_state(lay_out(recipe), device), make_step(lay_out(recipe))
     tokens = (
         random.bits(random.key(0), (recipe.batch_size, recipe.length)) % recipe.model.vocab_size
     )

@@ -47,17 +47,16 @@ def load(
         if step is None:
             raise ValueError(f"{run} has no complete checkpoint yet; train it first")
         trainer.check_base(recipe, checkpoints.metadata(step).get("base", ""))
-        state = trainer.saved(trainer.abstract_state(recipe), recipe)
+        layout = trainer.lay_out(recipe)
+        state = trainer.saved(trainer.abstract_state(layout), layout)
         wanted = {"params": state.params, "balance": state.balance}
         restored = checkpoints.restore(step, wanted, partial=True, device=where)
-    whole, wide = (
-        trainer.completed(dataclasses.replace(state, **restored), recipe, where),
-        recipe.precision.param,
-    )
-    # what is frozen beside adapters is narrower than they are
-    params = tree.map(
-        lambda x: x.to(wide) if x.is_floating_point() and recipe.lora else x, whole.params
-    )
+    whole = trainer.completed(dataclasses.replace(state, **restored), layout, where)
+    params = whole.params
+    if recipe.lora:
+        # what is frozen beside adapters is narrower than they are, and decoding has one dtype
+        dtype = recipe.precision.param
+        params = tree.map(lambda x: x.to(dtype) if x.is_floating_point() else x, params)
     return recipe, params, whole.balance
 
 

@@ -195,7 +195,7 @@ def run(tmp_path_factory):
     where = folder.new(tmp_path_factory.mktemp("runs"), recipe)
     with Checkpointer(where / "checkpoints") as checkpoints:
         for step in (3, 8):
-            state = trainer.init_state(dataclasses.replace(recipe, seed=step), CPU)
+            state = trainer.init_state(trainer.lay_out(dataclasses.replace(recipe, seed=step)), CPU)
             bias = torch.full_like(state.balance.bias, 0.01 * step)
             checkpoints.save(
                 step, dataclasses.replace(state, balance=balance.State(bias, state.balance.layers))
@@ -228,7 +228,7 @@ class TestCommandLine:
 
     def test_load_takes_the_newest(self, run):
         recipe, weights, state = sample.load(run, where=CPU)
-        expected = trainer.init_state(dataclasses.replace(recipe, seed=8), CPU)
+        expected = trainer.init_state(trainer.lay_out(dataclasses.replace(recipe, seed=8)), CPU)
         assert torch.equal(weights.head, expected.params.head)
         assert torch.equal(state.bias, torch.full((1, 5), 0.08))
 
@@ -325,7 +325,7 @@ class TestCommandLine:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
         weights = trainer.init_state(
-            dataclasses.replace(folder.recipe_of(run), seed=8), CPU
+            trainer.lay_out(dataclasses.replace(folder.recipe_of(run), seed=8)), CPU
         ).params.head
         pattern = weights.numpy().tobytes()[:64]
         (hit,) = [

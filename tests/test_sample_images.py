@@ -110,7 +110,7 @@ def test_the_command(
 ) -> None:
     """The caption is that of the whole forward at each token, and another picture's is another."""
     made = recipe(tmp_path)
-    state = trainer.init_state(made, CPU)
+    state = trainer.init_state(trainer.lay_out(made), CPU)
     monkeypatch.setattr(sample, "load", lambda run, *, where: (made, state.params, state.balance))
     monkeypatch.setattr(sample.folder, "resolve", lambda run: run)
     command = [

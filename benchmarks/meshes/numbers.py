@@ -24,11 +24,14 @@ __all__ = ["equality", "restoring", "training"]
 
 def gradient(recipe: config.Recipe, here: Here, axes: MeshAxes) -> dict[str, Tensor]:
     """Sums of a step over all ranks, and by path the gradients of this rank's parts."""
-    layout, state = trainer.lay_out(recipe, axes), trainer.init_state(recipe, here.device, axes)
+    layout, state = (
+        trainer.lay_out(recipe, axes),
+        trainer.init_state(trainer.lay_out(recipe, axes), here.device),
+    )
     state = dataclasses.replace(state, opt_state=())  # twice the parameters
     rows = trainer.rows_at(dataset_of(recipe, here), 0, axes)
     batches = trainer.make_batches(recipe, rows, here.device, axes)
-    sums, grads = make_gradient(recipe, layout)(state, batches)
+    sums, grads = make_gradient(layout)(state, batches)
     loads = {f"load of layer {i}": row for i, row in zip(layout.moe_layers, sums.load, strict=True)}
     return {
         "loss": sums.total,
@@ -136,7 +139,10 @@ def training(recipe: config.Recipe, here: Here) -> dict[str, Any]:
 
         def steps(made: config.Recipe = made) -> dict[str, Any]:
             axes = axes_of(made)
-            state, step = trainer.init_state(made, here.device, axes), trainer.make_step(made, axes)
+            state, step = (
+                trainer.init_state(trainer.lay_out(made, axes), here.device),
+                trainer.make_step(trainer.lay_out(made, axes)),
+            )
             o, rows, numbers = made.optimizer, dataset_of(made, here), []
             for i in range(made.steps):
                 warmup = min(o.warmup_steps, made.steps)
@@ -169,20 +175,27 @@ def restoring(recipe: config.Recipe, here: Here) -> dict[str, Any]:
 
 def _restore(made: config.Recipe, other: config.Recipe, here: Here) -> dict[str, Any]:
     axes = axes_of(made)
-    state, step = trainer.init_state(made, here.device, axes), trainer.make_step(made, axes)
+    state, step = (
+        trainer.init_state(trainer.lay_out(made, axes), here.device),
+        trainer.make_step(trainer.lay_out(made, axes)),
+    )
     for i in range(2):
         rows = trainer.rows_at(dataset_of(made, here), i, axes)
         state, _ = step(state, trainer.make_batches(made, rows, here.device, axes), 1e-3)
     folder = Path(exchange_json(tempfile.mkdtemp() if here.rank == 0 else "", here.everyone)[0])
     with checkpoint.Checkpointer(folder, axes=axes) as saving:
-        saving.save(2, state, layout=trainer.layout_of(made))
+        saving.save(2, state, layout=trainer.checkpoint_layout(made))
     with checkpoint.Checkpointer(folder, read_only=True) as reading:
-        on_one = reading.restore(2, trainer.abstract_state(made), device=here.device)
+        on_one = reading.restore(
+            2, trainer.abstract_state(trainer.lay_out(made)), device=here.device
+        )
 
     cpu, others = torch.device("cpu"), axes_of(other)
     with checkpoint.Checkpointer(folder, read_only=True, axes=others) as reading:
         on_cpu = reading.restore(
-            2, trainer.abstract_state(other, others), layout=trainer.layout_of(other)
+            2,
+            trainer.abstract_state(trainer.lay_out(other, others)),
+            layout=trainer.checkpoint_layout(other),
         )
     equal = [*_same_bits(state, on_one, made, here), *_same_bits(on_cpu, on_one, other, here)]
     losses = {
@@ -217,7 +230,7 @@ def _next_loss(
     """Of the third step."""
     rows = trainer.rows_at(dataset_of(made, here), 2, axes)
     return float(
-        trainer.make_step(made, axes)(state, trainer.make_batches(made, rows, device, axes), 1e-3)[
-            1
-        ].loss
+        trainer.make_step(trainer.lay_out(made, axes))(
+            state, trainer.make_batches(made, rows, device, axes), 1e-3
+        )[1].loss
     )

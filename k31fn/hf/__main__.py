@@ -102,7 +102,7 @@ def _import(given: argparse.Namespace) -> int:
     recipe = dataclasses.replace(recipe, model=hf.config_from_hf(given.folder))
     weights, biases = hf.load(given.folder, recipe.model, dtype=recipe.precision.param)
     # The state before step 0: training goes on from it as from any checkpoint.
-    state = trainer.first_state(recipe, weights, biases)
+    state = trainer.first_state(trainer.lay_out(recipe), weights, biases)
     run = folder.new(given.runs, recipe)
     # The optimiser's state, too, though it is empty: a run's checkpoint is never a part of one.
     with Checkpointer(run / "checkpoints", keep=recipe.keep) as checkpoints:

@@ -28,7 +28,7 @@ from k31fn.pair.runs import Runs, Step
 from k31fn.pair.sides import check_alike, parse_side
 from k31fn.pair.start import start
 from k31fn.trainer import folder
-from k31fn.trainer.run import load_corpus
+from k31fn.trainer.corpus import load_corpus
 
 __all__ = ["main"]
 

@@ -17,7 +17,6 @@ from k31fn.kernels.registry import record_impls, watch_calls
 from k31fn.pair.judge import Probes
 from k31fn.pair.operators import Sample, compare
 from k31fn.pair.sides import Side, precise, rounding
-from k31fn.parallel.mesh import MeshAxes
 from k31fn.testing.memory import live_bytes
 from k31fn.trainer.gradient import make_gradient
 from k31fn.trainer.layout import lay_out
@@ -78,7 +77,7 @@ class _SideRun:
     advance: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.advance = make_step(self.side.recipe)
+        self.advance = make_step(lay_out(self.side.recipe))
 
     def step(self, rows: data.Example, number: int, device: torch.device, timed: bool) -> Any:
         """Takes a step and returns its metrics."""
@@ -150,10 +149,8 @@ class Runs:
         if a.recipe.batch_size > 1:
             # a copy: a step writes into its own state
             self.runs["noise"] = _SideRun(a, tree.map(torch.clone, states[0]), reverse=True)
-        self._layouts = [lay_out(side.recipe, MeshAxes()) for side in (a, b, self._exact)]
-        self._gradients = []
-        for side, layout in zip((a, b, self._exact), self._layouts, strict=True):
-            self._gradients.append(make_gradient(side.recipe, layout))
+        self._layouts = [lay_out(side.recipe) for side in (a, b, self._exact)]
+        self._gradients = [make_gradient(layout) for layout in self._layouts]
 
     def steps(self, dataset: data.Dataset | data.Mixture) -> Iterator[Step]:
         """All steps, one after the other."""

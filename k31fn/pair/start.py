@@ -11,7 +11,6 @@ import torch
 from k31fn import params, tree
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.pair.sides import Side, changed_text, differing
-from k31fn.parallel.mesh import MeshAxes
 from k31fn.trainer import folder
 from k31fn.trainer.adapter_base import check_base
 from k31fn.trainer.init_source import start_from
@@ -39,10 +38,11 @@ def start(
         ValueError: ``run`` has no checkpoint, or one of another model, or side b has not the state
             of side a.
     """
+    layout = lay_out(a.recipe)
     if run is None:
-        state = init_state(a.recipe, device)
+        state = init_state(layout, device)
         if a.recipe.init:
-            state = start_from(a.recipe.init, a.recipe, state, Ranks(), device)
+            state = start_from(a.recipe.init, layout, state, Ranks(), device)
         return 0, (state, _beside(state, b))
     _check_states(a, b, run)
     with Checkpointer(folder.resolve(run) / "checkpoints", read_only=True) as checkpoints:
@@ -50,8 +50,8 @@ def start(
         if done is None:
             raise ValueError(f"start={str(run)!r}: the run has no complete checkpoint")
         check_base(a.recipe, checkpoints.metadata(done).get("base", ""))
-        stored = checkpoints.restore(done, saved(abstract_state(a.recipe), a.recipe), device=device)
-    state = completed(stored, a.recipe, device)
+        stored = checkpoints.restore(done, saved(abstract_state(layout), layout), device=device)
+    state = completed(stored, layout, device)
     # a copy: each run's step writes into its own state
     return done, (state, tree.map(torch.clone, state))
 
@@ -60,10 +60,9 @@ def _beside(state: TrainState, b: Side) -> TrainState:
     """The first state of side b with the parameters of ``state``, in its own dtype."""
     # drawn once and copied, not drawn again: side b may draw in another dtype
     copied = tree.map(torch.clone, state)
-    weights = params.cast(
-        copied.params, lay_out(b.recipe, MeshAxes()).specs, b.recipe.precision.param
-    )
-    return first_state(b.recipe, weights, copied.balance)
+    layout = lay_out(b.recipe)
+    weights = params.cast(copied.params, layout.specs, b.recipe.precision.param)
+    return first_state(layout, weights, copied.balance)
 
 
 def _check_states(a: Side, b: Side, run: Path) -> None:
@@ -81,5 +80,5 @@ def _check_states(a: Side, b: Side, run: Path) -> None:
 def _tensors(side: Side) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of each tensor of the side's state."""
     # abstract: a checkpoint is refused before a side's memory is taken
-    pairs = tree.flatten_with_paths(abstract_state(side.recipe))
+    pairs = tree.flatten_with_paths(abstract_state(lay_out(side.recipe)))
     return {path: (x.shape, x.dtype) for path, x in pairs}

@@ -24,13 +24,14 @@ from k31fn.kernels.registry import use_impl
 from k31fn.kernels.warmup.pool import WarmUpError
 from k31fn.trainer import folder
 from k31fn.trainer.console import View
+from k31fn.trainer.corpus import load_corpus
 from k31fn.trainer.init_source import check_start, settled_base, with_base
 from k31fn.trainer.log import NonFiniteError
 from k31fn.trainer.profile import parse_steps
 from k31fn.trainer.ranks.agreement import OtherRankError, Ranks
 from k31fn.trainer.ranks.launch import Process, join
 from k31fn.trainer.ranks.stop import Stop
-from k31fn.trainer.run import Outcome, load_corpus, train
+from k31fn.trainer.run import Outcome, train
 from k31fn.trainer.warmup import warm_up
 
 __all__ = ["main"]

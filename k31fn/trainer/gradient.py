@@ -1,4 +1,4 @@
-"""Loss and gradients of a step, on whatever mesh."""
+"""Loss and gradients of a step: by ``value_and_grad``, or by the schedule of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k31fn import balance, model, tree
-from k31fn.config.recipe import Recipe
+from k31fn.autodiff.transforms import value_and_grad
 from k31fn.layers.linear import use_products
 from k31fn.model import stages
 from k31fn.parallel import fsdp, pipeline
@@ -17,11 +17,11 @@ from k31fn.parallel.collectives import pmax, psum
 from k31fn.parallel.mesh import MeshAxes
 from k31fn.parallel.pipeline.carry import StageCarry
 from k31fn.parallel.pipeline.engine import Stage, StageOutput
-from k31fn.trainer.layout import Layout
+from k31fn.trainer.layout import RankLayout
 from k31fn.trainer.qk_clip import reporting
 from k31fn.trainer.state import TrainState, merge, split
 
-__all__ = ["Sums", "make_gradient", "make_stages"]
+__all__ = ["Gradient", "Sums", "make_gradient", "make_loss"]
 
 
 class Sums(NamedTuple):
@@ -45,25 +45,123 @@ class Sums(NamedTuple):
     logits: Any = ()
 
 
-def make_gradient(
-    recipe: Recipe, layout: Layout
-) -> Callable[[TrainState, Sequence[model.Batch]], tuple[Sums, model.Params[Tensor]]]:
-    """``(state, micro_batches) -> (sums, gradients of this rank's parts)``, both over all ranks.
+Gradient = Callable[[TrainState, Sequence[model.Batch]], tuple[Sums, model.Params[Tensor]]]
+"""``gradient(state, micro_batches) -> (sums, gradients of this rank's parts)``, over all ranks."""
+
+
+class _Local(NamedTuple):
+    """What this rank's tokens and layers give, before ranks add up theirs.
+
+    Attributes:
+        total: the training loss; over micro-batches.
+        losses: of each stage of this rank, over micro-batches.
+        grads: of the trained parameters that this rank uses, gathered over the data axes.
+    """
+
+    total: Tensor
+    losses: Sequence[model.Losses]
+    grads: Any
+
+
+def make_gradient(layout: RankLayout) -> Gradient:
+    """The gradient of a step on ``layout``.
 
     Raises:
         ValueError: (at the first call) a schedule that splits the backward, where that would be
             other work.
     """
-    inside = fsdp.gather_only(layout.placements)
-    checked = not layout.schedule.split
+    compute = _of_pipeline(layout) if layout.schedule.num_stages > 1 else _of_one_stage(layout)
 
     def gradient(
         state: TrainState, batches: Sequence[model.Batch]
     ) -> tuple[Sums, model.Params[Tensor]]:
+        weights = fsdp.enter_step(state.params, layout.placements)
+        trained, frozen = split(weights, layout.specs)
+        local = compute(trained, frozen, state.balance, batches)
+        sums = _sum_over_ranks(local, layout.axes)
+        # one sum of the step's gradients, not one for each micro-batch
+        return sums, fsdp.sum_gradients(local.grads, layout.placements)
+
+    return gradient
+
+
+_Compute = Callable[[Any, Any, balance.State, Sequence[model.Batch]], _Local]
+"""``(trained, frozen, routers' biases, micro-batches)``."""
+
+
+def make_loss(
+    layout: RankLayout, frozen: Any, biases: balance.State
+) -> Callable[[Any, model.Batch], tuple[Tensor, model.Losses]]:
+    """``loss(trained, micro_batch) -> (training loss, its parts)`` of the whole model.
+
+    Args:
+        layout: of this rank, without a pipeline.
+        frozen: its parameters that are not trained.
+        biases: of the routers.
+    """
+    recipe = layout.recipe
+    cfg = _reporting_config(layout)
+    placements = fsdp.gather_only(layout.placements)
+
+    def loss(trained: Any, batch: model.Batch) -> tuple[Tensor, model.Losses]:
+        weights = merge(trained, frozen, layout.specs)
+        with use_products(recipe.precision.products):
+            return model.loss(
+                weights,
+                batch,
+                cfg,
+                balance=biases,
+                remat=recipe.remat,
+                placements=placements,
+                sh=layout.sh,
+            )
+
+    return loss
+
+
+def _of_one_stage(layout: RankLayout) -> _Compute:
+    def compute(
+        trained: Any, frozen: Any, biases: balance.State, batches: Sequence[model.Batch]
+    ) -> _Local:
+        loss_and_grads = value_and_grad(make_loss(layout, frozen, biases), has_aux=True)
+        (total, losses), grads = loss_and_grads(trained, batches[0])
+        grad_leaves, structure = tree.flatten(grads)
+        del grads  # the list alone holds them: a leaf is freed when its sum takes its place
+        for batch in batches[1:]:
+            (more, more_losses), more_grads = loss_and_grads(trained, batch)
+            total = total + more
+            losses = _add_losses(losses, more_losses)
+            _add_leaves(grad_leaves, tree.leaves(more_grads))
+            del more_grads  # else they would live beside those of the next micro-batch
+        return _Local(total, [losses], tree.unflatten(structure, grad_leaves))
+
+    return compute
+
+
+def _add_leaves(sums: list[Tensor], more: list[Tensor]) -> None:
+    for i, x in enumerate(more):
+        sums[i] = sums[i] + x  # not in place: a backward may give one tensor for two leaves
+
+
+def _add_losses(a: model.Losses, b: model.Losses) -> model.Losses:
+    """Sums of two micro-batches; of logits the larger ones."""
+    logits = torch.maximum(a.logits, b.logits) if isinstance(a.logits, Tensor) else ()
+    sums = tree.map(torch.add, a._replace(logits=()), b._replace(logits=()))
+    return sums._replace(logits=logits)
+
+
+def _of_pipeline(layout: RankLayout) -> _Compute:
+    recipe = layout.recipe
+    # Whether a split backward does the same work is seen by running a stage: once, in the first
+    # step that has values.
+    checked = not layout.schedule.split
+
+    def compute(
+        trained: Any, frozen: Any, biases: balance.State, batches: Sequence[model.Batch]
+    ) -> _Local:
         nonlocal checked
-        trained, frozen = split(fsdp.enter_step(state.params, layout.placements), layout.specs)
-        runs = make_stages(recipe, layout, state.balance, frozen, inside)
-        weights = [_of_stage(trained, layout, part) for part in layout.own]
+        runs = _make_stages(layout, frozen, biases)
+        weights = [stages.select(trained, [part]) for part in layout.own]
         carries = stages.stage_carries(
             recipe.model, layout.parts, batches[0], recipe.precision.compute, sh=layout.sh
         )
@@ -72,72 +170,64 @@ def make_gradient(
             pipeline.check_stages(layout.schedule, runs, weights, batches[0], **how)
         checked = True
         result = pipeline.run(layout.schedule, runs, weights, batches, **how)
-        grads = (
-            stages.merge(result.grads)
-            if layout.schedule.num_chunks > 1
-            else next(iter(result.grads))
-        )
-        sums = _sum(result.loss, result.sums, layout.axes)
-        if there := [x for x in result.largest if isinstance(x, Tensor)]:
-            sums = sums._replace(logits=pmax(torch.cat(there), layout.axes.data))
-        return sums, fsdp.sum_gradients(grads, layout.placements)
+        losses = [
+            sums._replace(logits=logits)
+            for sums, logits in zip(result.sums, result.largest, strict=True)
+        ]
+        chunks = result.grads
+        grads = stages.merge(chunks) if layout.schedule.num_chunks > 1 else chunks[0]
+        return _Local(result.loss, losses, grads)
 
-    return gradient
+    return compute
 
 
-def make_stages(
-    recipe: Recipe, layout: Layout, biases: balance.State, frozen: Any, placements: Any
-) -> list[Stage]:
-    """This rank's stages as functions of their trained parameters.
-
-    Args:
-        recipe: the run.
-        layout: of this rank.
-        biases: of the routers.
-        frozen: its parameters that are not trained.
-        placements: of all its parameters.
-    """
-    cfg, sh, remat = recipe.model, layout.sh, recipe.remat
-    cfg = reporting(cfg) if recipe.clips_logits else cfg
-
-    def whole(params: model.Params[Tensor], carry: StageCarry, batch: model.Batch) -> StageOutput:
-        total, parts = model.loss(
-            params, batch, cfg, balance=biases, remat=remat, placements=placements, sh=sh
-        )
-        return StageOutput(carry, total, parts._replace(logits=()), parts.logits)
+def _make_stages(layout: RankLayout, frozen: Any, biases: balance.State) -> list[Stage]:
+    """This rank's stages as functions of their trained parameters."""
+    recipe = layout.recipe
+    cfg = _reporting_config(layout)
+    placements = fsdp.gather_only(layout.placements)
 
     def make(part: stages.Part) -> Stage:
-        kept, specs = (_of_stage(x, layout, part) for x in (frozen, layout.specs))
-        run: Stage = whole
-        if layout.schedule.num_stages > 1:
-            places = _of_stage(placements, layout, part)
-            run = stages.make_stage(
-                cfg, part, balance=biases, remat=remat, placements=places, sh=sh
-            )
+        stage_frozen = stages.select(frozen, [part])
+        stage_specs = stages.select(layout.specs, [part])
+        run = stages.make_stage(
+            cfg,
+            part,
+            balance=biases,
+            remat=recipe.remat,
+            placements=stages.select(placements, [part]),
+            sh=layout.sh,
+        )
 
         def stage(trained: Any, carry: StageCarry, batch: model.Batch) -> StageOutput:
             with use_products(recipe.precision.products):
-                return run(merge(trained, kept, specs), carry, batch)
+                return run(merge(trained, stage_frozen, stage_specs), carry, batch)
 
         return stage
 
     return [make(part) for part in layout.own]
 
 
-def _of_stage(params: model.Params[Any], layout: Layout, part: stages.Part) -> model.Params[Any]:
-    """What a stage has of a tree like this rank's parameters."""
-    return stages.select(params, [part]) if layout.schedule.num_stages > 1 else params
+def _reporting_config(layout: RankLayout) -> model.Config:
+    recipe = layout.recipe
+    return reporting(recipe.model) if recipe.clips_logits else recipe.model
 
 
-def _sum(total: Tensor, of_stages: Sequence[model.Losses], axes: MeshAxes) -> Sums:
-    """Over the stages of this rank, and over the ranks that have other tokens or other layers."""
-    kl = torch.stack([part.kl.sum() for part in of_stages]).sum()
-    lm = torch.stack([part.lm for part in of_stages]).sum()
-    scalars = psum(
-        torch.stack([x.to(total.dtype) for x in (total, lm, kl)]),
-        axes.view("pp", "dp", "fsdp", "cp"),
+def _sum_over_ranks(local: _Local, axes: MeshAxes) -> Sums:
+    """Sums over this rank's stages, and over the ranks that have other tokens or other layers."""
+    lm = torch.stack([stage.lm for stage in local.losses]).sum()
+    kl = torch.stack([stage.kl.sum() for stage in local.losses]).sum()
+    # the scalars travel as one tensor, so as one collective
+    scalars = torch.stack([x.to(local.total.dtype) for x in (local.total, lm, kl)])
+    total, lm, kl = psum(scalars, axes.view("pp", "dp", "fsdp", "cp")).unbind()
+    load = torch.cat([stage.load for stage in local.losses])
+    histogram = torch.cat([stage.histogram for stage in local.losses])
+    logits = [stage.logits for stage in local.losses if isinstance(stage.logits, Tensor)]
+    return Sums(
+        total=total,
+        lm=lm,
+        kl=kl,
+        load=psum(load, axes.data),
+        histogram=psum(histogram, axes.data),
+        logits=pmax(torch.cat(logits), axes.data) if logits else (),
     )
-    counts = [
-        torch.cat([getattr(part, name) for part in of_stages]) for name in ("load", "histogram")
-    ]
-    return Sums(*scalars.unbind(), *tree.map(lambda x: psum(x, axes.data), counts))

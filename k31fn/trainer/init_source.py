@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from k31fn import lora, tree
+from k31fn import checkpoint, lora, tree
 from k31fn.checkpoint.checkpointer import Checkpointer
-from k31fn.checkpoint.state_layout import StateLayout
 from k31fn.config.recipe import Recipe
 from k31fn.trainer import folder
 from k31fn.trainer.adapter_base import check_source
+from k31fn.trainer.layout import RankLayout, lay_out
 from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import TrainState, abstract_state, first_state, held_by
 
@@ -71,10 +71,11 @@ def check_start(recipe: Recipe) -> None:
     Raises:
         ValueError: it is not, or no matrix of the model is adapted.
     """
-    wanted = dict(tree.flatten_with_paths(abstract_state(recipe)))
+    # also without a source: laying the model out refuses a lora.pattern that matches nothing
+    state = _by_path(recipe)
     if recipe.init:
-        parts = {name: x for name, x in wanted.items() if name.startswith(("params.", "balance."))}
-        names = _matching(recipe.init, parts)[2]
+        parts = {name: x for name, x in state.items() if name.startswith(("params.", "balance."))}
+        names = _match(recipe.init, parts).names
         _check_missing(
             recipe.init, (n for n in parts if n.startswith("params.") and n not in names)
         )
@@ -97,15 +98,14 @@ def settled_base(recipe: Recipe, run: Path | None = None) -> str:
     if isinstance(recipe.lora, tuple) or not recipe.lora.base:
         return ""
     if run is not None:
-        there = folder.recipe_of(run).lora
-        assert isinstance(there, lora.Config)
-        if not Path(there.base).is_dir():
+        written = folder.recipe_of(run).lora
+        assert isinstance(written, lora.Config)
+        if not Path(written.base).is_dir():
             raise ValueError(
-                f"lora.base={there.base!r} is gone, whose adapters {run} trains; put it back (a "
-                "run that goes on "
-                "removes its old checkpoints, but for those of --keep-every)"
+                f"lora.base={written.base!r} is gone, whose adapters {run} trains; put it back (a "
+                "run that goes on removes its old checkpoints, but for those of --keep-every)"
             )
-        return there.base
+        return written.base
     if any(Path(recipe.lora.base).glob("*.safetensors")):
         return recipe.lora.base
     source = find_source(recipe.lora.base)
@@ -119,76 +119,8 @@ def with_base(recipe: Recipe, base: str) -> Recipe:
     return dataclasses.replace(recipe, lora=dataclasses.replace(recipe.lora, base=base))
 
 
-def load_parameters(
-    path: str | Path,
-    recipe: Recipe,
-    wanted: Mapping[str, Tensor],
-    ranks: Ranks,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """This rank's parts of those ``wanted`` tensors that the source has. Every rank must call it.
-
-    Args:
-        path: the source, which every rank's host must see.
-        recipe: of the run that starts; its mesh is that of ``ranks``.
-        wanted: whole meta tensors by path in the state, such as ``params.head``; all of
-            ``recipe``'s state.
-        ranks: of the run.
-        device: where to put them.
-
-    Raises:
-        ValueError: there is no such source, or a tensor has another shape or dtype there.
-    """
-    run, step, names = ranks.on_first(lambda: _matching(path, wanted))
-    mine = dict(tree.flatten_with_paths(abstract_state(recipe, ranks.axes)))
-    held, theirs = (
-        held_by(recipe),
-        dict(tree.flatten_with_paths(abstract_state(folder.recipe_of(Path(run))))),
-    )
-    whole = {there: theirs[there] for there in names.values()}
-    layout = StateLayout(
-        whole, {there: held[name] for name, there in names.items() if name in held}, recipe.mesh
-    )
-    like = {t: mine[name].to(theirs[t].dtype) for name, t in names.items() if name in mine}
-    with ranks.alike(
-        lambda: Checkpointer(Path(run) / "checkpoints", read_only=True, axes=ranks.axes)
-    ) as checkpoints:
-        restore = functools.partial(
-            checkpoints.restore, step, like, partial=True, device=device, layout=layout
-        )
-        found = ranks.alike(restore)
-    return {name: found[t].to(wanted[name].dtype) for name, t in names.items() if name in mine}
-
-
-def _matching(path: str | Path, wanted: Mapping[str, Tensor]) -> tuple[str, int, dict[str, str]]:
-    """The run and step that a path means, and the names there of those ``wanted`` tensors that it
-    has.
-    """
-    source = find_source(path)
-    there = folder.recipe_of(source.run)
-    if there.lora:
-        raise ValueError(
-            f"init={str(path)!r} is a run of adapters, whose checkpoints have no whole model; "
-            "merge it first: "
-            f"python -m k31fn.hf export {source.run} OUT, python -m k31fn.hf import OUT CONFIG"
-        )
-    held = dict(tree.flatten_with_paths(abstract_state(there)))
-    names = {name: there for name in wanted if (there := _name(name, held))}
-    if wrong := [n for n, there in names.items() if held[there].shape != wanted[n].shape]:
-        shapes = f"{list(held[names[wrong[0]]].shape)}, here {list(wanted[wrong[0]].shape)}"
-        raise ValueError(f"init={str(path)!r} is of another model: {wrong[0]} has shape {shapes}")
-    return str(source.run), source.step, names
-
-
-def _name(name: str, held: Mapping[str, Tensor]) -> str:
-    """The name there: of Gated MLA in a model whose attention is not inside a Gated DSA; "": it has
-    none.
-    """
-    return next((n for n in (name, name.replace(".attn.attn.", ".attn.")) if n in held), "")
-
-
 def start_from(
-    path: str | Path, recipe: Recipe, state: TrainState, ranks: Ranks, device: torch.device
+    path: str | Path, layout: RankLayout, state: TrainState, ranks: Ranks, device: torch.device
 ) -> TrainState:
     """``state``, the one before the first step, with the parameters and the routers' biases of the
     source.
@@ -197,22 +129,126 @@ def start_from(
         ValueError: as :func:`load_parameters`, or the source lacks a parameter that is not an
             indexer's.
     """
-    parts = {f"{part}.{n}": x for part in ("params", "balance") for n, x in _whole(recipe, part)}
-    found = load_parameters(path, recipe, parts, ranks, device)
-    held = {f"params.{n}" for n in tree.paths(state.params)}
-    _check_missing(path, held - found.keys())
-    weights = tree.map_with_path(lambda name, x: found.get(f"params.{name}", x), state.params)
-    biases = tree.map_with_path(lambda name, x: found.get(f"balance.{name}", x), state.balance)
-    return first_state(recipe, weights, biases, ranks.axes)
+    whole = abstract_state(lay_out(layout.recipe))
+    wanted: dict[str, Tensor] = {}
+    for name, x in tree.flatten_with_paths(whole.params):
+        wanted[f"params.{name}"] = x
+    for name, x in tree.flatten_with_paths(whole.balance):
+        wanted[f"balance.{name}"] = x
+    loaded = load_parameters(path, layout, wanted, ranks, device)
+    own = {f"params.{n}" for n in tree.paths(state.params)}
+    _check_missing(path, own - loaded.keys())
+    weights = tree.map_with_path(lambda name, x: loaded.get(f"params.{name}", x), state.params)
+    biases = tree.map_with_path(lambda name, x: loaded.get(f"balance.{name}", x), state.balance)
+    # the optimiser's state begins anew: its float32 masters are copies of these weights
+    return first_state(layout, weights, biases)
+
+
+def load_parameters(
+    path: str | Path,
+    layout: RankLayout,
+    wanted: Mapping[str, Tensor],
+    ranks: Ranks,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """This rank's parts of those ``wanted`` tensors that the source has. Every rank must call it.
+
+    Args:
+        path: the source, which every rank's host must see.
+        layout: of the run that starts, on this rank.
+        wanted: whole meta tensors by path in the state, such as ``params.head``; all of the
+            recipe's state.
+        ranks: of the run.
+        device: where to put them.
+
+    Raises:
+        ValueError: there is no such source, or a tensor has another shape or dtype there.
+    """
+    # rank 0 looks: a folder of runs may get a newer one while the others do
+    match = _Match(*ranks.on_first(lambda: _match(path, wanted)))
+    own = dict(tree.flatten_with_paths(abstract_state(layout)))
+    held = held_by(layout.recipe)
+    source = _by_path(folder.recipe_of(Path(match.run)))
+    whole, holders, like = {}, {}, {}
+    for name, source_name in match.names.items():
+        whole[source_name] = source[source_name]
+        if name in held:
+            holders[source_name] = held[name]
+        if name in own:
+            # read as it was written, and cast afterwards
+            like[source_name] = own[name].to(source[source_name].dtype)
+    on_disk = checkpoint.StateLayout(whole, holders, layout.recipe.mesh)
+    with ranks.alike(
+        lambda: Checkpointer(Path(match.run) / "checkpoints", read_only=True, axes=ranks.axes)
+    ) as checkpoints:
+        restore = functools.partial(
+            checkpoints.restore, match.step, like, partial=True, device=device, layout=on_disk
+        )
+        loaded = ranks.alike(restore)
+    return {
+        name: loaded[source_name].to(wanted[name].dtype)
+        for name, source_name in match.names.items()
+        if name in own
+    }
+
+
+class _Match(NamedTuple):
+    """What a source has of a state.
+
+    Attributes:
+        run: its folder.
+        step: of the checkpoint.
+        names: the path there of each tensor that it has, by the path here.
+    """
+
+    run: str
+    step: int
+    names: dict[str, str]
+
+
+def _match(path: str | Path, wanted: Mapping[str, Tensor]) -> _Match:
+    """What the source that ``path`` means has of those ``wanted`` tensors."""
+    source = find_source(path)
+    recipe = folder.recipe_of(source.run)
+    if recipe.lora:
+        raise ValueError(
+            f"init={str(path)!r} is a run of adapters, whose checkpoints have no whole model; "
+            f"merge it first: python -m k31fn.hf export {source.run} OUT, python -m k31fn.hf "
+            "import OUT CONFIG"
+        )
+    tensors = _by_path(recipe)
+    names: dict[str, str] = {}
+    for name, x in wanted.items():
+        source_name = _name_in(tensors, name)
+        if source_name is None:
+            continue
+        if tensors[source_name].shape != x.shape:
+            raise ValueError(
+                f"init={str(path)!r} is of another model: {name} has shape "
+                f"{list(tensors[source_name].shape)}, here {list(x.shape)}"
+            )
+        names[name] = source_name
+    return _Match(str(source.run), source.step, names)
+
+
+def _name_in(tensors: Mapping[str, Tensor], name: str) -> str | None:
+    """The path in a source: of Gated MLA in a model whose attention is not inside a Gated DSA."""
+    for candidate in (name, name.replace(".attn.attn.", ".attn.")):
+        if candidate in tensors:
+            return candidate
+    return None
 
 
 def _check_missing(path: str | Path, names: Iterable[str]) -> None:
-    if missing := sorted(name for name in names if ".indexer." not in name):
+    # an indexer may be new: a trained model without one becomes sparse
+    missing = sorted(name for name in names if ".indexer." not in name)
+    if missing:
         raise ValueError(
             f"init={str(path)!r} has no {missing[0]} ({len(missing)} missing): it is a run of "
             "another model"
         )
 
 
-def _whole(recipe: Recipe, part: str) -> list[tuple[str, Tensor]]:
-    return tree.flatten_with_paths(getattr(abstract_state(recipe), part))
+def _by_path(recipe: Recipe) -> dict[str, Tensor]:
+    """The whole state of a recipe in meta tensors."""
+    return dict(tree.flatten_with_paths(abstract_state(lay_out(recipe))))

@@ -24,14 +24,17 @@ from k31fn.parallel.sharding import Sharding
 from k31fn.params import ParamSpec
 from k31fn.trainer.ranks.agreement import coordinate_of
 
-__all__ = ["Layout", "cut", "lay_out", "make_optimizer", "make_schedule", "trained_specs"]
+__all__ = ["RankLayout", "cut", "lay_out", "make_optimizer", "make_schedule", "trained_specs"]
+
+_ONE_RANK = MeshAxes()
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
-    """What one rank holds and how it works with the others.
+class RankLayout:
+    """What one rank holds of a run and how it works with the others; made once by :func:`lay_out`.
 
     Attributes:
+        recipe: the run, or one phase of it.
         axes: of the mesh, bound to this rank.
         schedule: of the pipeline; one stage on one rank without one.
         parts: what each of its stages has of the model.
@@ -44,6 +47,7 @@ class Layout:
         moe_layers: global numbers of its MoE layers.
     """
 
+    recipe: Recipe
     axes: MeshAxes
     schedule: Schedule
     parts: tuple[Part, ...]
@@ -59,8 +63,13 @@ class Layout:
         """What layers take."""
         return Sharding.on(self.axes)
 
+    @property
+    def tiles(self) -> Any:
+        """Where this rank's part lies in each whole parameter; None: it holds all of them."""
+        return _tiles(self.recipe, self.axes, self.specs, self.partition)
 
-def lay_out(recipe: Recipe, axes: MeshAxes) -> Layout:
+
+def lay_out(recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> RankLayout:
     """The layout of ``recipe`` on ``axes``: those of its mesh, or none, for the whole model.
 
     Raises:
@@ -69,22 +78,44 @@ def lay_out(recipe: Recipe, axes: MeshAxes) -> Layout:
     table = make_schedule(recipe, axis_size(axes.pp))
     parts = cut(recipe.model, table)
     own = tuple(parts[s] for s in table.stages_of(own_index(axes.pp)))
-    specs, moe_layers = trained_specs(recipe), model.moe_layers(recipe.model)
+    specs = trained_specs(recipe)
+    moe_layers = model.moe_layers(recipe.model)
     if table.num_stages > 1:
-        specs, moe_layers = select(specs, own), stage_moe_layers(recipe.model, own)
+        specs = select(specs, own)
+        moe_layers = stage_moe_layers(recipe.model, own)
     split = partition(specs, AxisRules(), recipe.mesh)
     precision = recipe.precision
-    places = fsdp.placements(specs, split, axes, compute=precision.compute, reduce=precision.reduce)
-    optimizer = make_optimizer(recipe, specs, places)
-    if precision.param == torch.bfloat16:  # without copies in float32
-        tile = tiles(specs, split, recipe.mesh, coordinate_of(axes)) if axes.atoms else None
+    placements = fsdp.placements(
+        specs, split, axes, compute=precision.compute, reduce=precision.reduce
+    )
+    optimizer = make_optimizer(recipe, specs, placements)
+    if precision.param == torch.bfloat16:
+        # Without float32 copies a small update would be lost by rounding to nearest. The rounding's
+        # random numbers follow from a weight's place in the whole, so no mesh changes them.
+        tile = _tiles(recipe, axes, specs, split)
         optimizer = optim.rounded(optimizer, specs, recipe.seed, tile=tile)
-    return Layout(axes, table, parts, own, specs, split, places, optimizer, moe_layers)
+    return RankLayout(
+        recipe=recipe,
+        axes=axes,
+        schedule=table,
+        parts=parts,
+        own=own,
+        specs=specs,
+        partition=split,
+        placements=placements,
+        optimizer=optimizer,
+        moe_layers=moe_layers,
+    )
+
+
+def _tiles(recipe: Recipe, axes: MeshAxes, specs: Any, split: Any) -> Any:
+    return tiles(specs, split, recipe.mesh, coordinate_of(axes)) if axes.atoms else None
 
 
 def make_schedule(recipe: Recipe, num_ranks: int) -> Schedule:
     """The table of a step on a pipeline of so many ranks."""
     if num_ranks == 1:
+        # also for a recipe with a pipeline, whose whole state is laid out without its mesh
         return schedule("1f1b", 1, recipe.micro_batches)
     p = recipe.pipeline
     return schedule(p.schedule, num_ranks, recipe.micro_batches, num_chunks=p.num_chunks)
@@ -102,21 +133,23 @@ def trained_specs(recipe: Recipe) -> model.Params[ParamSpec]:
     adapters, with these.
     """
     specs = model.specs(recipe.model)
-    if not isinstance(recipe.lora, tuple):
-        o = recipe.lora
-        how: Any = {
-            "rank": o.rank,
-            "alpha": o.alpha,
-            "held": o.held,
-            "held_pattern": o.held_pattern,
-        }
-        return lora.apply(specs, pattern=o.pattern, **how)
+    adapters = recipe.lora
+    if not isinstance(adapters, tuple):
+        return lora.apply(
+            specs,
+            pattern=adapters.pattern,
+            rank=adapters.rank,
+            alpha=adapters.alpha,
+            held=adapters.held,
+            held_pattern=adapters.held_pattern,
+        )
     if recipe.trainable == "all":
         return specs
 
     def freeze(path: str, spec: ParamSpec) -> ParamSpec:
-        kept = re.search(rf"\.{recipe.trainable}\.", path)
-        return spec if kept else dataclasses.replace(spec, tags=spec.tags | {"frozen"})
+        if re.search(rf"\.{recipe.trainable}\.", path):
+            return spec
+        return dataclasses.replace(spec, tags=spec.tags | {"frozen"})
 
     return tree.map_with_path(freeze, specs)
 
@@ -131,8 +164,8 @@ def make_optimizer(recipe: Recipe, specs: Any, placements: Any = ()) -> optim.Tr
     adamw = functools.partial(optim.adamw, specs, beta1=o.beta1, beta2=o.beta2, eps=o.eps, **shared)
     if o.kind == "adamw":
         return adamw()
+    # Muon steps matrices; norms, biases, the embedding and the head are AdamW's
     others = adamw(where=lambda path, spec: "matrix" not in spec.tags)
     ns_dtype = None if o.ns_dtype == "auto" else getattr(torch, o.ns_dtype)
-    return optim.combine(
-        specs, optim.muon(specs, ns_dtype=ns_dtype, placements=placements, **shared), others
-    )
+    muon = optim.muon(specs, ns_dtype=ns_dtype, placements=placements, **shared)
+    return optim.combine(specs, muon, others)

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from k31fn import metrics, trackers
+from k31fn.config.codec import to_dict
+from k31fn.config.recipe import Recipe
 from k31fn.trainer.console import View
-from k31fn.trainer.part_metrics import Labels
+from k31fn.trainer.part_metrics import MetricLabels
 from k31fn.trainer.ranks.failure_report import StepTimes
 from k31fn.trainer.step import Metrics
 
-__all__ = ["MAX_NON_FINITE", "Log", "NonFiniteError"]
+__all__ = ["MAX_NON_FINITE", "Log", "NonFiniteError", "open_trackers"]
 
 MAX_NON_FINITE = 3
-_NO_LABELS = Labels()
+_NO_LABELS = MetricLabels()
 
 
 class NonFiniteError(RuntimeError):
@@ -33,7 +35,7 @@ class _Pending(NamedTuple):
     read: Callable[[], list[float]]
     lr: float
     tokens_per_second: float
-    labels: Labels
+    labels: MetricLabels
 
 
 class Log:
@@ -58,7 +60,7 @@ class Log:
         self._non_finite = self._skipped = 0
 
     def push(
-        self, step: int, numbers: Metrics, lr: float, tokens: int, labels: Labels = _NO_LABELS
+        self, step: int, numbers: Metrics, lr: float, tokens: int, labels: MetricLabels = _NO_LABELS
     ) -> None:
         """Keeps a step that has been queued, and writes the one before.
 
@@ -164,3 +166,36 @@ def _to_host(x: Tensor) -> Callable[[], list[float]]:
         return copy.tolist()
 
     return read
+
+
+def open_trackers(
+    recipe: Recipe, run: Path, resumed_at: int | None, *, warn: Callable[[str], object]
+) -> trackers.Tracker:
+    """TensorBoard's events, and the services that the recipe names, as one tracker.
+
+    Args:
+        recipe: the run's.
+        run: its folder.
+        resumed_at: first step of a run that goes on; None: it begins.
+        warn: takes a line that says what is missing.
+
+    Raises:
+        OSError: a service could not begin a run; those opened before it are closed.
+    """
+    opened = [trackers.tensorboard(run / "events", warn=warn, resumed_at=resumed_at)]
+    try:
+        for name in recipe.trackers:
+            opened.append(
+                trackers.service(
+                    name,
+                    project=recipe.name,
+                    run=run.name,
+                    config=to_dict(recipe),
+                    directory=run,
+                    warn=warn,
+                )
+            )
+    except BaseException:
+        trackers.Several(opened).close()
+        raise
+    return trackers.Several(opened)

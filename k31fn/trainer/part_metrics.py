@@ -1,6 +1,4 @@
-"""What a step tells of the parts of the model: gradient norms by part, loads by layer, and how busy
-devices are.
-"""
+"""Metrics of the model's parts: gradient norms by part, loads by layer, and their names."""
 
 from __future__ import annotations
 
@@ -17,13 +15,12 @@ from k31fn.model.flops import flops_per_token
 from k31fn.model.parts import find_part, parts
 from k31fn.parallel.axis import Axis, active
 from k31fn.parallel.collectives import psum
-from k31fn.parallel.mesh import MeshAxes
-from k31fn.trainer.layout import Layout, lay_out
+from k31fn.trainer.layout import RankLayout, trained_specs
 
-__all__ = ["Labels", "label", "make_measure"]
+__all__ = ["MetricLabels", "label", "make_measure"]
 
 
-class Labels(NamedTuple):
+class MetricLabels(NamedTuple):
     """What the numbers of :func:`make_measure` are, and what else holds for all steps of a phase.
 
     Attributes:
@@ -38,34 +35,41 @@ class Labels(NamedTuple):
     utilisation: float = 0.0
 
 
-def label(recipe: Recipe, step: int, device: torch.device) -> Labels:
+def label(recipe: Recipe, step: int, device: torch.device) -> MetricLabels:
     """The labels of a step's numbers: ``grad_norm/PART``, then ``moe/load/LAYER``."""
     now = recipe.at(step)
-    norms = [f"grad_norm/{part.replace(' ', '_').lower()}" for part in _parts(now)]
+    norms = [f"grad_norm/{part.replace(' ', '_').lower()}" for part in _trained_parts(now)]
     loads = [f"moe/load/{layer}" for layer in model.moe_layers(now.model)]
+    phase = recipe.phase_of(step) if recipe.phases else -1
+    return MetricLabels((*norms, *loads), phase, _utilisation(now, device))
+
+
+def _utilisation(recipe: Recipe, device: torch.device) -> float:
     peak = devices.peak_rates(device)
-    utilisation = 0.0
-    if peak is not None:
-        flops = flops_per_token(now.model, now.length, _trained(now))
-        utilisation = flops / (peak.bf16_flops * now.mesh.world_size)
-    return Labels((*norms, *loads), recipe.phase_of(step) if recipe.phases else -1, utilisation)
+    if peak is None:
+        return 0.0
+    flops = flops_per_token(recipe.model, recipe.length, _what_is_trained(recipe))
+    return flops / (peak.bf16_flops * recipe.mesh.world_size)
 
 
-def _trained(recipe: Recipe) -> Literal["indexer", "adapters", "all"]:
+def _what_is_trained(recipe: Recipe) -> Literal["indexer", "adapters", "all"]:
     if recipe.trains_trunk:
         return "all"
     return "indexer" if recipe.trainable == "indexer" else "adapters"
 
 
-def _parts(recipe: Recipe) -> list[str]:
+def _trained_parts(recipe: Recipe) -> list[str]:
     """Parts of the model in which anything is trained, on whatever rank."""
-    part = find_part(recipe.model)
-    leaves = tree.flatten_with_paths(lay_out(recipe, MeshAxes()).specs)
-    trained = {part(path) for path, spec in leaves if "frozen" not in spec.tags}
+    part_of = find_part(recipe.model)
+    trained = set()
+    # not this rank's specs: all ranks must measure the same parts, in one order
+    for path, spec in tree.flatten_with_paths(trained_specs(recipe)):
+        if "frozen" not in spec.tags:
+            trained.add(part_of(path))
     return [name for name in parts(recipe.model) if name in trained]
 
 
-def make_measure(recipe: Recipe, layout: Layout) -> Callable[[Any, Tensor, Tensor], Tensor]:
+def make_measure(layout: RankLayout) -> Callable[[Any, Tensor, Tensor], Tensor]:
     """``measure(grads, load, like)``: the numbers that :func:`label` names, on the device and equal
     on all ranks.
 
@@ -75,44 +79,56 @@ def make_measure(recipe: Recipe, layout: Layout) -> Callable[[Any, Tensor, Tenso
     numbers' dtype and device.
 
     Args:
-        recipe: without phases.
-        layout: of this rank.
+        layout: of this rank, of a recipe without phases.
     """
-    part, names, stages = find_part(recipe.model), _parts(recipe), active(layout.axes.pp)
-    places = dict(tree.flatten_with_paths(layout.placements))
-    index = {
-        path: names.index(part(path))
-        for path, s in tree.flatten_with_paths(layout.specs)
-        if "frozen" not in s.tags
-    }
-    layers = model.moe_layers(recipe.model)
+    cfg = layout.recipe.model
+    part_of = find_part(cfg)
+    names = _trained_parts(layout.recipe)
+    stages = active(layout.axes.pp)
+    placements = dict(tree.flatten_with_paths(layout.placements))
+    part_index = {}
+    for path, spec in tree.flatten_with_paths(layout.specs):
+        if "frozen" not in spec.tags:
+            part_index[path] = names.index(part_of(path))
+    layers = model.moe_layers(cfg)
 
-    def norms(grads: Any, none: Tensor) -> Tensor:
+    def squares_by_axes(grads: Any) -> dict[tuple[Axis, ...], list[list[Tensor]]]:
+        """Squared norms of each part's gradients, by the axes over which ranks hold parts of
+        them.
+        """
         squares: dict[tuple[Axis, ...], list[list[Tensor]]] = {}
-        for path, g in tree.flatten_with_paths(grads):
-            axes = tuple(sorted(places[path].axes, key=lambda a: a.name)) if places else ()
-            of_part = squares.setdefault(axes, [[] for _ in names])[index[path]]
-            of_part.append(torch.linalg.vector_norm(g, dtype=precision.island(g.dtype)).square())
+        for path, grad in tree.flatten_with_paths(grads):
+            axes: tuple[Axis, ...] = ()
+            if placements:
+                axes = tuple(sorted(placements[path].axes, key=lambda a: a.name))
+            by_part = squares.setdefault(axes, [[] for _ in names])
+            norm = torch.linalg.vector_norm(grad, dtype=precision.island(grad.dtype))
+            by_part[part_index[path]].append(norm.square())
+        return squares
+
+    def norms(grads: Any, zero: Tensor) -> Tensor:
         sums = []
-        for axes, found in squares.items():
-            each = torch.stack(
-                [
-                    torch.stack(of_part).sum().to(none.dtype) if of_part else none
-                    for of_part in found
-                ]
-            )
-            sums.append(psum(each, axes) if axes else each)
-        total = (
-            torch.stack(sums).sum(0) if sums else none.expand(len(names))
-        )  # a stage in which nothing is trained
+        # one collective for all gradients that are split over the same axes
+        for axes, by_part in squares_by_axes(grads).items():
+            local = []
+            for squares in by_part:
+                local.append(torch.stack(squares).sum().to(zero.dtype) if squares else zero)
+            total = torch.stack(local)
+            sums.append(psum(total, axes) if axes else total)
+        # a stage in which nothing is trained has no sums, and takes part all the same
+        total = torch.stack(sums).sum(0) if sums else zero.expand(len(names))
         return (psum(total, stages) if stages else total).sqrt()
 
     def measure(grads: Any, load: Tensor, like: Tensor) -> Tensor:
-        none, load = torch.zeros_like(like), load.to(like.dtype)
-        ratio = load.amax(1) / load.mean(1).clamp(min=1) if len(load) else none.expand(0)
+        zero = torch.zeros_like(like)
+        load = load.to(like.dtype)
+        ratio = zero.expand(0)
+        if len(load):
+            ratio = load.amax(1) / load.mean(1).clamp(min=1)
         if stages and layers:
-            own = dict(zip(layout.moe_layers, ratio, strict=True))
-            ratio = psum(torch.stack([own.get(layer, none) for layer in layers]), stages)
-        return torch.cat([norms(grads, none), ratio])
+            # each layer is one stage's: zeros elsewhere, and the sum is its stage's number
+            local = dict(zip(layout.moe_layers, ratio, strict=True))
+            ratio = psum(torch.stack([local.get(layer, zero) for layer in layers]), stages)
+        return torch.cat([norms(grads, zero), ratio])
 
     return measure

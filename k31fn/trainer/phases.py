@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from k31fn import data, model, optim, tree
 from k31fn.config.phase import spans
 from k31fn.config.recipe import Recipe
-from k31fn.parallel.mesh import MeshAxes
+from k31fn.trainer.layout import RankLayout, lay_out
 from k31fn.trainer.state import TrainState, abstract_state
-from k31fn.trainer.step import Metrics, make_step
+from k31fn.trainer.step import Metrics, Step, make_step
 
-__all__ = ["Step", "learning_rate", "make_phase_step", "over_phases"]
+__all__ = ["learning_rate", "make_phase_step", "over_phases", "phase_layout"]
 
 _Rows = data.Dataset | data.Mixture
-Step = Callable[[TrainState, Sequence[model.Batch], float], tuple[TrainState, Metrics]]
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -70,22 +69,36 @@ def over_phases(recipe: Recipe, make: Callable[[Recipe], _Rows]) -> data.Rows:
     return data.Curriculum(tuple(parts), tuple(starts))
 
 
-def make_phase_step(recipe: Recipe, step: int, axes: MeshAxes) -> Step:
-    """:func:`make_step` for the phase of ``step``, of the state of the whole recipe."""
-    now = recipe.at(step)
-    run = make_step(now, axes)
-    if now.trainable == recipe.trainable:
-        return run
-    like = abstract_state(now, axes).opt_state
+def phase_layout(layout: RankLayout, step: int) -> RankLayout:
+    """The layout of the phase of ``step``; the run's own where it has no phases."""
+    if not layout.recipe.phases:
+        return layout
+    return lay_out(layout.recipe.at(step), layout.axes)
 
-    def part(
+
+def make_phase_step(layout: RankLayout, step: int) -> Step:
+    """The step of the phase of ``step``, of the state of the whole recipe.
+
+    Args:
+        layout: of the whole run.
+        step: any of the phase.
+    """
+    phase = phase_layout(layout, step)
+    phase_step = make_step(phase)
+    if phase.recipe.trainable == layout.recipe.trainable:
+        return phase_step
+    phase_opt_state = abstract_state(phase).opt_state
+
+    def run_step(
         state: TrainState, batches: Sequence[model.Batch], lr: float
     ) -> tuple[TrainState, Metrics]:
-        held = dict(tree.flatten_with_paths(state.opt_state))
-        own = tree.map_with_path(lambda path, _: held[path], like)
-        new, numbers = run(dataclasses.replace(state, opt_state=own), batches, lr)
+        # The phase's optimiser knows only what it trains: it is given that part of the state, and
+        # the rest goes on as it was.
+        before = dict(tree.flatten_with_paths(state.opt_state))
+        trained = tree.map_with_path(lambda path, _: before[path], phase_opt_state)
+        new, metrics = phase_step(dataclasses.replace(state, opt_state=trained), batches, lr)
         stepped = dict(tree.flatten_with_paths(new.opt_state))
         whole = tree.map_with_path(lambda path, old: stepped.get(path, old), state.opt_state)
-        return dataclasses.replace(new, opt_state=whole), numbers
+        return dataclasses.replace(new, opt_state=whole), metrics
 
-    return part
+    return run_step

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from k31fn import model, precision, tree
-from k31fn.config.recipe import Recipe
 from k31fn.layers import kinds
 from k31fn.layers.kind import TokenMixer
 from k31fn.model.stages import Part
 from k31fn.parallel.collectives import pslice
-from k31fn.trainer.layout import Layout
+from k31fn.trainer.layout import RankLayout
 from k31fn.typing import Bool, Float
 
 __all__ = ["clip_logits", "reporting"]
@@ -42,8 +41,7 @@ def reporting(cfg: model.Config) -> model.Config:
 
 
 def clip_logits(
-    recipe: Recipe,
-    layout: Layout,
+    layout: RankLayout,
     params: model.Params[Tensor],
     opt_state: Any,
     logits: Float[Tensor, "layers H"],
@@ -52,14 +50,14 @@ def clip_logits(
     """Scales this rank's parts of the weights, and float32 masters of them, in place.
 
     Args:
-        recipe: the run; its ``optimizer.qk_clip`` is tau.
-        layout: of this rank.
+        layout: of this rank; its recipe's ``optimizer.qk_clip`` is tau.
         params: after the optimiser's step.
         opt_state: of them.
         logits: the largest of the step, of its local heads: a row for each layer of its stages
             that has them, an MTP layer last.
         skip: true: nothing changes.
     """
+    recipe = layout.recipe
     tau = recipe.optimizer.qk_clip
     factors: dict[str, Tensor] = {}
     mixers = _clipped(recipe.model, layout.own)

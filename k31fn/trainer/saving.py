@@ -6,18 +6,17 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from k31fn import data, tree
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.checkpoint.errors import CheckpointError
-from k31fn.config.recipe import Recipe
 from k31fn.trainer.adapter_base import check_base, fingerprint
 from k31fn.trainer.console import View
+from k31fn.trainer.layout import RankLayout
 from k31fn.trainer.ranks.agreement import Ranks
-from k31fn.trainer.state import TrainState, abstract_state, completed, layout_of, saved
+from k31fn.trainer.state import TrainState, abstract_state, checkpoint_layout, completed, saved
 
 __all__ = ["Saves"]
 
@@ -27,7 +26,7 @@ class Saves:
     fails on all.
 
     Args:
-        recipe: the run.
+        layout: of the run on this rank.
         folder: its checkpoints'.
         text: the fingerprint of what it trains on.
         view: is told of another run that writes there, of damaged checkpoints, and of another text.
@@ -40,20 +39,29 @@ class Saves:
         OtherRankError: one of these on the first rank, as in all methods.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, text: str, view: View, ranks: Ranks) -> None:
-        self._recipe, self._text, self._view, self._ranks = recipe, text, view, ranks
-        self._base = str(
-            ranks.on_first(lambda: fingerprint(recipe))
-        )  # as it is when the run reads it
-        kept: Any = {
-            "keep": recipe.keep,
-            "keep_every": recipe.keep_every,
-            "keep_best": recipe.keep_best,
-        }
+    def __init__(
+        self, layout: RankLayout, folder: Path, text: str, view: View, ranks: Ranks
+    ) -> None:
+        recipe = layout.recipe
+        self._layout = layout
+        self._recipe = recipe
+        self._text = text
+        self._view = view
+        self._ranks = ranks
+        # Of the base as it is now, when the run reads it: what is there at a later save may be
+        # another one.
+        self._base = str(ranks.on_first(lambda: fingerprint(recipe)))
         self._checkpoints = ranks.alike(
-            lambda: Checkpointer(folder, **kept, axes=ranks.axes, on_wait=view.note)
+            lambda: Checkpointer(
+                folder,
+                keep=recipe.keep,
+                keep_every=recipe.keep_every,
+                keep_best=recipe.keep_best,
+                axes=ranks.axes,
+                on_wait=view.note,
+            )
         )
-        self._layout = layout_of(recipe)
+        self._on_disk = checkpoint_layout(recipe)
 
     def latest(self) -> int | None:
         """The newest complete step that is not damaged; None if nothing was ever saved.
@@ -68,7 +76,8 @@ class Saves:
         return newest
 
     def _refuse_to_begin_anew(self) -> None:
-        if aside := self._checkpoints.set_aside():
+        aside = self._checkpoints.set_aside()
+        if aside:
             raise CheckpointError(
                 f"{self._checkpoints.directory} has no step that is intact, only "
                 f"{', '.join(aside)}; put a good copy "
@@ -82,15 +91,23 @@ class Saves:
             ValueError: it is not of this recipe.
             CheckpointError: it cannot be read.
         """
-        recipe, axes = self._recipe, self._ranks.axes
+        layout = self._layout
         self._ranks.on_first(lambda: self._check(self._checkpoints.metadata(step)))
-        mine, host = saved(abstract_state(recipe, axes), recipe, axes), recipe.optimizer.offload
-        where = torch.device("cpu") if host else device
+        like = saved(abstract_state(layout), layout)
+        # An optimiser's state that lives on the host may not fit on the device: read all to the
+        # host, then move the rest.
+        offload = self._recipe.optimizer.offload
         restore = functools.partial(
-            self._checkpoints.restore, step, mine, device=where, layout=self._layout
+            self._checkpoints.restore,
+            step,
+            like,
+            device=torch.device("cpu") if offload else device,
+            layout=self._on_disk,
         )
         state = self._ranks.alike(restore)
-        return completed(_placed(state, device) if host else state, recipe, device, axes)
+        if offload:
+            state = _placed(state, device)
+        return completed(state, layout, device)
 
     def _check(self, metadata: Mapping[str, str]) -> None:
         check_base(self._recipe, metadata.get("base", ""), self._base)
@@ -105,8 +122,8 @@ class Saves:
 
     def prepare(self, state: TrainState) -> None:
         """Has memory and a writer ready for the first save."""
-        held = saved(state, self._recipe, self._ranks.axes)
-        self._ranks.alike(lambda: self._checkpoints.prepare(held, self._layout))
+        part = saved(state, self._layout)
+        self._ranks.alike(lambda: self._checkpoints.prepare(part, self._on_disk))
 
     def save(self, step: int, state: TrainState, scores: Mapping[int, float]) -> None:
         """Saves the state after so many steps, in the background; see :meth:`Checkpointer.save`.
@@ -114,12 +131,10 @@ class Saves:
         Raises:
             CheckpointError: the save before this one failed, or there is no memory for the copy.
         """
-        held, metadata = (
-            saved(state, self._recipe, self._ranks.axes),
-            {"text": self._text, "base": self._base},
-        )
+        part = saved(state, self._layout)
+        metadata = {"text": self._text, "base": self._base}
         save = functools.partial(
-            self._checkpoints.save, step, held, metadata, layout=self._layout, scores=scores
+            self._checkpoints.save, step, part, metadata, layout=self._on_disk, scores=scores
         )
         self._ranks.alike(save)
 
@@ -143,9 +158,9 @@ class Saves:
 
 def _placed(state: TrainState, device: torch.device) -> TrainState:
     """On the device, but for the optimiser's state, which stays on the host."""
-    rest = {
-        n: tree.map(lambda x: x.to(device), getattr(state, n))
-        for n in ("step", "params", "balance", "key")
-    }
-    pinned = tree.map(lambda x: x if device.type == "cpu" else x.pin_memory(), state.opt_state)
-    return dataclasses.replace(state, **rest, opt_state=pinned)
+    opt_state = state.opt_state
+    if device.type != "cpu":
+        # copies to a device run beside its work only from pinned memory
+        opt_state = tree.map(lambda x: x.pin_memory(), opt_state)
+    on_device = tree.map(lambda x: x.to(device), dataclasses.replace(state, opt_state=()))
+    return dataclasses.replace(on_device, opt_state=opt_state)

@@ -8,31 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31fn import balance, model, optim, params, random, tree
-from k31fn.checkpoint.state_layout import Holders, StateLayout
+from k31fn import balance, checkpoint, model, optim, params, random, tree
 from k31fn.config.recipe import Recipe
 from k31fn.model.stages import select
-from k31fn.parallel.mesh import MeshAxes
-from k31fn.parallel.partition import local_shape, tiles
+from k31fn.parallel.partition import local_shape
 from k31fn.params import ParamSpec
 from k31fn.trainer.adapter_base import init_adapted
-from k31fn.trainer.layout import cut, lay_out, make_schedule
-from k31fn.trainer.ranks.agreement import coordinate_of
+from k31fn.trainer.layout import RankLayout, cut, lay_out, make_schedule
 
 __all__ = [
     "TrainState",
     "abstract_state",
+    "checkpoint_layout",
     "completed",
     "first_state",
     "held_by",
     "init_state",
-    "layout_of",
     "merge",
     "saved",
     "split",
 ]
-
-_ONE_RANK = MeshAxes()
 
 
 @tree.dataclass
@@ -62,86 +57,68 @@ def split(weights: model.Params[Tensor], specs: model.Params[ParamSpec]) -> tupl
     """``(trained, frozen)``: two trees like the parameters, each with ``()`` in place of the
     other's leaves.
     """
-    kinds, structure = tree.flatten(specs)
-    pairs = list(zip(tree.leaves(weights), kinds, strict=True))
-    trained, frozen = (
-        [w if ("frozen" in s.tags) == f else () for w, s in pairs] for f in (False, True)
-    )
+    spec_leaves, structure = tree.flatten(specs)
+    trained: list[Any] = []
+    frozen: list[Any] = []
+    for weight, spec in zip(tree.leaves(weights), spec_leaves, strict=True):
+        is_frozen = "frozen" in spec.tags
+        trained.append(() if is_frozen else weight)
+        frozen.append(weight if is_frozen else ())
     return tree.unflatten(structure, trained), tree.unflatten(structure, frozen)
 
 
 def merge(trained: Any, frozen: Any, specs: model.Params[ParamSpec]) -> model.Params[Tensor]:
     """The parameters that :func:`split` took apart."""
-    kinds, structure = tree.flatten(specs)
-    parts = {False: iter(tree.leaves(trained)), True: iter(tree.leaves(frozen))}
-    return tree.unflatten(structure, [next(parts["frozen" in s.tags]) for s in kinds])
+    spec_leaves, structure = tree.flatten(specs)
+    trained_leaves = iter(tree.leaves(trained))
+    frozen_leaves = iter(tree.leaves(frozen))
+    weights = [
+        next(frozen_leaves if "frozen" in spec.tags else trained_leaves) for spec in spec_leaves
+    ]
+    return tree.unflatten(structure, weights)
 
 
-def init_state(recipe: Recipe, device: torch.device, axes: MeshAxes = _ONE_RANK) -> TrainState:
+def init_state(layout: RankLayout, device: torch.device) -> TrainState:
     """The state before the first step: a rank draws its own part, and all parts together are equal
     on every mesh.
     """
-    key = random.key(recipe.seed, device=device)
-    layout = lay_out(recipe, axes)
-    part = (
-        tiles(layout.specs, layout.partition, recipe.mesh, coordinate_of(axes))
-        if axes.atoms
-        else None
-    )
+    recipe = layout.recipe
+    key = random.fold_in(random.key(recipe.seed, device=device), 0)
     if recipe.lora:
-        weights, biases = init_adapted(recipe, layout.specs, random.fold_in(key, 0), part)
+        weights, biases = init_adapted(recipe, layout.specs, key, layout.tiles)
     else:
-        weights = params.init(
-            layout.specs, random.fold_in(key, 0), dtype=recipe.precision.param, tile=part
-        )
+        weights = params.init(layout.specs, key, dtype=recipe.precision.param, tile=layout.tiles)
         biases = model.init_balance(recipe.model, device=device)
-    return first_state(recipe, weights, biases, axes)
-
-
-def saved(state: TrainState, recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> TrainState:
-    """What a checkpoint holds of a state: all, but without what is frozen if the run trains
-    adapters.
-    """
-    if not recipe.lora:
-        return state
-    return dataclasses.replace(state, params=split(state.params, lay_out(recipe, axes).specs)[0])
-
-
-def completed(
-    state: TrainState, recipe: Recipe, device: torch.device, axes: MeshAxes = _ONE_RANK
-) -> TrainState:
-    """The state that :func:`saved` was given; what it left out comes from the base."""
-    if not recipe.lora:
-        return state
-    specs = lay_out(recipe, axes).specs
-    _, frozen = split(init_state(recipe, device, axes).params, specs)
-    return dataclasses.replace(state, params=merge(state.params, frozen, specs))
+    return first_state(layout, weights, biases)
 
 
 def first_state(
-    recipe: Recipe, weights: model.Params[Tensor], biases: balance.State, axes: MeshAxes = _ONE_RANK
+    layout: RankLayout, weights: model.Params[Tensor], biases: balance.State
 ) -> TrainState:
     """The state before the first step from given parameters, this rank's part of them, and the
     routers' biases.
     """
+    recipe = layout.recipe
     device = biases.bias.device
     return TrainState(
         step=torch.zeros((), dtype=torch.int64, device=device),
         params=weights,
-        opt_state=lay_out(recipe, axes).optimizer.init(weights),
+        opt_state=layout.optimizer.init(weights),
         balance=biases,
+        # 0 is the initial values' (init_state)
         key=random.fold_in(random.key(recipe.seed, device=device), 1),
-        guard=_guard(recipe, device),
+        guard=_init_guard(recipe, device),
     )
 
 
-def abstract_state(recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> TrainState:
-    """:func:`init_state` in meta tensors. Without ``axes``: the whole state, which is what a
-    checkpoint holds.
+def abstract_state(layout: RankLayout) -> TrainState:
+    """:func:`init_state` in meta tensors.
+
+    Of the layout without a mesh it is the whole state, which is what a checkpoint holds.
     """
-    layout = lay_out(recipe, axes)
+    recipe = layout.recipe
     weights = params.abstract(layout.specs, dtype=recipe.precision.param)
-    if axes.atoms:
+    if layout.axes.atoms:
         weights = tree.map(
             lambda x, p: x.new_empty(local_shape(p, x.shape, recipe.mesh)),
             weights,
@@ -153,42 +130,72 @@ def abstract_state(recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> TrainState:
         opt_state=layout.optimizer.init(weights),
         balance=model.init_balance(recipe.model, device="meta"),
         key=torch.empty(2, dtype=torch.int64, device="meta"),
-        guard=_guard(recipe, "meta"),
+        guard=_init_guard(recipe, "meta"),
     )
 
 
-def _guard(recipe: Recipe, device: torch.device | str) -> Any:
-    return (
-        optim.init_spikes(device=device, dtype=recipe.precision.reduce)
-        if recipe.optimizer.spike
-        else ()
-    )
+def _init_guard(recipe: Recipe, device: torch.device | str) -> Any:
+    if not recipe.optimizer.spike:
+        return ()
+    return optim.init_spikes(device=device, dtype=recipe.precision.reduce)
 
 
-def held_by(recipe: Recipe) -> dict[str, Holders]:
+def saved(state: TrainState, layout: RankLayout) -> TrainState:
+    """What a checkpoint holds of a state: all, but without what is frozen if the run trains
+    adapters.
+    """
+    if not layout.recipe.lora:
+        return state
+    trained, _ = split(state.params, layout.specs)
+    return dataclasses.replace(state, params=trained)
+
+
+def completed(state: TrainState, layout: RankLayout, device: torch.device) -> TrainState:
+    """The state that :func:`saved` was given; what it left out comes from the base."""
+    if not layout.recipe.lora:
+        return state
+    _, frozen = split(init_state(layout, device).params, layout.specs)
+    return dataclasses.replace(state, params=merge(state.params, frozen, layout.specs))
+
+
+def held_by(recipe: Recipe) -> dict[str, checkpoint.Holders]:
     """Which ranks hold each tensor of the whole state; by path, without those that all ranks hold
     whole.
     """
-    table, weights = make_schedule(recipe, recipe.mesh.pp), {}
-    layout, parts = lay_out(recipe, _ONE_RANK), cut(recipe.model, table)
-    for path, spec in tree.flatten_with_paths(layout.partition):
-        weights[path] = Holders(spec)
-    for rank in range(table.num_ranks if table.num_ranks > 1 else 0):
-        own = select(layout.partition, [parts[s] for s in table.stages_of(rank)])
-        for path, spec in tree.flatten_with_paths(own):
-            weights[path] = Holders(spec, (*weights[path].stages, rank))
-    found = {}
-    for path in tree.paths(abstract_state(recipe)):
-        names = path.split(".")
-        ends = (
-            ".".join(names[i:]) for i in range(1, len(names))
-        )  # the optimiser's trees have the parameters' paths
-        weight = next((end for end in ends if end in weights), None)
-        if weight is not None:
-            found[path] = weights[weight]
-    return found
+    return _held_by(lay_out(recipe))
 
 
-def layout_of(recipe: Recipe) -> StateLayout:
+def checkpoint_layout(recipe: Recipe) -> checkpoint.StateLayout:
     """How what a checkpoint holds lies on the recipe's mesh."""
-    return StateLayout(saved(abstract_state(recipe), recipe), held_by(recipe), recipe.mesh)
+    whole = lay_out(recipe)
+    return checkpoint.StateLayout(saved(abstract_state(whole), whole), _held_by(whole), recipe.mesh)
+
+
+def _held_by(whole: RankLayout) -> dict[str, checkpoint.Holders]:
+    """:func:`held_by` of the recipe's layout without its mesh."""
+    weights = _weights_held(whole)
+    result = {}
+    for path in tree.paths(abstract_state(whole)):
+        # The optimiser's trees have the parameters' paths behind names of their own.
+        names = path.split(".")
+        endings = (".".join(names[i:]) for i in range(1, len(names)))
+        weight = next((ending for ending in endings if ending in weights), None)
+        if weight is not None:
+            result[path] = weights[weight]
+    return result
+
+
+def _weights_held(whole: RankLayout) -> dict[str, checkpoint.Holders]:
+    """The parameters alone, with the ranks of the pipeline that have each."""
+    recipe = whole.recipe
+    table = make_schedule(recipe, recipe.mesh.pp)
+    parts = cut(recipe.model, table)
+    weights = {}
+    for path, spec in tree.flatten_with_paths(whole.partition):
+        weights[path] = checkpoint.Holders(spec)
+    if table.num_ranks > 1:
+        for rank in range(table.num_ranks):
+            own = select(whole.partition, [parts[s] for s in table.stages_of(rank)])
+            for path, spec in tree.flatten_with_paths(own):
+                weights[path] = checkpoint.Holders(spec, (*weights[path].stages, rank))
+    return weights

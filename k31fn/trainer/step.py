@@ -8,7 +8,7 @@ bits on each of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,20 @@ from k31fn.layers import losses
 from k31fn.parallel.collectives import axis_size, own_index, pmax, psum
 from k31fn.parallel.mesh import MeshAxes
 from k31fn.trainer.gradient import Sums, make_gradient
-from k31fn.trainer.layout import Layout, lay_out
+from k31fn.trainer.layout import RankLayout
 from k31fn.trainer.part_metrics import make_measure
 from k31fn.trainer.qk_clip import clip_logits
 from k31fn.trainer.state import TrainState
 
-__all__ = ["Metrics", "make_batches", "make_step", "next_biases", "rows_at", "slice_tokens"]
+__all__ = [
+    "Metrics",
+    "Step",
+    "make_batches",
+    "make_step",
+    "next_biases",
+    "rows_at",
+    "slice_tokens",
+]
 
 _ONE_RANK = MeshAxes()
 
@@ -57,9 +65,15 @@ class Metrics(NamedTuple):
     detail: Tensor | tuple[()] = ()
 
     def flat(self) -> Tensor:
-        """All of them in one tensor, in order."""
+        """All of them in one tensor, in order, so that one copy takes them to the host."""
         scalars = torch.stack([x for x in self if isinstance(x, Tensor) and not x.ndim])
         return torch.cat([scalars, self.detail]) if isinstance(self.detail, Tensor) else scalars
+
+
+Step = Callable[[TrainState, Sequence[model.Batch], float], tuple[TrainState, Metrics]]
+"""``step(state, micro_batches, lr) -> (state, metrics)``; gives up (writes into) the state that it
+is passed.
+"""
 
 
 def rows_at(dataset: data.Rows, step: int, axes: MeshAxes = _ONE_RANK) -> data.Example:
@@ -78,22 +92,33 @@ def make_batches(
     """A rank's rows as micro-batches with the denominators of the whole step; its slice of the
     tokens of each row.
     """
-    counts = torch.stack(
-        [(rows.labels != losses.IGNORED).sum(), segments.valid(rows.segments).sum()]
-    )
+    # counted before the tokens are sliced, so only ranks with other rows are added
+    num_labels = (rows.labels != losses.IGNORED).sum()
+    num_queries = segments.valid(rows.segments).sum()
+    counts = torch.stack([num_labels, num_queries])
     rows, counts = tree.map(
         lambda x: x.to(device, non_blocking=True), (slice_tokens(rows, axes), counts)
     )
     num_labels, num_queries = psum(counts, axes.view("dp", "fsdp"))
     size = len(rows.tokens) // recipe.micro_batches
-
-    def micro(i: int) -> model.Batch:
-        part = tree.map(lambda x: x[i * size : (i + 1) * size], rows)
-        return model.Batch(
-            part.tokens, part.labels, part.segments, num_labels, num_queries, part.images
+    batches = []
+    for i in range(recipe.micro_batches):
+        part = _rows_between(rows, i * size, (i + 1) * size)
+        batches.append(
+            model.Batch(
+                tokens=part.tokens,
+                labels=part.labels,
+                segments=part.segments,
+                num_labels=num_labels,
+                num_queries=num_queries,
+                images=part.images,
+            )
         )
+    return batches
 
-    return [micro(i) for i in range(recipe.micro_batches)]
+
+def _rows_between(rows: data.Example, first: int, end: int) -> data.Example:
+    return tree.map(lambda x: x[first:end], rows)
 
 
 def slice_tokens(rows: data.Example, axes: MeshAxes) -> data.Example:
@@ -101,24 +126,21 @@ def slice_tokens(rows: data.Example, axes: MeshAxes) -> data.Example:
 
     Labels and slots were made from whole rows.
     """
-    ranks, index = axis_size(axes.cp), own_index(axes.cp)
-    return tree.map(
-        lambda x: x[:, index * x.shape[1] // ranks : (index + 1) * x.shape[1] // ranks], rows
-    )
+    ranks = axis_size(axes.cp)
+    index = own_index(axes.cp)
+
+    def part(x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return x[:, index * length // ranks : (index + 1) * length // ranks]
+
+    return tree.map(part, rows)
 
 
-def make_step(
-    recipe: Recipe, axes: MeshAxes = _ONE_RANK
-) -> Callable[[TrainState, Sequence[model.Batch], float], tuple[TrainState, Metrics]]:
-    """``step(state, micro_batches, lr) -> (state, metrics)``; gives up (writes into) the state that
-    it is passed.
-
-    Args:
-        recipe: the run.
-        axes: of its mesh, bound to this rank.
-    """
-    layout = lay_out(recipe, axes)
-    gradient, measure = make_gradient(recipe, layout), make_measure(recipe, layout)
+def make_step(layout: RankLayout) -> Step:
+    """The step of a run, or of one phase of it, on ``layout``."""
+    recipe = layout.recipe
+    gradient = make_gradient(layout)
+    measure = make_measure(layout)
 
     def step(
         state: TrainState, batches: Sequence[model.Batch], lr: float
@@ -129,23 +151,19 @@ def make_step(
             grads,
             recipe.optimizer.max_norm,
             placements=layout.placements,
-            stages=axes.pp,
+            stages=layout.axes.pp,
             p=float(recipe.optimizer.norm),
             empty=torch.zeros_like(sums.total),
         )
-        bad = optim.non_finite((sums.total, norm))
-        loss = losses.mean(sums.lm, batches[0].num_labels)
-        skip, spike, guard = bad | (batches[0].num_labels == 0), torch.zeros_like(bad), state.guard
-        if recipe.optimizer.spike:
-            spike = optim.is_spike(guard, loss, norm, recipe.optimizer.spike) & ~skip
-            skip = skip | spike
-            guard = optim.remember(guard, loss, norm, spike, skip)
+        verdict, guard = _judge(layout, state, batches[0], sums, norm)
+        # The optimiser writes into its state, so it selects by itself; a skipped step leaves all of
+        # it as it was, without the host knowing.
         with scopes.scope("optimiser"):
             weights, opt_state = layout.optimizer.update(
-                clipped, state.opt_state, state.params, lr=lr, skip=skip
+                clipped, state.opt_state, state.params, lr=lr, skip=verdict.skip
             )
         if isinstance(sums.logits, Tensor):
-            clip_logits(recipe, layout, weights, opt_state, sums.logits, skip)
+            clip_logits(layout, weights, opt_state, sums.logits, verdict.skip)
         biases = state.balance
         if recipe.trains_trunk:  # they are part of it
             biases = next_biases(biases, sums.histogram, layout, model.experts(recipe.model).top_k)
@@ -153,66 +171,92 @@ def make_step(
             step=state.step + 1,
             params=weights,
             opt_state=opt_state,
-            balance=optim.select(skip, state.balance, biases),
+            balance=optim.select(verdict.skip, state.balance, biases),
             key=state.key,
             guard=guard,
         )
-        numbers = _metrics(recipe, batches[0], sums, norm, (bad, skip, spike), axes)
-        return new, numbers._replace(detail=measure(grads, sums.load, norm))
+        metrics = _metrics(layout, batches[0], sums, norm, verdict)
+        return new, metrics._replace(detail=measure(grads, sums.load, norm))
 
     return step
 
 
+class _Verdict(NamedTuple):
+    """Whether a step counts; each a boolean on the device, equal on all ranks.
+
+    Attributes:
+        bad: a gradient or the loss is infinite or NaN.
+        spike: the loss or the norm stands out.
+        skip: nothing is changed: bad, a spike, or no label.
+    """
+
+    bad: Tensor
+    spike: Tensor
+    skip: Tensor
+
+
+def _judge(
+    layout: RankLayout, state: TrainState, batch: model.Batch, sums: Sums, norm: Tensor
+) -> tuple[_Verdict, Any]:
+    """The verdict on a step, and what spikes are told by from now on."""
+    bad = optim.non_finite((sums.total, norm))
+    skip = bad | (batch.num_labels == 0)
+    deviations = layout.recipe.optimizer.spike
+    if not deviations:
+        return _Verdict(bad, torch.zeros_like(bad), skip), state.guard
+    loss = losses.mean(sums.lm, batch.num_labels)
+    # a step that is skipped anyway is no spike: its loss says nothing
+    spike = optim.is_spike(state.guard, loss, norm, deviations) & ~skip
+    skip = skip | spike
+    guard = optim.remember(state.guard, loss, norm, spike, skip)
+    return _Verdict(bad, spike, skip), guard
+
+
 def next_biases(
-    state: balance.State, histogram: Tensor, layout: Layout, top_k: int
+    state: balance.State, histogram: Tensor, layout: RankLayout, top_k: int
 ) -> balance.State:
     """The biases of all layers on every rank; a stage makes those of its own layers."""
     if not state.layers:
         return state
     rows = [state.layers.index(layer) for layer in layout.moe_layers]
-    bias = (
-        torch.stack([state.bias[row] for row in rows]) if rows else state.bias[:0]
-    )  # a list index would be uploaded
-    own = balance.update(balance.State(bias, layout.moe_layers), histogram, top_k=top_k).bias
+    # stacked, not indexed by the list, which would be uploaded to the device in every step
+    local_bias = torch.stack([state.bias[row] for row in rows]) if rows else state.bias[:0]
+    local = balance.State(local_bias, layout.moe_layers)
+    new = balance.update(local, histogram, top_k=top_k).bias
     if not layout.axes.pp:
-        return balance.State(own, state.layers)
-    none = torch.zeros_like(state.bias[0])
-    spread = [own[rows.index(i)] if i in rows else none for i in range(len(state.layers))]
+        return balance.State(new, state.layers)
+    # each layer is one stage's: zeros elsewhere, and the sum is its stage's row
+    zero = torch.zeros_like(state.bias[0])
+    spread = [new[rows.index(i)] if i in rows else zero for i in range(len(state.layers))]
     return balance.State(psum(torch.stack(spread), layout.axes.pp), state.layers)
 
 
 def _metrics(
-    recipe: Recipe,
-    batch: model.Batch,
-    sums: Sums,
-    norm: Tensor,
-    judged: tuple[Tensor, ...],
-    axes: MeshAxes,
+    layout: RankLayout, batch: model.Batch, sums: Sums, norm: Tensor, verdict: _Verdict
 ) -> Metrics:
-    bad, skip, spike = (x.to(norm.dtype) for x in judged)
+    recipe = layout.recipe
     load = sums.load.to(norm.dtype)
-    worst = (
-        (load.amax(1) / load.mean(1).clamp(min=1)).amax() if len(load) else torch.ones_like(norm)
-    )
+    worst = torch.ones_like(norm)
+    if len(load):
+        worst = (load.amax(1) / load.mean(1).clamp(min=1)).amax()
     return Metrics(
         loss=losses.mean(sums.lm, batch.num_labels),
         indexer_kl=losses.mean(sums.kl, batch.num_queries) / max(1, model.kl_layers(recipe.model)),
         grad_norm=norm,
-        load_max_over_mean=pmax(worst, axes.pp),
-        non_finite=bad,
-        skipped=skip,
-        spike=spike,
-        max_logit=_max_logit(recipe, sums, norm, axes),
+        load_max_over_mean=pmax(worst, layout.axes.pp),
+        non_finite=verdict.bad.to(norm.dtype),
+        skipped=verdict.skip.to(norm.dtype),
+        spike=verdict.spike.to(norm.dtype),
+        max_logit=_max_logit(layout, sums, norm),
     )
 
 
-def _max_logit(recipe: Recipe, sums: Sums, like: Tensor, axes: MeshAxes) -> Tensor:
-    """Over all layers and heads; 0 where none is reported."""
-    if not recipe.clips_logits:
+def _max_logit(layout: RankLayout, sums: Sums, like: Tensor) -> Tensor:
+    """The largest over all layers and heads; 0 where none is reported."""
+    if not layout.recipe.clips_logits:
         return torch.zeros_like(like)
-    own = (
-        sums.logits.amax().to(like.dtype)
-        if isinstance(sums.logits, Tensor)
-        else torch.full_like(like, -torch.inf)
-    )
-    return pmax(own, axes.view("pp", "tp"))
+    # a stage without full attention takes part in the maximum too
+    local = torch.full_like(like, -torch.inf)
+    if isinstance(sums.logits, Tensor):
+        local = sums.logits.amax().to(like.dtype)
+    return pmax(local, layout.axes.view("pp", "tp"))

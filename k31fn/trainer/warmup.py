@@ -35,10 +35,9 @@ from k31fn.parallel.collectives import own_index
 from k31fn.parallel.mesh import MeshAxes
 from k31fn.trainer.console import View
 from k31fn.trainer.forecast.abstract_rank import run_gradient
-from k31fn.trainer.phases import Step
 from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import TrainState
-from k31fn.trainer.step import make_batches
+from k31fn.trainer.step import Step, make_batches
 
 __all__ = ["Warmed", "calls_of", "of_all", "rehearse", "warm_up"]
 

@@ -85,9 +85,9 @@ def gradient(where: torch.device, dtype: torch.dtype, **impls: str) -> tuple[Any
 def step(recipe: config.Recipe, rows: Any, where: torch.device) -> tuple[Any, Any, Any]:
     """A state, the one after a step, and its metrics, all by references."""
     with use_impl(**REFERENCE):
-        state = trainer.init_state(recipe, where)
+        state = trainer.init_state(trainer.lay_out(recipe), where)
         before = tree.map(torch.clone, state)
-        return before, *trainer.make_step(recipe)(
+        return before, *trainer.make_step(trainer.lay_out(recipe))(
             state, trainer.make_batches(recipe, rows, where), 0.02
         )
 

@@ -16,7 +16,15 @@ from k31fn.pair.runs import Runs
 from k31fn.pair.sides import OWN, SHARED, Side, check_alike, parse_side, precise
 from k31fn.pair.start import start
 from k31fn.parallel import Mesh
-from k31fn.trainer import TrainState, init_state, load_corpus, make_batches, make_step, rows_at
+from k31fn.trainer import (
+    TrainState,
+    init_state,
+    lay_out,
+    load_corpus,
+    make_batches,
+    make_step,
+    rows_at,
+)
 from k31fn.trainer.phases import learning_rate
 from tests import small
 from tests.pair.test_pair import pair
@@ -120,7 +128,7 @@ def test_what_both_share_is_refused_for_one(name: str, field: str) -> None:
 
 def alone(made: Recipe, dataset: Any) -> TrainState:
     """The state that training the recipe ends with."""
-    state, step = init_state(made, CPU), make_step(made)
+    state, step = init_state(lay_out(made), CPU), make_step(lay_out(made))
     for number in range(made.steps):
         batches = make_batches(made, rows_at(dataset, number), CPU)
         state, _ = step(state, batches, learning_rate(made, number))

@@ -15,9 +15,12 @@ from k31fn.trainer.gradient import make_gradient
 
 def gradients(axes: MeshAxes, made: config.Recipe, device: torch.device) -> dict[str, Tensor]:
     """The loss of all ranks, and by path the gradients of this rank's parts of the parameters."""
-    state, layout = trainer.init_state(made, device, axes), trainer.lay_out(made, axes)
+    state, layout = (
+        trainer.init_state(trainer.lay_out(made, axes), device),
+        trainer.lay_out(made, axes),
+    )
     rows = trainer.rows_at(trainer.load_corpus(made).dataset, 0, axes)
-    sums, grads = make_gradient(made, layout)(state, trainer.make_batches(made, rows, device, axes))
+    sums, grads = make_gradient(layout)(state, trainer.make_batches(made, rows, device, axes))
     return {"loss": sums.total, **dict(tree.flatten_with_paths(grads))}
 
 

@@ -35,7 +35,10 @@ def steps(
     axes: MeshAxes, made: config.Recipe, count: int, device: torch.device = CPU
 ) -> tuple[Tensor, trainer.TrainState]:
     """The metrics of the first steps, and this rank's state after them."""
-    state, step = trainer.init_state(made, device, axes), trainer.make_step(made, axes)
+    state, step = (
+        trainer.init_state(trainer.lay_out(made, axes), device),
+        trainer.make_step(trainer.lay_out(made, axes)),
+    )
     dataset, metrics = trainer.load_corpus(made).dataset, []
     for i in range(count):
         batches = trainer.make_batches(made, trainer.rows_at(dataset, i, axes), device, axes)
@@ -63,7 +66,7 @@ def whole_state(axes: MeshAxes, made: config.Recipe, state: trainer.TrainState) 
                 whole[part] = piece
         return whole
 
-    return tree.map_with_path(put_together, trainer.abstract_state(made))
+    return tree.map_with_path(put_together, trainer.abstract_state(trainer.lay_out(made)))
 
 
 def on_one_device(

@@ -184,7 +184,7 @@ def test_a_checkpoint_as_the_base(adapters, text, tmp_path):
     """What a rank reads by tiles is what the whole file gives; experts are already MXFP4 in it."""
     assert hf_main(["export", str(adapters), str(tmp_path / "k3"), "--quantise"]) == 0
     made = recipe(text, lora=lora.Config(base=str(tmp_path / "k3"), rank=2, held="mxfp4"))
-    state = trainer.init_state(made, CPU)
+    state = trainer.init_state(trainer.lay_out(made), CPU)
     dense, biases = hf.load(tmp_path / "k3", made.model)
     expected = dict(tree.flatten_with_paths(dense))
     for path, value in tree.flatten_with_paths(lora.merge(state.params, torch.bfloat16)):
@@ -241,4 +241,4 @@ def test_what_a_recipe_refuses(text):
     with pytest.raises(ValueError, match=r"the model that is adapted is lora.base"):
         recipe(text, lora=lora.Config(), init="runs/x")
     with pytest.raises(ValueError, match=r"lora.base='nowhere' is no folder"):
-        trainer.init_state(recipe(text, lora=lora.Config(base="nowhere")), CPU)
+        trainer.init_state(trainer.lay_out(recipe(text, lora=lora.Config(base="nowhere"))), CPU)

@@ -24,7 +24,9 @@ def recipe(text):
 def state(recipe):
     """After a step, with router biases that are not zero."""
     batches = trainer.make_batches(recipe, trainer.load_corpus(recipe).dataset.batch_at(0), CPU)
-    return trainer.make_step(recipe)(trainer.init_state(recipe, CPU), batches, 0.02)[0]
+    return trainer.make_step(trainer.lay_out(recipe))(
+        trainer.init_state(trainer.lay_out(recipe), CPU), batches, 0.02
+    )[0]
 
 
 def directly(recipe, state, scored):
@@ -47,12 +49,12 @@ def directly(recipe, state, scored):
 def test_it_is_the_mean_over_bytes(recipe, state):
     scored = trainer.load_corpus(recipe).all
     assert (scored.rows.tokens == 256).any()
-    got = trainer.heldout_loss(recipe, state, scored)
+    got = trainer.heldout_loss(trainer.lay_out(recipe), state, scored)
     assert got == pytest.approx(directly(recipe, state, scored), rel=1e-11)
     with_ends = dataclasses.replace(
         scored, rows=dataclasses.replace(scored.rows, labels=labels_with_ends(scored.rows))
     )
-    assert abs(trainer.heldout_loss(recipe, state, with_ends) - got) > 1e-3
+    assert abs(trainer.heldout_loss(trainer.lay_out(recipe), state, with_ends) - got) > 1e-3
 
 
 def labels_with_ends(rows):
@@ -66,31 +68,37 @@ def test_whatever_the_batch_size(recipe, state, batch_size):
     scored = trainer.load_corpus(recipe).all
     assert len(scored.rows.tokens) % 3
     other = dataclasses.replace(recipe, batch_size=batch_size)
-    expected = trainer.heldout_loss(recipe, state, scored)
-    assert trainer.heldout_loss(other, state, scored) == pytest.approx(expected, rel=1e-12)
+    expected = trainer.heldout_loss(trainer.lay_out(recipe), state, scored)
+    assert trainer.heldout_loss(trainer.lay_out(other), state, scored) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_the_biases_of_the_state_are_used(recipe, state):
     scored = trainer.load_corpus(recipe).all
     unbiased = dataclasses.replace(state, balance=model.init_balance(recipe.model))
-    assert trainer.heldout_loss(recipe, unbiased, scored) != trainer.heldout_loss(
-        recipe, state, scored
+    assert trainer.heldout_loss(trainer.lay_out(recipe), unbiased, scored) != trainer.heldout_loss(
+        trainer.lay_out(recipe), state, scored
     )
 
 
 def test_a_uniform_model(recipe):
     """A head of zeros: log 257 per byte."""
-    state = trainer.init_state(recipe, CPU)
+    state = trainer.init_state(trainer.lay_out(recipe), CPU)
     flat = dataclasses.replace(
         state, params=dataclasses.replace(state.params, head=state.params.head * 0)
     )
-    loss = trainer.heldout_loss(recipe, flat, trainer.load_corpus(recipe).all)
+    loss = trainer.heldout_loss(trainer.lay_out(recipe), flat, trainer.load_corpus(recipe).all)
     assert loss == pytest.approx(torch.tensor(257.0, dtype=torch.float64).log().item(), rel=1e-12)
 
 
 def test_progress_counts_every_row(recipe):
-    state, scored, counted = trainer.init_state(recipe, CPU), trainer.load_corpus(recipe).all, []
-    trainer.heldout_loss(recipe, state, scored, progress=counted.append)
+    state, scored, counted = (
+        trainer.init_state(trainer.lay_out(recipe), CPU),
+        trainer.load_corpus(recipe).all,
+        [],
+    )
+    trainer.heldout_loss(trainer.lay_out(recipe), state, scored, progress=counted.append)
     assert sum(counted) == len(scored.rows.tokens)
 
 

@@ -101,7 +101,7 @@ def test_inspect_counts_the_tower(recipe):
 
 
 def test_the_tower_learns(recipe):
-    before = trainer.init_state(recipe, meshes.CPU).params
+    before = trainer.init_state(trainer.lay_out(recipe), meshes.CPU).params
     _, state = meshes.on_one_device(recipe, 2)
     assert not torch.equal(state.params.vision.patch, before.vision.patch)
     assert not torch.equal(state.params.vision.blocks[1].w_v, before.vision.blocks[1].w_v)
@@ -120,11 +120,17 @@ def test_the_heldout_loss_on_a_mesh(recipe, mesh):
     assert scored.num_bytes == int((scored.rows.labels >= 0).sum())
     assert int((scored.rows.images.slots >= 0).sum()) > 5
     scored = dataclasses.replace(scored, rows=tree.map(lambda x: x[:3], scored.rows))
-    one = trainer.heldout_loss(recipe, trainer.init_state(recipe, meshes.CPU), scored)
+    one = trainer.heldout_loss(
+        trainer.lay_out(recipe), trainer.init_state(trainer.lay_out(recipe), meshes.CPU), scored
+    )
     made = dataclasses.replace(recipe, mesh=mesh)
 
     def on_rank(axes):
-        return trainer.heldout_loss(made, trainer.init_state(made, meshes.CPU, axes), scored, axes)
+        return trainer.heldout_loss(
+            trainer.lay_out(made, axes),
+            trainer.init_state(trainer.lay_out(made, axes), meshes.CPU),
+            scored,
+        )
 
     assert each_rank(on_rank, mesh, lambda _: ()) == pytest.approx([one] * 2, rel=1e-12)
 

@@ -59,7 +59,7 @@ def make_recipe(**changes):
 
 def train(recipe, corpus, state, num_steps):
     """The state after the steps, and the indexer's KL at each."""
-    step, o, kl = trainer.make_step(recipe), recipe.optimizer, []
+    step, o, kl = trainer.make_step(trainer.lay_out(recipe)), recipe.optimizer, []
     for i in range(num_steps):
         lr = optim.warmup_cosine(
             i, peak=o.peak_lr, num_steps=num_steps, warmup_steps=o.warmup_steps
@@ -93,7 +93,7 @@ def teacher_mass(recipe, corpus, state, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(dsa, "_attend_to_all", spy)
-        trainer.heldout_loss(recipe, state, corpus.some)
+        trainer.heldout_loss(trainer.lay_out(recipe), state, corpus.some)
     return torch.cat(found, dim=1).mean(1).tolist()
 
 
@@ -103,12 +103,12 @@ def teacher_mass(recipe, corpus, state, monkeypatch):
 def test_the_indexer_learns_what_attention_looks_at(monkeypatch):
     recipe = make_recipe()
     corpus = trainer.load_corpus(recipe)
-    trunk, _ = train(recipe, corpus, trainer.init_state(recipe, CPU), 120)
+    trunk, _ = train(recipe, corpus, trainer.init_state(trainer.lay_out(recipe), CPU), 120)
     full = dataclasses.replace(recipe.model.sublayers["full_attention"], stage="dense_warmup")
     warm = dataclasses.replace(
         recipe, model=small.replace(recipe.model, full_attention=full), trainable="indexer"
     )
-    fresh = trainer.init_state(warm, CPU)
+    fresh = trainer.init_state(trainer.lay_out(warm), CPU)
     pairs = zip(tree.flatten_with_paths(fresh.params), tree.leaves(trunk.params), strict=True)
     leaves = [new if ".indexer." in path else trained for (path, new), trained in pairs]
     start = dataclasses.replace(

@@ -25,7 +25,7 @@ def save_run(root, recipe, steps=(3, 5)):
     run = folder.new(root, recipe)
     with Checkpointer(run / "checkpoints", keep=9) as checkpoints:
         for step in steps:
-            checkpoints.save(step, shifted(trainer.init_state(recipe, CPU), step))
+            checkpoints.save(step, shifted(trainer.init_state(trainer.lay_out(recipe), CPU), step))
     return run
 
 
@@ -49,7 +49,8 @@ def source(recipe, tmp_path_factory):
 
 def begin(path, recipe, axes=None):
     ranks = Ranks(axes)
-    return start_from(path, recipe, trainer.init_state(recipe, CPU, ranks.axes), ranks, CPU)
+    layout = trainer.lay_out(recipe, ranks.axes)
+    return start_from(path, layout, trainer.init_state(layout, CPU), ranks, CPU)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +60,16 @@ def test_the_parameters_and_biases_of_a_checkpoint(recipe, source, part, step):
     mine = dataclasses.replace(
         recipe, seed=1, optimizer=dataclasses.replace(recipe.optimizer, kind="adamw")
     )
-    state, there = begin(source / part, mine), shifted(trainer.init_state(recipe, CPU), step)
+    state, there = (
+        begin(source / part, mine),
+        shifted(trainer.init_state(trainer.lay_out(recipe), CPU), step),
+    )
     for name in ("params", "balance"):
         pairs = zip(
             tree.leaves(getattr(state, name)), tree.leaves(getattr(there, name)), strict=True
         )
         assert all(torch.equal(a, b) for a, b in pairs)
-    fresh = trainer.init_state(mine, CPU)
+    fresh = trainer.init_state(trainer.lay_out(mine), CPU)
     rest = [(getattr(state, n), getattr(fresh, n)) for n in ("step", "opt_state", "key")]
     assert all(
         torch.equal(a, b)
@@ -85,7 +89,7 @@ def test_on_a_mesh_each_rank_has_its_part(recipe, source, mesh):
         return meshes.whole_state(axes, made, begin(source, made, axes))
 
     whole = each_rank(go, mesh, lambda _: ())[0]
-    there = shifted(trainer.init_state(recipe, CPU), 5)
+    there = shifted(trainer.init_state(trainer.lay_out(recipe), CPU), 5)
     for name in ("params", "balance"):
         pairs = zip(
             tree.leaves(getattr(whole, name)), tree.leaves(getattr(there, name)), strict=True
@@ -99,8 +103,8 @@ def test_gated_mla_becomes_gated_dsa(recipe, tmp_path):
     full = recipe.model.sublayers["full_attention"]
     mla = dataclasses.replace(recipe, model=small.replace(recipe.model, full_attention=full.attn))
     run = save_run(tmp_path, mla, steps=(2,))
-    state, drawn = begin(run, recipe), trainer.init_state(recipe, CPU)
-    there = dict(tree.flatten_with_paths(trainer.init_state(mla, CPU).params))
+    state, drawn = begin(run, recipe), trainer.init_state(trainer.lay_out(recipe), CPU)
+    there = dict(tree.flatten_with_paths(trainer.init_state(trainer.lay_out(mla), CPU).params))
     for (path, a), b in zip(
         tree.flatten_with_paths(state.params), tree.leaves(drawn.params), strict=True
     ):

@@ -98,7 +98,10 @@ def test_on_cuda_nothing_waits(log, tmp_path, text):
     """
     device = torch.device("cuda")
     recipe = runs.recipe(text)
-    step, state = trainer.make_step(recipe), trainer.init_state(recipe, device)
+    step, state = (
+        trainer.make_step(trainer.lay_out(recipe)),
+        trainer.init_state(trainer.lay_out(recipe), device),
+    )
     dataset = trainer.load_corpus(recipe).dataset
     batches = [trainer.make_batches(recipe, dataset.batch_at(i), device) for i in range(3)]
     state, first = step(state, batches[0], 0.01)
@@ -113,8 +116,8 @@ def test_on_cuda_nothing_waits(log, tmp_path, text):
     log.flush()
     assert [r["step"] for r in written(tmp_path)] == [1, 2]
     assert written(tmp_path)[1]["train/loss"] == float(last.loss)
-    _, on_cpu = trainer.make_step(recipe)(
-        trainer.init_state(recipe, torch.device("cpu")),
+    _, on_cpu = trainer.make_step(trainer.lay_out(recipe))(
+        trainer.init_state(trainer.lay_out(recipe), torch.device("cpu")),
         trainer.make_batches(recipe, dataset.batch_at(0), torch.device("cpu")),
         0.01,
     )

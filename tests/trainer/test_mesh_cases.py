@@ -43,11 +43,13 @@ class TestBeforeTheFirstStep:
         """Bit for bit."""
         made = dataclasses.replace(recipe, mesh=mesh)
         run = each_rank(
-            lambda axes: meshes.whole_state(axes, made, trainer.init_state(made, CPU, axes)),
+            lambda axes: meshes.whole_state(
+                axes, made, trainer.init_state(trainer.lay_out(made, axes), CPU)
+            ),
             mesh,
             lambda _: (),
         )
-        expected = trainer.init_state(recipe, CPU)
+        expected = trainer.init_state(trainer.lay_out(recipe), CPU)
         assert tree.paths(run[0]) == tree.paths(expected)
         pairs = zip(tree.leaves(run[0]), tree.leaves(expected), strict=True)
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
@@ -112,12 +114,12 @@ def test_case_d13_losses_1_1_1_and_5(recipe, monkeypatch, mesh, micro_batches):
     rows = dataclasses.replace(rows, tokens=tokens, labels=labels)
 
     def go(axes):
-        state = trainer.init_state(made, CPU, axes)
+        state = trainer.init_state(trainer.lay_out(made, axes), CPU)
         head = torch.ones_like(state.params.head)
         state = dataclasses.replace(state, params=dataclasses.replace(state.params, head=head))
         rank = own_index(axes.data)
         own = tree.map(lambda x: x[rank : rank + 1], rows) if axes.data else rows
-        return trainer.make_step(made, axes)(
+        return trainer.make_step(trainer.lay_out(made, axes))(
             state, trainer.make_batches(made, own, CPU, axes), 0.0
         )[1]
 
@@ -181,9 +183,9 @@ def test_case_d21_the_norm_over_stages(recipe, p):
     """
 
     def norm(axes, made):
-        layout, state = lay_out(made, axes), trainer.init_state(made, CPU, axes)
+        layout, state = lay_out(made, axes), trainer.init_state(trainer.lay_out(made, axes), CPU)
         rows = trainer.rows_at(trainer.load_corpus(made).dataset, 0, axes)
-        _, grads = gradient.make_gradient(made, layout)(
+        _, grads = gradient.make_gradient(layout)(
             state, trainer.make_batches(made, rows, CPU, axes)
         )
         return optim.global_norm(grads, placements=layout.placements, stages=axes.pp, p=p)
@@ -240,10 +242,12 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(recipe, monkeyp
     monkeypatch.setattr(model, "loss", sometimes_infinite)
 
     def go(axes):
-        before = trainer.init_state(made, CPU, axes)
+        before = trainer.init_state(trainer.lay_out(made, axes), CPU)
         own = own_index(axes.view("dp", "fsdp"))
         batches = trainer.make_batches(made, tree.map(lambda x: x[own : own + 1], rows), CPU, axes)
-        after, numbers = trainer.make_step(made, axes)(tree.map(torch.clone, before), batches, 0.01)
+        after, numbers = trainer.make_step(trainer.lay_out(made, axes))(
+            tree.map(torch.clone, before), batches, 0.01
+        )
         pairs = [
             (after.params, before.params),
             (after.opt_state, before.opt_state),
@@ -268,10 +272,14 @@ def test_the_heldout_loss(recipe, mesh):
     counted = []
 
     def go(axes):
-        state = trainer.init_state(made, CPU, axes)
-        return trainer.heldout_loss(made, state, scored, axes, progress=counted.append)
+        state = trainer.init_state(trainer.lay_out(made, axes), CPU)
+        return trainer.heldout_loss(
+            trainer.lay_out(made, axes), state, scored, progress=counted.append
+        )
 
-    expected = trainer.heldout_loss(recipe, trainer.init_state(recipe, CPU), scored)
+    expected = trainer.heldout_loss(
+        trainer.lay_out(recipe), trainer.init_state(trainer.lay_out(recipe), CPU), scored
+    )
     got = each_rank(go, mesh, lambda _: ())
     assert got == pytest.approx([expected] * mesh.world_size, rel=1e-12)
     assert sum(counted) == mesh.world_size * len(scored.rows.tokens)

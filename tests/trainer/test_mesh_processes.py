@@ -89,13 +89,15 @@ def test_adapters_of_a_run(text, tmp_path, mesh, held, two_ranks):
     """
     base = test_adapters.recipe(text, compute="float64")
     with Checkpointer(folder.new(tmp_path, base) / "checkpoints") as checkpoints:
-        checkpoints.save(1, trainer.init_state(base, meshes.CPU))
+        checkpoints.save(1, trainer.init_state(trainer.lay_out(base), meshes.CPU))
     adapted = lora.Config(base=str(tmp_path / base.name), rank=2, held=held)
     one = test_adapters.recipe(
         text, lora=adapted, compute="float64", optimizer=test_adapters.ADAMW, remat="layer"
     )
     answers = two_ranks.run(meshes.on_process, dataclasses.replace(one, mesh=mesh), 4, timeout=200)
-    before = dict(tree.flatten_with_paths(trainer.init_state(one, meshes.CPU).params))
+    before = dict(
+        tree.flatten_with_paths(trainer.init_state(trainer.lay_out(one), meshes.CPU).params)
+    )
     expected, state = meshes.on_one_device(one, 4)
     specs = dict(tree.flatten_with_paths(trainer.trained_specs(one)))
     for tensors, _ in answers:

@@ -73,7 +73,7 @@ def test_a_spike_is_skipped_and_counted_on_all_ranks(recipe, mesh):
     made = with_optimizer(dataclasses.replace(recipe, mesh=mesh), spike=8.0)
 
     def go(axes):
-        state = trainer.init_state(made, CPU, axes)
+        state = trainer.init_state(trainer.lay_out(made, axes), CPU)
         values = 0.01 * torch.rand(
             2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
         )
@@ -83,7 +83,7 @@ def test_a_spike_is_skipped_and_counted_on_all_ranks(recipe, mesh):
         batches = trainer.make_batches(
             made, trainer.rows_at(trainer.load_corpus(made).dataset, 0, axes), CPU, axes
         )
-        step = trainer.make_step(made, axes)
+        step = trainer.make_step(trainer.lay_out(made, axes))
         state, numbers = step(state, batches, 0.01)
         after = state.params, state.opt_state, state.balance
         same = all(
@@ -104,7 +104,7 @@ def test_a_spike_is_skipped_and_counted_on_all_ranks(recipe, mesh):
 
 
 def test_without_it_nothing_is_kept(recipe):
-    assert trainer.init_state(recipe, CPU).guard == ()
+    assert trainer.init_state(trainer.lay_out(recipe), CPU).guard == ()
     assert config.Optimizer().spike == 0
 
 

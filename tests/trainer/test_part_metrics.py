@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 def one_step(recipe):
     """The numbers by name, the gradients by path and the load, in float64."""
-    state, layout = trainer.init_state(recipe, CPU), lay_out(recipe, Mesh().axes())
+    state, layout = trainer.init_state(trainer.lay_out(recipe), CPU), lay_out(recipe, Mesh().axes())
     batches = trainer.make_batches(recipe, trainer.load_corpus(recipe).dataset.batch_at(0), CPU)
-    sums, grads = gradient.make_gradient(recipe, layout)(state, batches)
+    sums, grads = gradient.make_gradient(layout)(state, batches)
     grads = tree.map(torch.clone, grads)
-    _, numbers = trainer.make_step(recipe)(state, batches, 0.01)
+    _, numbers = trainer.make_step(trainer.lay_out(recipe))(state, batches, 0.01)
     names = part_metrics.label(recipe, 0, CPU).names
     return dict(zip(names, numbers.detail.tolist(), strict=True)), grads, sums.load, numbers
 

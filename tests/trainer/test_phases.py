@@ -108,10 +108,12 @@ def test_rows_of_one_length_go_on(recipe):
 def test_what_a_phase_freezes_keeps_its_bits(recipe):
     made = in_phases(recipe, INDEXER)
     dataset = trainer.load_corpus(made).dataset
-    state = trainer.init_state(made, CPU)
+    state = trainer.init_state(trainer.lay_out(made), CPU)
     before = tree.map(torch.clone, state)
     for i in range(2):
-        state, _ = make_phase_step(made, i, Mesh().axes())(state, batches(made, dataset, i), 0.03)
+        state, _ = make_phase_step(trainer.lay_out(made, Mesh().axes()), i)(
+            state, batches(made, dataset, i), 0.03
+        )
     moved = changed(before, state)
     assert {p for p in moved if p.startswith("params")} == {
         p for p in tree.paths(state) if p.startswith("params") and ".indexer." in p
@@ -121,7 +123,9 @@ def test_what_a_phase_freezes_keeps_its_bits(recipe):
     assert all(
         p.endswith("step") for p in trunk_state
     )  # the number of steps, for all leaves together
-    state, _ = make_phase_step(made, 2, Mesh().axes())(state, batches(made, dataset, 2), 0.01)
+    state, _ = make_phase_step(trainer.lay_out(made, Mesh().axes()), 2)(
+        state, batches(made, dataset, 2), 0.01
+    )
     later = [p for p in changed(before, state) if p.startswith("params")]
     assert len(later) > 2 * len([p for p in moved if p.startswith("params")])
 
@@ -137,8 +141,11 @@ def changed(before, after):
 
 def flops(made, rows):
     """Of a gradient."""
-    gradient = make_gradient(made, trainer.lay_out(made, Mesh().axes()))
-    state, own = trainer.init_state(made, CPU), trainer.make_batches(made, rows, CPU)
+    gradient = make_gradient(trainer.lay_out(made, Mesh().axes()))
+    state, own = (
+        trainer.init_state(trainer.lay_out(made), CPU),
+        trainer.make_batches(made, rows, CPU),
+    )
     with FlopCounterMode(display=False) as counted:
         gradient(state, own)
     return counted.get_total_flops()
@@ -162,13 +169,15 @@ def test_the_same_on_a_mesh(text):
 
     def go(axes, made):
         state, dataset, numbers = (
-            trainer.init_state(made, CPU, axes),
+            trainer.init_state(trainer.lay_out(made, axes), CPU),
             trainer.load_corpus(made).dataset,
             [],
         )
         for i in range(made.steps):
             own = trainer.make_batches(made.at(i), trainer.rows_at(dataset, i, axes), CPU, axes)
-            state, metrics = make_phase_step(made, i, axes)(state, own, learning_rate(made, i))
+            state, metrics = make_phase_step(trainer.lay_out(made, axes), i)(
+                state, own, learning_rate(made, i)
+            )
             numbers.append(metrics.loss)
         return torch.stack(numbers)
 

@@ -30,9 +30,9 @@ def spans(file):
 @pytest.mark.parametrize("again", ["none", pytest.param("layer", marks=pytest.mark.slow)])
 def test_a_trace_of_two_steps(text, tmp_path, again):
     made, lines = dataclasses.replace(runs.recipe(text), remat=again, length=12), []
-    dataset, step = trainer.load_corpus(made).dataset, trainer.make_step(made)
+    dataset, step = trainer.load_corpus(made).dataset, trainer.make_step(trainer.lay_out(made))
     state, recorder = (
-        trainer.init_state(made, CPU),
+        trainer.init_state(trainer.lay_out(made), CPU),
         Profile(range(1, 3), tmp_path, 0, CPU, lines.append),
     )
     for number in range(4):

@@ -52,7 +52,7 @@ def test_a_head_is_scaled_by_what_it_exceeds(recipe):
     for bit.
     """
     cfg = dataclasses.replace(recipe.model.sublayers["full_attention"].attn, report_logits=True)
-    state = trainer.init_state(recipe, CPU)
+    state = trainer.init_state(trainer.lay_out(recipe), CPU)
     x = torch.randn(2, 10, cfg.hidden_size, dtype=torch.float64)
     before = by_hand(attention(state), x, cfg)
     torch.testing.assert_close(
@@ -64,7 +64,7 @@ def test_a_head_is_scaled_by_what_it_exceeds(recipe):
     )
     old = tree.map(torch.clone, attention(state))
     layout = lay_out(of_tau, Mesh().axes())
-    clip_logits(of_tau, layout, state.params, state.opt_state, before[None], torch.tensor(False))
+    clip_logits(layout, state.params, state.opt_state, before[None], torch.tensor(False))
     after = by_hand(attention(state), x, cfg)
     torch.testing.assert_close(after, before.clamp(max=tau), rtol=1e-10, atol=0)
     assert (before > tau).any()
@@ -77,7 +77,7 @@ def test_a_head_is_scaled_by_what_it_exceeds(recipe):
     values = [p.w_kvb.unflatten(-1, (heads, -1))[..., N:] for p in (attention(state), old)]
     assert torch.equal(*values)
     kept = tree.map(torch.clone, state.params)
-    clip_logits(of_tau, layout, state.params, state.opt_state, before[None], torch.tensor(True))
+    clip_logits(layout, state.params, state.opt_state, before[None], torch.tensor(True))
     assert all(
         torch.equal(a, b) for a, b in zip(tree.leaves(kept), tree.leaves(state.params), strict=True)
     )
@@ -111,7 +111,10 @@ def test_three_steps_on_a_mesh(recipe, mesh, micro_batches):
 def largest_logits(recipe, tau, lr, batches):
     """Of each step, on the rows of these numbers."""
     made = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, qk_clip=tau))
-    state, step = trainer.init_state(made, CPU), trainer.make_step(made)
+    state, step = (
+        trainer.init_state(trainer.lay_out(made), CPU),
+        trainer.make_step(trainer.lay_out(made)),
+    )
     dataset, found = trainer.load_corpus(made).dataset, []
     for i in batches:
         state, numbers = step(
@@ -146,7 +149,7 @@ def test_what_is_frozen_is_not_scaled(recipe):
     full = dataclasses.replace(recipe.model.sublayers["full_attention"], stage="dense_warmup")
     frozen = dataclasses.replace(recipe, model=small.replace(recipe.model, full_attention=full))
     frozen = dataclasses.replace(frozen, trainable="indexer")
-    before = tree.map(torch.clone, attention(trainer.init_state(frozen, CPU)))
+    before = tree.map(torch.clone, attention(trainer.init_state(trainer.lay_out(frozen), CPU)))
     metrics, state = meshes.on_one_device(frozen, 1)
     assert all(
         torch.equal(a, b)
@@ -163,7 +166,7 @@ def test_all_visible_keys_count_where_the_attention_is_dense(recipe):
     dense = dataclasses.replace(
         cfg, attn=dataclasses.replace(cfg.attn, report_logits=True), stage="dense_warmup"
     )
-    params = trainer.init_state(recipe, CPU).params.layers[1].attn
+    params = trainer.init_state(trainer.lay_out(recipe), CPU).params.layers[1].attn
     x = torch.randn(2, 12, cfg.hidden_size, dtype=torch.float64)
     got = dsa.apply(params, x, dense).aux.logits
     torch.testing.assert_close(got, by_hand(params.attn, x, cfg.attn), rtol=1e-10, atol=0)

@@ -132,7 +132,7 @@ def test_on_other_chainup_to_rounding(recipe, tmp_path, chain):
         Checkpointer(straight / "checkpoints", read_only=True) as a,
         Checkpointer(cut / "checkpoints", read_only=True) as b,
     ):
-        states = [c.restore(10, trainer.abstract_state(recipe)) for c in (a, b)]
+        states = [c.restore(10, trainer.abstract_state(trainer.lay_out(recipe))) for c in (a, b)]
     assert_close_trees(*states, rtol=1e-8, atol=1e-10)
 
 

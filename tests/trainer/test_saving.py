@@ -8,9 +8,11 @@ import torch
 from k31fn import trainer
 from k31fn.checkpoint import Checkpointer, NotSavedError, lock
 from k31fn.parallel import Mesh, each_rank
-from k31fn.trainer import folder, run, saving
+from k31fn.trainer import folder, saving
 from k31fn.trainer.console import View
+from k31fn.trainer.layout import lay_out
 from k31fn.trainer.ranks.agreement import Ranks
+from k31fn.trainer.ranks.pending_errors import join_errors
 from k31fn.trainer.state import init_state
 from tests.trainer import meshes, runs
 
@@ -28,8 +30,8 @@ def test_the_base_of_adapters_is_looked_at_once_in_a_run_and_by_one_rank(
     monkeypatch.setattr(saving, "fingerprint", fingerprint)
 
     def go(axes, coordinate):
-        saves = saving.Saves(recipe, tmp_path, "text", View.silent(), Ranks(axes))
-        state = init_state(recipe, torch.device("cpu"), axes)
+        saves = saving.Saves(lay_out(recipe, axes), tmp_path, "text", View.silent(), Ranks(axes))
+        state = init_state(lay_out(recipe, axes), torch.device("cpu"))
         for step in (1, 2, 3):
             saves.save(step, state, {})
         saves.close(together=True)
@@ -61,8 +63,8 @@ def test_a_save_that_fails_again_is_told_once():
         NotSavedError("step 6 is not saved: full", "full"),
         NotSavedError("step 6: gone", "gone"),
     ):
-        assert run._joined(first, another) is first
+        assert join_errors(first, another) is first
     assert first.__notes__ == ["step 6: gone"]
     other = OSError("full")  # of another file: that the step is not saved is new
-    run._joined(other, NotSavedError("step 6 is not saved: full", "full"))
+    join_errors(other, NotSavedError("step 6 is not saved: full", "full"))
     assert other.__notes__ == ["step 6 is not saved: full"]

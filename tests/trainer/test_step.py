@@ -43,8 +43,10 @@ def identical(a, b):
 
 
 def one_step(recipe, rows, lr=0.01):
-    state = trainer.init_state(recipe, CPU)
-    return trainer.make_step(recipe)(state, trainer.make_batches(recipe, rows, CPU), lr)
+    state = trainer.init_state(trainer.lay_out(recipe), CPU)
+    return trainer.make_step(trainer.lay_out(recipe))(
+        state, trainer.make_batches(recipe, rows, CPU), lr
+    )
 
 
 def gradients(state):
@@ -115,7 +117,9 @@ class TestAccumulation:
         cut = dataclasses.replace(wide, micro_batches=2)
         batches = trainer.make_batches(cut, rows, CPU)
         local = [dataclasses.replace(b, num_labels=2 * (b.labels >= 0).sum()) for b in batches]
-        _, wrong = trainer.make_step(cut)(trainer.init_state(cut, CPU), local, 0.01)
+        _, wrong = trainer.make_step(trainer.lay_out(cut))(
+            trainer.init_state(trainer.lay_out(cut), CPU), local, 0.01
+        )
         assert abs(float(wrong.grad_norm - numbers.grad_norm)) > 1e-6
 
 
@@ -145,7 +149,7 @@ class TestDenominators:
         """Case D16: nothing changes, nothing is NaN, and it is said."""
         rows = rows_of(recipe)
         silent = dataclasses.replace(rows, labels=torch.full_like(rows.labels, -100))
-        before = trainer.init_state(recipe, CPU)
+        before = trainer.init_state(trainer.lay_out(recipe), CPU)
         state, numbers = one_step(recipe, silent)
         assert identical(
             (state.params, state.opt_state, state.balance),
@@ -174,9 +178,9 @@ class TestNonFinite:
         recipe = dataclasses.replace(
             recipe, optimizer=dataclasses.replace(recipe.optimizer, kind=kind)
         )
-        step, original = trainer.make_step(recipe), model.loss
+        step, original = trainer.make_step(trainer.lay_out(recipe)), model.loss
         state, _ = step(
-            trainer.init_state(recipe, CPU),
+            trainer.init_state(trainer.lay_out(recipe), CPU),
             trainer.make_batches(recipe, rows_of(recipe), CPU),
             0.01,
         )
@@ -260,7 +264,10 @@ class TestHostWaits:
         products per MoE layer.
         """
         recipe = dataclasses.replace(recipe, micro_batches=2)
-        step, state = trainer.make_step(recipe), trainer.init_state(recipe, CPU)
+        step, state = (
+            trainer.make_step(trainer.lay_out(recipe)),
+            trainer.init_state(trainer.lay_out(recipe), CPU),
+        )
         batches = trainer.make_batches(recipe, rows_of(recipe), CPU)
         with Reads(monkeypatch) as reads:
             state, _ = step(state, batches, 0.01)
@@ -286,9 +293,11 @@ class TestHostWaits:
             tree.map(lambda x: x.to("meta"), b)
             for b in trainer.make_batches(recipe, rows_of(recipe), CPU)
         ]
-        state, numbers = trainer.make_step(recipe)(trainer.abstract_state(recipe), batches, 0.01)
+        state, numbers = trainer.make_step(trainer.lay_out(recipe))(
+            trainer.abstract_state(trainer.lay_out(recipe)), batches, 0.01
+        )
         assert all(x.is_meta for x in tree.leaves((state, numbers)))
-        assert tree.paths(state) == tree.paths(trainer.abstract_state(recipe))
+        assert tree.paths(state) == tree.paths(trainer.abstract_state(trainer.lay_out(recipe)))
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -297,7 +306,10 @@ class TestHostWaits:
 )
 def test_live_memory_does_not_grow(recipe, num_steps, remat):
     recipe = dataclasses.replace(recipe, remat=remat)
-    step, state = trainer.make_step(recipe), trainer.init_state(recipe, CPU)
+    step, state = (
+        trainer.make_step(trainer.lay_out(recipe)),
+        trainer.init_state(trainer.lay_out(recipe), CPU),
+    )
     dataset = trainer.load_corpus(recipe).dataset
     live = []
     gc.disable()  # a cycle that holds a tensor would show
@@ -323,7 +335,8 @@ import torch
 from k31fn import trainer
 from tests.trainer import runs
 recipe, cpu = runs.recipe(sys.argv[1]), torch.device("cpu")
-step, state = trainer.make_step(recipe), trainer.init_state(recipe, cpu)
+layout = trainer.lay_out(recipe)
+step, state = trainer.make_step(layout), trainer.init_state(layout, cpu)
 batches = trainer.make_batches(recipe, trainer.load_corpus(recipe).dataset.batch_at(0), cpu)
 for i in range(200):
     state, _ = step(state, batches, 0.01)
@@ -356,9 +369,12 @@ class TestIndexerOnly:
         recipe = dataclasses.replace(
             recipe, optimizer=dataclasses.replace(recipe.optimizer, kind=kind), micro_batches=2
         )
-        before = trainer.init_state(recipe, CPU)
+        before = trainer.init_state(trainer.lay_out(recipe), CPU)
         state = clone(before)
-        step, dataset = trainer.make_step(recipe), trainer.load_corpus(recipe).dataset
+        step, dataset = (
+            trainer.make_step(trainer.lay_out(recipe)),
+            trainer.load_corpus(recipe).dataset,
+        )
         for i in range(3):
             state, numbers = step(
                 state, trainer.make_batches(recipe, dataset.batch_at(i), CPU), 0.01

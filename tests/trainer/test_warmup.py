@@ -14,7 +14,7 @@ from k31fn.config import Recipe
 from k31fn.kernels.registry import watch_calls
 from k31fn.kernels.warmup import Launch, OpCalls
 from k31fn.parallel import MeshAxes
-from k31fn.trainer import Metrics, TrainState, init_state, main, make_batches, make_step
+from k31fn.trainer import Metrics, TrainState, init_state, lay_out, main, make_batches, make_step
 from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.warmup import calls_of, of_all, rehearse
 from tests.trainer import runs
@@ -26,7 +26,9 @@ def really(recipe: Recipe) -> OpCalls:
     """The calls of a step that has values."""
     calls = OpCalls()
     with watch_calls(calls):
-        make_step(recipe)(init_state(recipe, CPU), make_batches(recipe, rows_of(recipe), CPU), 1e-3)
+        make_step(lay_out(recipe))(
+            init_state(lay_out(recipe), CPU), make_batches(recipe, rows_of(recipe), CPU), 1e-3
+        )
     return calls
 
 
@@ -78,8 +80,8 @@ def test_a_rehearsed_step_changes_no_bit(
     optimizer: dict[str, Any], changes: dict[str, Any], unchecked: None
 ) -> None:
     recipe = runs.recipe("unused", optimizer=config.Optimizer(peak_lr=0.02, **optimizer), **changes)
-    rows, steps = rows_of(recipe), make_step(recipe)
-    state, _ = steps(init_state(recipe, CPU), make_batches(recipe, rows, CPU), 1e-3)
+    rows, steps = rows_of(recipe), make_step(lay_out(recipe))
+    state, _ = steps(init_state(lay_out(recipe), CPU), make_batches(recipe, rows, CPU), 1e-3)
     before, skipped = tree.map(torch.clone, state), []
 
     def step(

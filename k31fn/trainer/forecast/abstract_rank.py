@@ -19,10 +19,8 @@ from k31fn.layers.patches import Images, Patches
 from k31fn.parallel import fsdp
 from k31fn.parallel.backends.abstract import abstract_axes
 from k31fn.parallel.collective_record import CollectiveRecord, record_collectives
-from k31fn.parallel.mesh import MeshAxes
-from k31fn.parallel.pipeline.carry import StageCarry
-from k31fn.trainer.gradient import make_gradient, make_stages
-from k31fn.trainer.layout import Layout, lay_out
+from k31fn.trainer.gradient import make_gradient, make_loss
+from k31fn.trainer.layout import RankLayout, lay_out
 from k31fn.trainer.state import TrainState, abstract_state, split
 from k31fn.trainer.step import make_batches, make_step
 
@@ -40,10 +38,9 @@ META = torch.device("meta")
 
 
 class AbstractRank(NamedTuple):
-    """A rank's axes, layout, and state of meta tensors."""
+    """A rank's layout and its state of meta tensors."""
 
-    axes: MeshAxes
-    layout: Layout
+    layout: RankLayout
     state: TrainState
 
 
@@ -53,14 +50,15 @@ class AbstractRank(NamedTuple):
 def abstract_rank(recipe: Recipe, stage_rank: int = 0) -> AbstractRank:
     """The first of the ranks at place ``stage_rank`` of the pipeline, which all hold as much."""
     axes = abstract_axes(recipe.mesh, {**recipe.mesh.coordinate(0), "pp": stage_rank})
-    return AbstractRank(axes, lay_out(recipe, axes), abstract_state(recipe, axes))
+    layout = lay_out(recipe, axes)
+    return AbstractRank(layout, abstract_state(layout))
 
 
 def run_step(recipe: Recipe, stage_rank: int = 0) -> CollectiveRecord:
     """The collectives that a rank issues in a step, in order."""
-    axes, _, state = abstract_rank(recipe, stage_rank)
+    layout, state = abstract_rank(recipe, stage_rank)
     with record_collectives() as record:
-        make_step(recipe, axes)(state, _micro_batches(recipe, axes), 1e-3)
+        make_step(layout)(state, _micro_batches(layout), 1e-3)
     return record
 
 
@@ -69,8 +67,8 @@ def run_gradient(recipe: Recipe, stage_rank: int = 0) -> None:
 
     For those who watch what it calls or makes.
     """
-    axes, layout, state = abstract_rank(recipe, stage_rank)
-    make_gradient(recipe, layout)(state, _micro_batches(recipe, axes))
+    layout, state = abstract_rank(recipe, stage_rank)
+    make_gradient(layout)(state, _micro_batches(layout))
 
 
 def run_loss(recipe: Recipe) -> Any:
@@ -78,18 +76,11 @@ def run_loss(recipe: Recipe) -> Any:
 
     What the gradient needs lives as long as what is returned, which has the pullback in it.
     """
-    axes, layout, state = abstract_rank(recipe, 0)
+    layout, state = abstract_rank(recipe)
     trained, frozen = split(fsdp.enter_step(state.params, layout.placements), layout.specs)
-    (stage,) = make_stages(
-        recipe, layout, state.balance, frozen, fsdp.gather_only(layout.placements)
-    )
-    batch = _micro_batches(recipe, axes)[0]
-
-    def loss(trained: Any) -> Any:
-        out = stage(trained, StageCarry(), batch)
-        return out.loss, (out.sums, out.largest)
-
-    return vjp(loss, trained, has_aux=True)
+    loss = make_loss(layout, frozen, state.balance)
+    batch = _micro_batches(layout)[0]
+    return vjp(lambda weights: loss(weights, batch), trained, has_aux=True)
 
 
 def local_rows(recipe: Recipe) -> int:
@@ -97,11 +88,12 @@ def local_rows(recipe: Recipe) -> int:
     return recipe.batch_size // (recipe.mesh.dp * recipe.mesh.fsdp)
 
 
-def _micro_batches(recipe: Recipe, axes: MeshAxes) -> list[model.Batch]:
+def _micro_batches(layout: RankLayout) -> list[model.Batch]:
+    recipe = layout.recipe
     tokens = torch.empty(local_rows(recipe), recipe.length, dtype=torch.int64, device=META)
     packing = segments.Segments(tokens, tokens)
     rows = data.Example(tokens, tokens, packing, _images(recipe, tokens))
-    return make_batches(recipe, rows, META, axes)
+    return make_batches(recipe, rows, META, layout.axes)
 
 
 def _images(recipe: Recipe, tokens: Tensor) -> Images | tuple[()]:

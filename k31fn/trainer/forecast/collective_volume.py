@@ -29,7 +29,7 @@ from k31fn.parallel.pipeline.messages import messages
 from k31fn.trainer.forecast.abstract_rank import META, abstract_rank, local_rows, run_step
 from k31fn.trainer.forecast.few_layers import LayerKind, layer_kinds, with_layers
 from k31fn.trainer.forecast.shape_cache import ShapeCache
-from k31fn.trainer.layout import Layout, cut, make_schedule
+from k31fn.trainer.layout import RankLayout, cut, make_schedule
 from k31fn.trainer.state import split
 from k31fn.trainer.step import next_biases
 
@@ -169,7 +169,7 @@ def _at_once(recipe: Recipe, stage_rank: int) -> Volume:
     """What a step sends for all layers of the model together: gradients to sum, matrices to step,
     and new biases.
     """
-    _, layout, state = abstract_rank(recipe, stage_rank)
+    layout, state = abstract_rank(recipe, stage_rank)
     grads, _ = split(state.params, layout.specs)
     shape = len(layout.moe_layers), model.experts(recipe.model).num_experts, NUM_BINS
     histogram = torch.empty(shape, dtype=torch.int64, device=META)
@@ -196,7 +196,7 @@ def _messages(recipe: Recipe, rank: int) -> Volume:
     return volume
 
 
-def _wire(recipe: Recipe, layout: Layout) -> WireFormat:
+def _wire(recipe: Recipe, layout: RankLayout) -> WireFormat:
     """What passes between stages for one micro-batch."""
     rows = local_rows(recipe) // recipe.micro_batches
     tokens = torch.empty(rows, recipe.length // recipe.mesh.cp, dtype=torch.int64, device=META)

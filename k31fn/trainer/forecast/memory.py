@@ -147,7 +147,7 @@ def _snapshots(recipe: Recipe, num_layers: int) -> int:
 
 
 def _gathered(recipe: Recipe) -> int:
-    _, layout, state = abstract_rank(recipe, 0)
+    layout, state = abstract_rank(recipe, 0)
     sizes = sorted(
         sum(
             x.numel() * axis_size(place.gather) * (place.dtype or x.dtype).itemsize

@@ -39,7 +39,7 @@ class RankWeight(NamedTuple):
 
 def rank_weights(recipe: Recipe, stage_rank: int = 0) -> list[RankWeight]:
     """What a rank holds of each weight; all ranks at one place of the pipeline hold as much."""
-    _, layout, state = abstract_rank(recipe, stage_rank)
+    layout, state = abstract_rank(recipe, stage_rank)
     optimizer_bytes = _optimizer_bytes(state)
     local_params = dict(tree.flatten_with_paths(state.params))
     placements = tree.leaves(layout.placements)

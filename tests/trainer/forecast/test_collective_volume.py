@@ -36,7 +36,10 @@ def of_threads(made):
     dataset = trainer.load_corpus(made).dataset
 
     def go(axes):
-        state, step = trainer.init_state(made, CPU, axes), trainer.make_step(made, axes)
+        state, step = (
+            trainer.init_state(trainer.lay_out(made, axes), CPU),
+            trainer.make_step(trainer.lay_out(made, axes)),
+        )
         batches = trainer.make_batches(made, trainer.rows_at(dataset, 0, axes), CPU, axes)
         step(state, batches, 0.01)
 
@@ -104,7 +107,9 @@ def test_on_one_rank_nothing_is_sent(recipe):
 def test_what_a_rank_holds(recipe, mesh, kind):
     optimizer = dataclasses.replace(recipe.optimizer, kind=kind)
     made = dataclasses.replace(recipe, mesh=mesh, optimizer=optimizer)
-    states = each_rank(lambda axes: trainer.init_state(made, CPU, axes), mesh, lambda _: ())
+    states = each_rank(
+        lambda axes: trainer.init_state(trainer.lay_out(made, axes), CPU), mesh, lambda _: ()
+    )
     for state, coordinate in zip(states, mesh.coordinates(), strict=True):
         held = rank_weights(made, coordinate.get("pp", 0))
         weights = dict(tree.flatten_with_paths(state.params))

@@ -32,8 +32,8 @@ def recipe(text, **changes):
 
 def measured(made):
     """Bytes of the state, and the most that a gradient makes on the CPU besides."""
-    state = trainer.init_state(made, CPU)
-    gradient = make_gradient(made, trainer.lay_out(made, Mesh().axes()))
+    state = trainer.init_state(trainer.lay_out(made), CPU)
+    gradient = make_gradient(trainer.lay_out(made, Mesh().axes()))
     rows = trainer.rows_at(trainer.load_corpus(made).dataset, 0)
     batches = trainer.make_batches(made, rows, CPU)
     with live_bytes() as live:

@@ -41,7 +41,7 @@ def losses(folder):
 
 def final(folder, recipe):
     with Checkpointer(folder / "checkpoints", read_only=True) as checkpoints:
-        return checkpoints.restore(6, trainer.abstract_state(recipe))
+        return checkpoints.restore(6, trainer.abstract_state(trainer.lay_out(recipe)))
 
 
 @pytest.mark.usefixtures("no_plot")

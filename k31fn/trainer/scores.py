@@ -1,0 +1,59 @@
+"""Held-out losses that a run has written down: what is known is not scored again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from k31fn import data, metrics
+from k31fn.config.recipe import Recipe
+from k31fn.trainer.corpus import Corpus
+from k31fn.trainer.ranks.agreement import Ranks
+
+__all__ = ["HELDOUT", "METRICS", "NGRAM", "Scores", "ngram_loss", "read_scores"]
+
+METRICS = "metrics.jsonl"
+HELDOUT = "heldout/loss"
+NGRAM = "heldout/ngram4_loss"
+
+
+@dataclass
+class Scores:
+    """Losses on held-out text, nats per byte.
+
+    Attributes:
+        heldout: by steps done.
+        ngram: of the 4-gram model of the bytes that the run trains on; ``()``: not known, as on
+            other ranks than the first.
+    """
+
+    heldout: dict[int, float]
+    ngram: float | tuple[()]
+
+
+def read_scores(folder: Path, done: int, ranks: Ranks) -> Scores:
+    """What earlier processes of the run in ``folder`` wrote down up to step ``done``, on all ranks;
+    its later records are removed.
+    """
+    # every rank decides by it whether an evaluation is due, so all must know the same
+    pairs, ngram = ranks.on_first(lambda: _recorded(folder / METRICS, done))
+    return Scores(dict(pairs), ngram if isinstance(ngram, float) else ())
+
+
+def _recorded(file: Path, done: int) -> list[Any]:
+    """As JSON data, whose objects have no numbers as keys."""
+    metrics.rewind(file, done)
+    heldout, ngram = [], None
+    for record in metrics.read(file) if file.exists() else []:
+        if HELDOUT in record:
+            heldout.append([record["step"] + 1, record[HELDOUT]])
+        if NGRAM in record and ngram is None:
+            ngram = record[NGRAM]
+    return [heldout, ngram]
+
+
+def ngram_loss(recipe: Recipe, corpus: Corpus) -> float:
+    """The yardstick of a byte model: Witten-Bell, fitted on the bytes that the run trained on."""
+    text = data.trained_on(corpus.dataset, recipe.steps, corpus.tokenizer)
+    return data.NGram.fit(text, order=4).nats_per_byte(corpus.all.pieces, skip=1)
