@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 
+from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY
 from k31fn.precision import upcast
 from k31fn.typing import Bool, Float, Int, Tensor
 
@@ -39,6 +40,7 @@ __all__ = [
     "Tiles",
     "accumulate",
     "from_tiles",
+    "grad_of_decay",
     "make_masks",
     "operands",
     "prepare",
@@ -144,11 +146,19 @@ def from_tiles(
     return x.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : like.shape[1]].to(like.dtype)
 
 
+def grad_of_decay(
+    d_g: Float[Tensor, "n B H C K"], g: Float[Tensor, "B T H K"]
+) -> Float[Tensor, "B T H K"]:
+    """The gradient of g, zero where :func:`prepare` took a bound in its place."""
+    return torch.where(g >= MIN_LOG_DECAY, from_tiles(d_g, g), 0)
+
+
 def prepare(rows: tuple[Tensor, ...], v: Tensor, g: Tensor, beta: Tensor, masks: Masks) -> Tiles:
     """Everything that does not depend on the state, for all tiles at once; ``rows`` is ``(k,)`` or
     ``(k, q)``.
     """
     v, g, *tiled = (to_tiles(upcast(x), masks) for x in (v, g, *rows))
+    g = g.clamp(min=MIN_LOG_DECAY)  # beyond it e^-G may overflow
     beta = to_tiles(upcast(beta)[..., None], masks)[..., 0] * masks.valid
     tile = v.shape[3]
     kq = torch.stack(tiled, dim=3)

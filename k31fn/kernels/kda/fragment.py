@@ -17,6 +17,7 @@ from k31fn.kernels.kda.chunks import (
     SLAB,
     Masks,
     from_tiles,
+    grad_of_decay,
     make_masks,
     operands,
     prepare,
@@ -65,8 +66,8 @@ def _slab_bwd(residuals: tuple[Any, ...], ct: Tensor) -> tuple[Tensor | None, ..
     run, back = scan(t, m, state), scan_bwd(t, m, ct)
     d = state_bwd(t, m, masks, run, back)
     d_beta = from_tiles(d.beta[..., None], beta[..., None])[..., 0]
-    grads = [from_tiles(x, like) for x, like in ((d.rows[0], k), (d.v, v), (d.g, g))]
-    return *grads, d_beta, back.last, None
+    d_k, d_v = from_tiles(d.rows[0], k), from_tiles(d.v, v)
+    return d_k, d_v, grad_of_decay(d.g, g), d_beta, back.last, None
 
 
 _slab = custom_vjp(_slab_fwd, _slab_bwd, name="kda_fragment")

@@ -25,6 +25,7 @@ from k31fn.kernels.kda.chunks import (
     Tiles,
     accumulate,
     from_tiles,
+    grad_of_decay,
     make_masks,
     operands,
     prepare,
@@ -93,8 +94,8 @@ def _slab_bwd(residuals: tuple[Any, ...], ct: tuple[Tensor, Tensor]) -> tuple[Te
         torch.addcmul(x, d_diagonal, y) for x, y in zip(d.rows, (tiled_q, tiled_k), strict=True)
     )
     d_beta = from_tiles(d.beta[..., None], beta[..., None])[..., 0]
-    grads = [from_tiles(x, like) for x, like in ((d_q, q), (d_k, k), (d.v, v), (d.g, g))]
-    return *grads, d_beta, back.last, None
+    d_q, d_k, d_v = (from_tiles(x, like) for x, like in ((d_q, q), (d_k, k), (d.v, v)))
+    return d_q, d_k, d_v, grad_of_decay(d.g, g), d_beta, back.last, None
 
 
 def _readers(
