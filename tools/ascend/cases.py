@@ -35,6 +35,16 @@ def _fp8_encode(scaling: str, dtype: torch.dtype, transposed: bool) -> tuple[Any
     return (x.mT.contiguous().mT if transposed else x), scaling
 
 
+def _kda() -> tuple[Any, ...]:
+    """Two documents and padding over three tiles."""
+    shape = (1, 40, 1, 32)
+    q, k = (torch.nn.functional.normalize(torch.randn(shape), dim=-1) for _ in range(2))
+    g = -5 * torch.sigmoid(3 * torch.randn(shape))
+    ids = torch.tensor([[1] * 19 + [2] * 18 + [0] * 3], dtype=torch.int32)
+    state = 0.3 * torch.randn(1, 1, 32, 32)
+    return q, k, torch.randn(shape), g, torch.rand(1, 40, 1), ids, state
+
+
 def _mhc_pre(dtype: torch.dtype) -> tuple[Any, ...]:
     n, width = 4, 300
     phi = torch.randn(n * width, 24) / (n * width) ** 0.5
@@ -60,6 +70,7 @@ CASES = {
         for dtype in (torch.bfloat16, torch.float32)
         for transposed in (False, True)
     ),
+    "kda": (Case(_kda, 2e-5),),
     "mhc_post": (Case(_mhc_post, 2e-5),),
     "mhc_pre": (
         Case(lambda: _mhc_pre(torch.float32), 3e-5),

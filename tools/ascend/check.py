@@ -147,7 +147,8 @@ def _worst(op: str, module: Any, case: Case, stand_ins: dict[str, OnCpu]) -> flo
     """
     args = case.args()
     values, structure = tree.flatten(args)
-    index = [i for i, v in enumerate(values) if isinstance(v, Tensor)]
+    floating = [isinstance(v, Tensor) and v.is_floating_point() for v in values]
+    index = [i for i, yes in enumerate(floating) if yes]
 
     def of(f: Callable[..., Any], dtype: torch.dtype | None) -> list[Tensor]:
         def call(*leaves: Tensor) -> Any:

@@ -18,11 +18,12 @@ the document of the row's first token. ``state`` is that of the row's last docum
 token. Padding (finite values) gives ``o = 0``, changes no state and gets gradient 0. A token never
 changes a bit of the output of an earlier token, or of another document in the same grid.
 
-Range: ``MIN_LOG_DECAY <= g <= 0``, which is not checked here. Implementations factor the decay
-between two tokens of a tile of ``TILE`` as ``exp(G_i) exp(-G_j)``, G the running sum of g: at -5
-per token ``exp(-G)`` reaches e^80 = 5.5e34, which float32 and bfloat16 hold (3.4e38); beyond it
-they overflow. Configs refuse a lower bound below ``MIN_LOG_DECAY``. :func:`recurrence` has no such
-limit.
+Range: ``g <= 0``, which is not checked here; g below ``MIN_LOG_DECAY`` counts as
+``MIN_LOG_DECAY`` and gets gradient 0, so no result depends on how far below it is. Implementations
+factor the decay between two tokens of a tile of ``TILE`` as ``exp(G_i) exp(-G_j)``, G the running
+sum of g: at -5 per token ``exp(-G)`` reaches e^80 = 5.5e34, which float32 and bfloat16 hold
+(3.4e38); beyond it they would overflow. Configs refuse a lower bound below ``MIN_LOG_DECAY``.
+:func:`recurrence` has no such limit.
 
 Gradients flow to ``q k v g beta initial_state``, to any order in the reference.
 
@@ -37,14 +38,35 @@ over the tokens, the last one leftmost, of ``(I - beta k k^T) Diag(exp g)``; bot
 ``transition`` is 0 when another document begins inside. Padding contributes the identity: a
 fragment of padding gives ``state = 0`` and ``transition = I``. Range and padding are as above.
 Gradients flow to ``k v g beta``, to any order in the reference.
+
+``triton`` is ``kda`` for K and V of 16 to 128, in bfloat16 (operands; sums in float32) and float32,
+with first derivatives only. Between forward and backward it keeps the inputs and one state per
+segment of some thousand tokens and head. Padding may hold anything, NaN too.
 """
+
+import torch
 
 from k31fn.kernels.kda.fragment import kda_fragment as _fragment
 from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY, TILE, KdaFragment, KdaOut, recurrence
 from k31fn.kernels.kda.reference import kda as _reference
-from k31fn.kernels.registry import Op
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
+from k31fn.kernels.registry import Implementation, Op
 
 __all__ = ["MIN_LOG_DECAY", "TILE", "KdaFragment", "KdaOut", "kda", "kda_fragment", "recurrence"]
 
+_TRITON = "k31fn.kernels.kda.triton.op"
+
 kda = Op("kda", _reference)
+kda.register(
+    Implementation(
+        "triton",
+        ("cuda", "npu"),
+        lazily(_TRITON, "kda"),
+        lazily(_TRITON, "kda_accepts"),
+        dtypes=(torch.bfloat16, torch.float32),
+        on_request=ON_REQUEST,
+        missing=missing_triton,
+        kernels=_TRITON,
+    )
+)
 kda_fragment = Op("kda_fragment", _fragment)

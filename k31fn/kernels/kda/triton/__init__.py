@@ -1,0 +1,1 @@
+"""Triton kernels of KDA: factors of 16 tokens at a time, scans over them, gradients."""

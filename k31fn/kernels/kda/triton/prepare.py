@@ -1,0 +1,145 @@
+# pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""The factors of every tile of C tokens, which need no state. With b = beta::
+
+    L, P = <k_i e^(G_i), k_j e^(-G_j)>, <q_i e^(G_i), k_j e^(-G_j)>         lower, within a document
+    T    = (I + strict(L) diag(b))^-1
+    W, U = T R (K e^G), T V        -R Q e^G       P diag(b)       b K e^(G_end - G)       e^(G_end)
+
+R keeps the rows of the document that the incoming state belongs to. Nothing is divided by b, so
+b = 0 is fine.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from k31fn.kernels.kda.triton.shared import documents, log2_decay, product, running
+
+__all__ = ["kda_prepare"]
+
+
+@triton.jit
+def kda_prepare(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    beta_ptr,
+    ids_ptr,
+    stop_ptr,
+    wq_ptr,
+    kf_ptr,
+    u_ptr,
+    p_ptr,
+    inverse_ptr,
+    d_ptr,
+    tokens,
+    first,
+    tiles,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VBLOCK: tl.constexpr,
+    PER: tl.constexpr,
+    STAGES: tl.constexpr,
+    LEAST: tl.constexpr,
+    LOW: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """PER tiles of one head; BLOCK is K or half of it, VBLOCK divides V. ``first``: the tile that
+    the segment begins with.
+    """
+    programs = tl.cdiv(tiles, PER)
+    line = tl.program_id(0) // programs
+    start = (tl.program_id(0) % programs) * PER
+    row = line // H
+    h = line % H
+    stop = tl.load(stop_ptr + row)
+    ids = ids_ptr + row.to(tl.int64) * tokens
+    i = tl.arange(0, C)
+    I = i[:, None]
+    J = i[None, :]
+    c = tl.arange(0, BLOCK)
+    cv = tl.arange(0, VBLOCK)
+    none = tl.zeros([C, BLOCK], LOW)
+    for n in tl.range(start, tl.minimum(start + PER, tiles), num_stages=STAGES):
+        t0 = (first + n) * C
+        valid = t0 + i < stop
+        here = valid[:, None]
+        token = (row.to(tl.int64) * tokens + t0) * H + h
+        tile = line.to(tl.int64) * tiles + n
+        came, goes = documents(ids, t0, stop, C)
+        doc = tl.load(ids + t0 + i, mask=valid, other=0)
+        enters = (doc == came) & valid
+        leaves = (doc == goes) & valid
+        see = (I >= J) & (doc[:, None] == doc[None, :]) & here
+        b = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)
+        low = tl.zeros([C, C], tl.float32)
+        p = tl.zeros([C, C], tl.float32)
+        # of the two blocks; the compiler for Ascend has no tuples that grow
+        decayed = none
+        decayed_last = none
+        for x in tl.static_range(0, K, BLOCK):
+            at = token * K + x + (I * (H * K) + c[None, :])
+            g = tl.load(g_ptr + at, mask=here, other=0.0).to(tl.float32)
+            k = tl.load(k_ptr + at, mask=here, other=0.0).to(tl.float32)
+            q = tl.load(q_ptr + at, mask=here, other=0.0).to(tl.float32)
+            g = log2_decay(g, LEAST)
+            G, behind, total = running(g, C, HALF)
+            tl.store(d_ptr + tile * K + x + c, tl.where(goes == came, tl.exp2(total), 0.0))
+            e = tl.exp2(G)
+            grown = (k * tl.exp2(-G)).to(LOW)
+            kd = (k * e).to(LOW)
+            # negated: the scan subtracts it, since a product that is added to a slice of another
+            # becomes its accumulator, and ptxas then waits after each
+            qd = (q * -e).to(LOW)
+            low = product(kd, tl.trans(grown), low)
+            p = product(qd, tl.trans(grown), p)
+            kf = (k * tl.exp2(behind) * b[:, None]).to(LOW)
+            if x == 0:
+                decayed = kd
+            else:
+                decayed_last = kd
+            # other documents' rows are zeroed by a second store: cheaper than selecting 16-bit
+            # numbers, and a branch would move the loads behind it
+            to = tile * (C * K) + x + (I * K + c[None, :])
+            query = wq_ptr + tile * (C * K) + C * K + to
+            tl.store(query, qd, mask=enters[:, None])
+            tl.store(query, none, mask=~enters[:, None])
+            tl.store(kf_ptr + to, kf, mask=leaves[:, None])
+            tl.store(kf_ptr + to, none, mask=~leaves[:, None])
+        bj = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)[None, :]
+        square = tile * (C * C) + (I * C + J)
+        tl.store(p_ptr + square, tl.where(see, -p * bj, 0.0).to(LOW))
+        # blocks of 2 are I - N; then blocks double. Every operand is the inverse of a part of
+        # I + N, so below 1 in size; powers of N are not where keys are alike.
+        N = tl.where(see & (I > J), low * bj, 0.0)
+        T = tl.where(I == J, 1.0, 0.0) - tl.where(I // 2 == J // 2, N, 0.0)
+        for s in tl.static_range(1, 4):
+            step = (I // (2 << s) == J // (2 << s)) & (I // (1 << s) > J // (1 << s))
+            part = T.to(HALF)
+            M = tl.where(step, N, 0.0).to(HALF)
+            T -= tl.dot(
+                part,
+                tl.dot(M, part, input_precision="ieee").to(HALF),
+                input_precision="ieee",
+            )
+        Tr = tl.where(enters[None, :], T, 0.0).to(LOW)
+        T = T.to(LOW)
+        tl.store(inverse_ptr + square, T)
+        for x in tl.static_range(0, K, BLOCK):
+            if x == 0:
+                w = tl.dot(Tr, decayed, input_precision="ieee")
+            else:
+                w = tl.dot(Tr, decayed_last, input_precision="ieee")
+            to = tile * (C * K) + x + (I * K + c[None, :])
+            tl.store(wq_ptr + tile * (C * K) + to, w.to(LOW))
+        for x in tl.static_range(0, V, VBLOCK):
+            at = token * V + x + (I * (H * V) + cv[None, :])
+            v = tl.load(v_ptr + at, mask=here, other=0.0).to(LOW)
+            u = tl.dot(T, v, input_precision="ieee")
+            tl.store(u_ptr + tile * (C * V) + (x + cv[None, :]) * C + I, u.to(LOW))

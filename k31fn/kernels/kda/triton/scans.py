@@ -1,0 +1,214 @@
+# pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""The passes from tile to tile, each with the state [K V] held transposed, as [V K].
+
+So it is the left operand and the accumulator of products with 64 rows, and never leaves the
+registers. A program has a block of V; columns of V do not see each other. With the names of
+:mod:`~.prepare` (W, Q~ = -R Q e^G, F = b K e^(G_end - G), P with b in it, d = e^(G_end))::
+
+    Y  = U - W S           O = P Y - Q~ S         S <- d S + F^T Y
+    dY = P^T dO + F dS     dV = T^T dY            dS <- d dS - W^T dY - Q~^T dO
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from k31fn.kernels.kda.triton.shared import product
+
+__all__ = ["kda_adjoint", "kda_scan", "kda_states"]
+
+
+@triton.jit
+def kda_scan(
+    wq_ptr,
+    kf_ptr,
+    u_ptr,
+    p_ptr,
+    d_ptr,
+    state_ptr,
+    o_ptr,
+    tokens,
+    first,
+    tiles,
+    every,
+    line_step,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    STACKED: tl.constexpr,
+    MARKS: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """Outputs of a segment of tiles. ``state`` has the state before them, and gets the one after
+    each ``every`` of them, MARKS times; ``line_step``: its elements from one head to the next.
+    STACKED: W S and Q~ S are one product, which on CUDA saves a wait.
+    """
+    line = tl.program_id(0) // (V // BLOCK)
+    x = (tl.program_id(0) % (V // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    row = line // H
+    h = line % H
+    r = tl.arange(0, C)
+    r2 = tl.arange(0, 2 * C)
+    c = tl.arange(0, K)
+    state_ptr += line.to(tl.int64) * line_step
+    state = c[None, :] * V + x[:, None]
+    S = tl.load(state_ptr + state)
+    base = line.to(tl.int64) * tiles
+    wq_ptr += base * (2 * C * K)
+    kf_ptr += base * (C * K)
+    u_ptr += base * (C * V)
+    p_ptr += base * (C * C)
+    d_ptr += base * K
+    o_ptr += (row.to(tl.int64) * tokens * H + h) * V
+    for mark in tl.static_range(MARKS):
+        for n in tl.range(mark * every, tl.minimum((mark + 1) * every, tiles), num_stages=STAGES):
+            u = tl.load(u_ptr + n * (C * V) + x[:, None] * C + r[None, :])
+            kf = tl.load(kf_ptr + (n * C + r)[:, None] * K + c[None, :])
+            p = tl.load(p_ptr + (n * C + r)[:, None] * C + r[None, :])
+            d = tl.load(d_ptr + n * K + c)
+            low = S.to(LOW)
+            if STACKED:
+                # taking the product apart moves nothing between threads
+                wq = tl.load(wq_ptr + (n * (2 * C) + r2)[:, None] * K + c[None, :])
+                both = tl.dot(low, tl.trans(wq), input_precision="ieee")
+                wS, qS = tl.split(tl.permute(tl.reshape(both, [BLOCK, 2, C]), (0, 2, 1)))
+            else:
+                w = tl.load(wq_ptr + (n * (2 * C) + r)[:, None] * K + c[None, :])
+                q = tl.load(wq_ptr + (n * (2 * C) + C + r)[:, None] * K + c[None, :])
+                wS = tl.dot(low, tl.trans(w), input_precision="ieee")
+                qS = tl.dot(low, tl.trans(q), input_precision="ieee")
+            y = (u.to(tl.float32) - wS).to(LOW)
+            S = product(y, kf, S * d[None, :])
+            o = tl.dot(y, tl.trans(p), input_precision="ieee") - qS
+            t = (first + n) * C + r
+            # int64: a row of tokens may have more than 2^31 elements
+            to = t.to(tl.int64)[None, :] * (H * V) + x[:, None]
+            tl.store(o_ptr + to, o.to(o_ptr.dtype.element_ty), mask=(t < tokens)[None, :])
+        state_ptr += K * V
+        tl.store(state_ptr + state, S)
+
+
+@triton.jit
+def kda_states(
+    wq_ptr,
+    kf_ptr,
+    u_ptr,
+    d_ptr,
+    before_ptr,
+    s_ptr,
+    y_ptr,
+    tiles,
+    line_step,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """The state that comes into each tile of a segment, and Y."""
+    line = tl.program_id(0) // (V // BLOCK)
+    x = (tl.program_id(0) % (V // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    r = tl.arange(0, C)
+    c = tl.arange(0, K)
+    S = tl.load(before_ptr + line.to(tl.int64) * line_step + (c[None, :] * V + x[:, None]))
+    base = line.to(tl.int64) * tiles
+    wq_ptr += base * (2 * C * K)
+    kf_ptr += base * (C * K)
+    u_ptr += base * (C * V)
+    d_ptr += base * K
+    s_ptr += base * (K * V)
+    y_ptr += base * (C * V)
+    for n in tl.range(0, tiles, num_stages=STAGES):
+        u = tl.load(u_ptr + n * (C * V) + x[:, None] * C + r[None, :])
+        kf = tl.load(kf_ptr + (n * C + r)[:, None] * K + c[None, :])
+        d = tl.load(d_ptr + n * K + c)
+        w = tl.load(wq_ptr + (n * (2 * C) + r)[:, None] * K + c[None, :])
+        low = S.to(LOW)
+        tl.store(s_ptr + n * (K * V) + (x[:, None] * K + c[None, :]), low)
+        y = u.to(tl.float32) - tl.dot(low, tl.trans(w), input_precision="ieee")
+        tl.store(y_ptr + n * (C * V) + (r[None, :] * V + x[:, None]), y.to(LOW))
+        S = product(y.to(LOW), kf, S * d[None, :])
+
+
+@triton.jit
+def kda_adjoint(
+    wq_ptr,
+    kf_ptr,
+    p_ptr,
+    inverse_ptr,
+    d_ptr,
+    d_o_ptr,
+    stop_ptr,
+    d_state_ptr,
+    ds_ptr,
+    d_v_ptr,
+    tokens,
+    first,
+    tiles,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """Minus the gradient of the state that leaves each tile of a segment, and that of v; last tile
+    first.
+
+    ``d_state`` is that of the segment's last state and becomes that of its first.
+    """
+    line = tl.program_id(0) // (V // BLOCK)
+    x = (tl.program_id(0) % (V // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    row = line // H
+    h = line % H
+    r = tl.arange(0, C)
+    c = tl.arange(0, K)
+    stop = tl.load(stop_ptr + row)
+    state = line.to(tl.int64) * (K * V) + (c[None, :] * V + x[:, None])
+    # minus dS: then both products with it are added, and each is one chain of accumulators
+    S = -tl.load(d_state_ptr + state)
+    base = line.to(tl.int64) * tiles
+    wq_ptr += base * (2 * C * K)
+    kf_ptr += base * (C * K)
+    p_ptr += base * (C * C)
+    inverse_ptr += base * (C * C)
+    d_ptr += base * K
+    ds_ptr += base * (K * V)
+    rows = ((row.to(tl.int64) * tokens + first * C) * H + h) * V
+    d_o_ptr += rows
+    d_v_ptr += rows
+    for back in tl.range(0, tiles, num_stages=STAGES):
+        n = tiles - 1 - back
+        kf = tl.load(kf_ptr + (n * C + r)[:, None] * K + c[None, :])
+        p = tl.load(p_ptr + (n * C + r)[:, None] * C + r[None, :])
+        inverse = tl.load(inverse_ptr + (n * C + r)[:, None] * C + r[None, :])
+        d = tl.load(d_ptr + n * K + c)
+        w = tl.load(wq_ptr + (n * (2 * C) + r)[:, None] * K + c[None, :])
+        q = tl.load(wq_ptr + (n * (2 * C) + C + r)[:, None] * K + c[None, :])
+        t = n * C + r
+        d_o = tl.load(
+            d_o_ptr + t[:, None] * (H * V) + x[None, :],
+            mask=(first * C + t < stop)[:, None],
+            other=0.0,
+        ).to(LOW)
+        low = S.to(LOW)
+        tl.store(ds_ptr + n * (K * V) + (x[:, None] * K + c[None, :]), low)
+        from_o = tl.dot(tl.trans(d_o), p, input_precision="ieee")
+        dy = from_o - tl.dot(low, tl.trans(kf), input_precision="ieee")
+        dy = dy.to(LOW)
+        nu = tl.dot(dy, inverse, input_precision="ieee")
+        tl.store(
+            d_v_ptr + t[None, :] * (H * V) + x[:, None],
+            nu.to(d_v_ptr.dtype.element_ty),
+            mask=(first * C + t < tokens)[None, :],
+        )
+        S = product(dy, w, S * d[None, :])
+        S = product(tl.trans(d_o), q, S)
+    tl.store(d_state_ptr + state, -S)
