@@ -1,0 +1,193 @@
+"""KDA: the kernels beside plain torch and fla-core's ``chunk_kda``, in one run.
+
+All take normalised q and k and log-decays in float32. Per distribution of decays at 8192 tokens,
+then for 1 K to 64 K tokens; as called, and from a CUDA graph, which has no time of the host. fla's
+gradients go unchecked here; ours are compared with the float64 reference first.
+``python -m benchmarks.kda --json benchmarks/results/kda.json``, on a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Row, cuda_device, error, graphed, print_rows, take_turns, write_json
+from k31fn import device as devices
+from k31fn.kernels.kda import MIN_LOG_DECAY, kda
+from k31fn.kernels.registry import use_impl
+
+__all__ = ["main"]
+
+WIDTH = 128
+GATES = ("initial", "mixed", "hard", "weak", "alike")
+PLAIN_AT_MOST = 8192  # tokens: more would take minutes and say nothing new
+Function = Callable[..., tuple[Tensor, Tensor]]
+
+
+def draw(tokens: int, heads: int, gate: str, where: torch.device) -> list[Tensor]:
+    """q, k, v, g, beta, ids and a state. ``initial``: decays of a new layer, exp of -0.01 to -0.7
+    a token; ``mixed``: from weak to hard beside each other; ``alike``: weak, and neighbouring keys
+    of cosine 0.99 with beta near 1.
+    """
+    shape = (1, tokens, heads, WIDTH)
+    q, k, v, noise = (torch.randn(shape, device=where) for _ in range(4))
+    beta = torch.sigmoid(2 * torch.randn(shape[:3], device=where))
+    if gate == "alike":
+        k, beta = torch.randn(heads, WIDTH, device=where) + 0.1 * k, torch.full_like(beta, 0.999)
+    if gate == "initial":
+        base = torch.exp(torch.rand(heads, WIDTH, device=where) * 4.2 - 4.6)
+        g = (-base * torch.exp(0.3 * noise)).clamp(min=MIN_LOG_DECAY)
+    elif gate == "mixed":
+        g = MIN_LOG_DECAY * torch.sigmoid(3 * noise)
+    else:
+        g = torch.full_like(noise, MIN_LOG_DECAY if gate == "hard" else -0.01)
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    ids = torch.ones(1, tokens, dtype=torch.int64, device=where)
+    state = 0.3 * torch.randn(1, heads, WIDTH, WIDTH, device=where)
+    low = ((q * WIDTH**-0.5).bfloat16(), k.bfloat16(), v.bfloat16())
+    return [*low, g, beta, ids, state]
+
+
+def by_op(impl: str) -> Function:
+    """The op by an implementation."""
+
+    def run(*xs: Tensor) -> tuple[Tensor, Tensor]:
+        with use_impl(kda=impl):
+            out = kda(*xs)
+        return out.o, out.state
+
+    return run
+
+
+def peers() -> dict[str, Function]:
+    """fla-core's, where it is installed."""
+    try:
+        from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return {}
+
+    def fla(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        del ids  # one document
+        out = chunk_kda(
+            q, k, v, g, beta, 1.0, state, output_final_state=True, safe_gate=True
+        )  # safe: decays of at least -5, which lets it use the matrix units more
+        return out[0], out[1]
+
+    return {"fla": fla}
+
+
+def gradients(f: Function, xs: list[Tensor], cts: list[Tensor]) -> list[Tensor]:
+    """Outputs and the gradients of all but ids."""
+    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in xs]
+    out = f(*leaves)
+    wanted = [x for x in leaves if x.requires_grad]
+    grads = torch.autograd.grad(out, wanted, [c.to(o.dtype) for c, o in zip(cts, out, strict=True)])
+    return [*(o.detach() for o in out), *grads]
+
+
+def errors(gate: str, where: torch.device) -> dict[str, float]:
+    """Of o, the state and each gradient at 1000 tokens of 4 heads, against float64."""
+    xs = draw(1000, 4, gate, where)
+    cts = [torch.randn_like(xs[2]), torch.randn_like(xs[6])]
+    wide = [x.double() if x.is_floating_point() else x for x in xs]
+    names = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
+    ours, exact = gradients(by_op("triton"), xs, cts), gradients(by_op("reference"), wide, cts)
+    return {n: error(a, b) for n, a, b in zip(names, ours, exact, strict=True)}
+
+
+def peak(work: Callable[[], Any], where: torch.device) -> int:
+    """Bytes beyond those that are there before."""
+    work()
+    torch.cuda.synchronize(where)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(where)
+    before = torch.cuda.memory_allocated(where)
+    work()
+    torch.cuda.synchronize(where)
+    return torch.cuda.max_memory_allocated(where) - before
+
+
+def moved(tokens: int, heads: int) -> tuple[int, int]:
+    """Bytes of inputs and outputs, forward and both: bfloat16 but for g."""
+    each = tokens * heads * WIDTH
+    return 12 * each, 34 * each
+
+
+def rows_of(
+    tokens: int, heads: int, gate: str, where: torch.device, repeats: int, names: list[str]
+) -> Iterator[Row]:
+    """A row for each implementation as called, and from a graph."""
+    xs = draw(tokens, heads, gate, where)
+    cts = [torch.randn_like(xs[2]), torch.randn_like(xs[6])]
+    rate = (devices.peak_rates(where) or devices.PeakRates(float("nan"), float("nan"))).bytes
+    floors = [1e3 * x / rate for x in moved(tokens, heads)]
+    functions = {"fused": by_op("triton"), "plain": by_op("reference"), **peers()}
+    for name in names:
+        f = functions.get(name)
+        if f is None or (name == "plain" and tokens > PLAIN_AT_MOST):
+            continue
+
+        def forward(f: Function = f) -> Any:
+            return f(*(x.detach().requires_grad_() if x.is_floating_point() else x for x in xs))
+
+        def both(f: Function = f) -> Any:
+            return gradients(f, xs, cts)
+
+        most = peak(both, where)
+        works = {"forward": [forward], "both": [both]}
+        if name != "plain":
+            works |= {
+                f"graph {kind}": [graphed(some[0], where)] for kind, some in list(works.items())
+            }
+        times = take_turns(works, where, repeats if name != "plain" else 3)
+        shape = f"T{tokens} H{heads} {gate}"
+        yield Row(shape, name, times["forward"], times["both"], floors[0], floors[1], most)
+        if name != "plain":
+            graph = (times["graph forward"], times["graph both"])
+            yield Row(shape, f"{name}, graph", *graph, floors[0], floors[1], most)
+
+
+def main() -> int:
+    """Prints a table. The JSON file is written anew after each row."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default=str(devices.default()))
+    parser.add_argument("--heads", type=int, default=96)
+    parser.add_argument("--gates", nargs="+", choices=GATES, default=list(GATES))
+    tokens = [1024, 4096, 16384, 32768, 65536]
+    parser.add_argument("--tokens", nargs="*", type=int, default=tokens)
+    parser.add_argument("--names", nargs="+", default=["fused", "fla", "plain"])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", default="")
+    args = parser.parse_args()
+    where = cuda_device(parser, args.device)
+    torch.manual_seed(0)
+    off: dict[str, dict[str, float]] = {}
+    for gate in args.gates:
+        off[gate] = errors(gate, where)
+        print(gate, " ".join(f"{name} {x:.1e}" for name, x in off[gate].items()), flush=True)
+    rows: list[Row] = []
+    # plain torch once: its time does not depend on the decays
+    shapes = [
+        (8192, gate, args.names if i == 0 else [n for n in args.names if n != "plain"])
+        for i, gate in enumerate(args.gates)
+    ]
+    shapes += [(n, args.gates[0], args.names) for n in args.tokens]
+    for length, gate, names in shapes:
+        for row in rows_of(length, args.heads, gate, where, args.repeats, names):
+            print_rows([row], *moved(length, args.heads))
+            rows.append(row)
+            write_json(args.json, "kda", where, rows, {"errors": off})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
