@@ -91,26 +91,26 @@ class Config:
 
     @property
     def router(self) -> router.Config:
-        """Of the router, on the full width."""
+        """The router's config, on the full width."""
         return router.Config(
             self.hidden_size, self.num_experts, self.top_k, self.scale, self.balanced, self.init_std
         )
 
     @property
     def norm(self) -> norm.Config:
-        """Of the norm on the latent."""
+        """Config of the norm on the latent."""
         return norm.Config(self.latent_size, self.norm_eps)
 
     @property
     def expert(self) -> mlp.Config:
-        """Of one routed expert."""
+        """Config of one routed expert."""
         return mlp.Config(
             self.latent_size, self.expert_size, self.beta, self.linear_beta, self.init_std
         )
 
     @property
     def shared(self) -> mlp.Config | tuple[()]:
-        """Of the shared experts, ``()`` if there are none."""
+        """Config of the shared experts; ``()`` if there are none."""
         if not self.shared_size:
             return ()
         return mlp.Config(

@@ -56,7 +56,7 @@ def time_rows(
 def angles(
     patches: Patches, head_dim: int, theta: float, dtype: torch.dtype
 ) -> Float[Tensor, "B N K2"]:
-    """By how much each pair of adjacent query and key dims turns.
+    """The angle by which each pair of adjacent query and key dims turns.
 
     Pair 2i turns by ``column * f_i`` and pair 2i + 1 by ``row * f_i``, ``f_i = theta^(-4i /
     head_dim)``.

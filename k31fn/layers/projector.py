@@ -1,5 +1,5 @@
-"""From the vision tower to the text model: ``y = RMSNorm(gelu(x W_in) W_out)``, and where the
-result goes.
+"""The projector from the vision tower to the text model: ``y = RMSNorm(gelu(x W_in) W_out)``, and
+where its result goes.
 
 Two products without bias, GELU by the error function, and the norm after them (arXiv 2607.24653).
 """

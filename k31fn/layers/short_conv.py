@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 DEFAULT_INIT = Uniform(-0.5, 0.5)
-"""Of the taps: that of a ``torch.nn.Conv1d`` of width 4."""
+"""The taps' initial values: those of a ``torch.nn.Conv1d`` of width 4."""
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ class _Slots(NamedTuple):
 
 
 def split(sizes: list[int]) -> list[Bucket]:
-    """At most eight buckets with rows and one without, each split being where it saves the most
-    padding.
+    """The buckets of experts with these rows: at most eight with rows and one without, each split
+    being where it saves the most padding.
 
     A split that saves less than a sixteenth of the rows is not made. If none is, the experts keep
     their order.
