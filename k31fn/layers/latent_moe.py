@@ -206,7 +206,7 @@ def apply(
     weights = all_gather(routing.weights, sh.expert_mlp, 1)
     rows = dispatch(latent.flatten(0, 1), copies.order, copies.inverse)
     sending = send_rows(rows, exchange, sh.experts)
-    del latent, rows  # what was sent is freed as soon as it has arrived
+    del latent, rows  # so that what was sent is freed as soon as it has arrived
 
     # Shared experts, first products, while the rows travel.
     hidden: Any = ()
@@ -214,10 +214,12 @@ def apply(
         assert isinstance(params.shared, mlp.Params), "parameters of another config"
         hidden = mlp.inner(params.shared, x, cfg.shared, sh=sh)
 
-    # Experts, and send back. The rows get no name here either.
-    returning = send_back(
-        _experts(params.experts, wait(sending), exchange, cfg), exchange, sh.experts
-    )
+    # Experts, on the rows that arrive.
+    rows = _experts(params.experts, wait(sending), exchange, cfg)
+
+    # Send back.
+    returning = send_back(rows, exchange, sh.experts)
+    del rows
 
     # Shared experts, last product, while the rows travel back. Two halves and not one: each hides
     # one journey, and in the backward, which runs in reverse, the other one.
