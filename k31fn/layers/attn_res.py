@@ -50,6 +50,7 @@ class Config:
                 f"attn_res.Config.block_size={self.block_size}: a block has layers; set "
                 "block_size >= 1"
             )
+        # `not >` and not `<=`, here and below: it refuses NaN too.
         if not self.eps > 0:
             raise ValueError(
                 f"attn_res.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, "
@@ -84,6 +85,7 @@ def specs(cfg: Config, hidden_size: int) -> Params[ParamSpec]:
     """Parameters of one sublayer's mix. Layer 0's attention has them too, unused: its gradient is
     zero.
     """
+    # A vector of scores is no matrix for Muon, and decay would pull every mix towards the uniform.
     no_decay = frozenset({"no_decay"})
     query = Normal(cfg.query_std) if cfg.query_std > 0 else Constant(0.0)
     return Params(
@@ -128,6 +130,7 @@ def connect(
     y, aux = f(_read(params, carry, cfg, sh))
     y = y.to(carry.prefix.dtype)
     if opens_block:
+        # The old sum is frozen and a new one begins with this output: it is not in both.
         return Carry(prefix=y, blocks=(*carry.blocks, carry.prefix)), aux
     return Carry(prefix=carry.prefix + y, blocks=carry.blocks), aux
 
@@ -141,8 +144,11 @@ def finish(
 
 def _read(params: Params[Tensor], carry: Carry, cfg: Config, sh: Sharding) -> Tensor:
     if not carry.blocks:
+        # A mix of one source is that source; the op would only round it.
         return carry.prefix
-    query, weight = pvary(params.query, sh.sequence), pvary(params.norm, sh.sequence)
+    # Whole on every rank, for this rank's tokens: pvary sums their gradients over the ranks.
+    query = pvary(params.query, sh.sequence)
+    weight = pvary(params.norm, sh.sequence)
     return attn_res((*carry.blocks, carry.prefix), query, weight, cfg.eps)
 
 

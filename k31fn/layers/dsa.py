@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal
 
 import torch
+from einops import rearrange
 
 from k31fn import tree
 from k31fn.autodiff.custom_vjp import stop_gradient
@@ -68,11 +69,13 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "q_lora_rank"):
-            mine, other = getattr(self.indexer, name), getattr(self.attn, name)
-            if mine != other:
+            of_indexer = getattr(self.indexer, name)
+            of_attn = getattr(self.attn, name)
+            # Both read the same input and the same query latent.
+            if of_indexer != of_attn:
                 raise ValueError(
-                    f"dsa.Config.indexer.{name}={mine} must equal attn.{name}={other}; set it to "
-                    f"{other}"
+                    f"dsa.Config.indexer.{name}={of_indexer} must equal attn.{name}={of_attn}; set "
+                    f"it to {of_attn}"
                 )
         if self.topk < 1:
             raise ValueError(
@@ -134,6 +137,7 @@ def apply(
     """
     cq, kv = mla.latents(params.attn, x, cfg.attn, sh=sh)
     index = indexer.apply(params.indexer, x, cq, cfg.indexer, sh=sh)
+    # All that other ranks see of a token, in one message; index queries stay where they are.
     keys = all_gather(torch.cat([kv, index.k], dim=-1), sh.tokens, 1)
     kv, index_k = keys.split([kv.shape[-1], cfg.indexer.head_dim], dim=-1)
     index = index._replace(k=index_k)
@@ -141,11 +145,16 @@ def apply(
     start, stop = mla.visible_range(heads.q, segments, context=sh.context)
     logits: Any = ()
     if cfg.stage == "sparse":
-        own = _choose(index, pslice(start, sh.sequence, 1), pslice(stop, sh.sequence, 1), cfg)
-        chosen = all_gather(own, sh.sequence, 1)
+        # A rank scores and chooses for its own tokens only: that work is split by tokens.
+        local_start = pslice(start, sh.sequence, 1)
+        local_stop = pslice(stop, sh.sequence, 1)
+        local_chosen = _choose(index, local_start, local_stop, cfg)
+        chosen = all_gather(local_chosen, sh.sequence, 1)
         o, probs = sparse_attention(*heads, chosen, cfg.attn.scale)
-        kl = _loss(index, psum_scatter(probs, sh.heads, 1), own, cfg)
+        # The teacher is the mean over the heads of all ranks, of this rank's own tokens.
+        kl = _loss(index, psum_scatter(probs, sh.heads, 1), local_chosen, cfg)
         if cfg.attn.report_logits:
+            # A report: an optimiser reads it, no loss does.
             logits = max_chosen_logits(*stop_gradient(heads[:3]), chosen, cfg.attn.scale)
     else:
         o, kl = _attend_to_all(heads, index, start, stop, cfg, sh)
@@ -171,6 +180,7 @@ def extend(
     """
     cq, kv = mla.latents(params.attn, x, cfg.attn)
     index = indexer.apply(params.indexer, x, cq, cfg.indexer)
+    # Index keys are cached beside the latents: scores of old keys are taken anew for every query.
     kv = torch.cat([state.attn.kv, kv.to(state.attn.kv.dtype)], dim=1)
     index_k = torch.cat([state.index_k, index.k.to(state.index_k.dtype)], dim=1)
     heads, w_uv = mla.project(params.attn, cq, kv, cfg.attn)
@@ -186,6 +196,7 @@ def extend(
 def _choose(
     index: indexer.IndexerOut, start: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], cfg: Config
 ) -> Int[Tensor, "B T M"]:
+    # A decision: a replay must attend to the same keys, whose probabilities taught the indexer.
     choose = functools.partial(index_topk, topk=cfg.topk, scale=cfg.indexer.scale)
     return decision("topk", choose, index.q, index.k, index.w, start, stop)
 
@@ -218,6 +229,8 @@ def _attend_to_all(
     """
     ranks = axis_size(sh.sequence)
 
+    # Arguments one by one, without a closure: what a tile reads is to get its gradient, and a tile
+    # is made again in the backward.
     def tile(
         q: Tensor,
         start: Tensor,
@@ -229,18 +242,29 @@ def _attend_to_all(
         v: Tensor,
         ik: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        # The same op as in the sparse stage, with all visible keys for the set: it is what gives
+        # the probabilities.
         seen = visible_keys(start[..., None], stop[..., None], ik.shape[1])
         chosen = torch.where(seen, torch.arange(ik.shape[1], device=ik.device), -1)
-        o, probs = sparse_attention(q.flatten(1, 2), k, kr, v, chosen.flatten(1, 2), cfg.attn.scale)
-        teacher = psum_scatter(probs.unflatten(1, (-1, ranks)), sh.heads, 2).squeeze(2)
-        own = pslice(chosen, sh.sequence, 2).squeeze(2)
-        return o.unflatten(1, (-1, ranks)), _loss(indexer.IndexerOut(iq, ik, w), teacher, own, cfg)
+        rows = rearrange(q, "b t rank h k -> b (t rank) h k")
+        sets = rearrange(chosen, "b t rank m -> b (t rank) m")
+        o, probs = sparse_attention(rows, k, kr, v, sets, cfg.attn.scale)
+        probs = rearrange(probs, "b (t rank) m -> b t rank m", rank=ranks)
+        teacher = psum_scatter(probs, sh.heads, 2).squeeze(2)
+        local_chosen = pslice(chosen, sh.sequence, 2).squeeze(2)
+        kl = _loss(indexer.IndexerOut(iq, ik, w), teacher, local_chosen, cfg)
+        return rearrange(o, "b (t rank) h v -> b t rank h v", rank=ranks), kl
 
-    by_rank = [t.unflatten(1, (ranks, -1)).transpose(1, 2) for t in (heads.q, start, stop)]
-    queries, keys = (*by_rank, index.q, index.w), (heads.k, heads.kr, heads.v, index.k)
+    by_rank = [
+        rearrange(t, "b (rank t) ... -> b t rank ...", rank=ranks) for t in (heads.q, start, stop)
+    ]
+    queries = (*by_rank, index.q, index.w)
+    keys = (heads.k, heads.kr, heads.v, index.k)
+    # Scores of a query and a key that live at once: those of the heads, or of the indexer.
     width = start.shape[0] * max(ranks * heads.q.shape[2], index.w.shape[-1])
     tiles = map_query_tiles(tile, queries, keys, width=width, dim=1)
-    o = torch.cat([o for o, _ in tiles], dim=1).transpose(1, 2).flatten(1, 2)
+    o = torch.cat([o for o, _ in tiles], dim=1)
+    o = rearrange(o, "b t rank h v -> b (rank t) h v")
     return o, torch.stack([kl for _, kl in tiles]).sum()
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 import torch
+from einops import rearrange
 
 from k31fn import tree
 from k31fn.kernels.gated_norm import gated_norm
@@ -89,6 +90,7 @@ class Config:
                     "more"
                 )
         for name in ("norm_eps", "l2_eps", "init_std"):
+            # `not >` and not `<=`: it refuses NaN too.
             if not getattr(self, name) > 0:
                 raise ValueError(
                     f"kda.Config.{name}={getattr(self, name)} must be positive, such as 1e-6 or "
@@ -97,11 +99,11 @@ class Config:
         if not MIN_LOG_DECAY <= self.gate_lower_bound < 0:
             raise ValueError(
                 f"kda.Config.gate_lower_bound={self.gate_lower_bound} must be in "
-                f"[{MIN_LOG_DECAY}, 0): a tile of "
-                f"{TILE} tokens factors decays up to exp({TILE} * bound), and e^80 is what "
-                "float32 holds; use -5.0"
+                f"[{MIN_LOG_DECAY}, 0): a tile of {TILE} tokens factors decays up to "
+                f"exp({TILE} * bound), and e^80 is what float32 holds; use -5.0"
             )
-        _ = self.conv  # checks conv_width
+        # Made here so that a bad conv_width is refused now, in the convolution's words.
+        _ = self.conv
 
     @property
     def rank(self) -> int:
@@ -110,7 +112,7 @@ class Config:
 
     @property
     def conv(self) -> conv.Config:
-        """Of each of the three convolutions."""
+        """Config of each of the three convolutions."""
         return conv.Config(self.num_heads * self.head_dim, self.conv_width, self.conv_init)
 
 
@@ -156,10 +158,13 @@ def specs(cfg: Config) -> Params[ParamSpec]:
         tags = frozenset({"matrix", "per_head"} if head_dim else {"matrix"})
         return ParamSpec((rows, columns), axes, Normal(cfg.init_std), tags=tags, head_dim=head_dim)
 
+    # float32 in a bfloat16 model too: few numbers that set rates, and whose updates are small.
     def vector(dim: int, axis: str, init: Constant | Uniform | SoftplusInverse) -> ParamSpec:
         return ParamSpec((dim,), (axis,), init, torch.float32, frozenset({"no_decay"}))
 
-    per_head, taps = matrix(D, HK, ("hidden", "heads"), head_dim=cfg.head_dim), conv.specs(cfg.conv)
+    # Muon orthogonalises each head of these by itself.
+    per_head = matrix(D, HK, ("hidden", "heads"), head_dim=cfg.head_dim)
+    taps = conv.specs(cfg.conv)
     return Params(
         w_q=per_head,
         w_k=per_head,
@@ -195,15 +200,16 @@ def apply(
         ValueError: parameters of another number of heads, or slices of the context shorter than
             ``conv_width - 1``.
     """
-    # from the rank's own tokens: 1/n of the work, and R values to gather beside D
+    # From the rank's own tokens, as w_fa has no heads to split: 1/n of the work, and R values to
+    # gather beside D. The weight is whole, so its gradient is summed over the ranks.
     decay = linear(x, tree.map(lambda w: pvary(w, sh.sequence), params.w_fa))
-    x, decay = all_gather(x, sh.sequence, 1), all_gather(decay, sh.sequence, 1)
-    packing = (
-        whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device)
-        if segments is None
-        else segments
-    )
-    y, _ = _mix(params, x, decay, cfg, packing, (), sh)
+    # Each rank has some heads, and a head needs all tokens of the slice.
+    x = all_gather(x, sh.sequence, 1)
+    decay = all_gather(decay, sh.sequence, 1)
+    if segments is None:
+        segments = whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device)
+    y, _ = _mix(params, x, decay, cfg, segments, (), sh)
+    # The sum over the heads of all ranks; each keeps its own tokens of it.
     return Output(psum_scatter(y, sh.sequence, 1))
 
 
@@ -245,23 +251,28 @@ def _mix(
     if isinstance(state, State):
         before = (state.conv_q, state.conv_k, state.conv_v)
     else:
+        # Of all three together, so that they travel in one message.
         before = conv.histories(projected, cfg.conv, segments, sh)
     taps = (params.conv_q, params.conv_k, params.conv_v)
-    q, k, v = (
-        split_heads(
-            short_conv(y, w.weight, segments.ids, h), heads, cfg.head_dim, "kda w_q, w_k, w_v"
-        )
-        for y, w, h in zip(projected, taps, before, strict=True)
-    )
+    by_head: list[Tensor] = []
+    for y, w, history in zip(projected, taps, before, strict=True):
+        y = short_conv(y, w.weight, segments.ids, history)
+        by_head.append(split_heads(y, heads, cfg.head_dim, "kda w_q, w_k, w_v"))
+    q, k, v = by_head
     g = _log_decay(linear(decay, params.w_fb), params, cfg, heads)
+    # An island, as g is: both act on S, which is float32.
     beta = torch.sigmoid(upcast(linear(x, params.w_b)))
-    q, k = _l2_norm(q, cfg.l2_eps, cfg.head_dim**-0.5), _l2_norm(k, cfg.l2_eps)
+    # The scale goes with the norm of q, so that both are rounded once.
+    q = _l2_norm(q, cfg.l2_eps, cfg.head_dim**-0.5)
+    k = _l2_norm(k, cfg.l2_eps)
     s = state.s if isinstance(state, State) else _state_before(k, v, g, beta, segments, sh)
     o, s = kda(q, k, v, g, beta, segments.ids, s)
     gate = split_heads(linear(x, params.w_g), heads, cfg.head_dim, "kda w_g")
+    # One weight for all heads, whole on every rank: its gradient is summed over them.
     o = gated_norm(o, gate, pvary(params.o_norm, sh.sequence), cfg.norm_eps)
     after = tuple(conv.advance(h, y, cfg.conv) for h, y in zip(before, projected, strict=True))
-    return linear(o.flatten(-2), params.w_o), State(after[0], after[1], after[2], s)
+    y = linear(rearrange(o, "b t h v -> b t (h v)"), params.w_o)
+    return y, State(after[0], after[1], after[2], s)
 
 
 def _state_before(
@@ -274,7 +285,9 @@ def _state_before(
 ) -> Float[Tensor, "B H K V"] | tuple[()]:
     """S before this rank's slice, which the ranks before it hand on."""
     if axis_size(sh.context) == 1:
+        # The first token of the slice is the row's first: S is zero, which () says for free.
         return ()
+    # Two passes over the slice: a rank learns what its tokens do to any S before it is told S.
     fragment = kda_fragment(k, v, g, beta, segments.ids)
     return relay(fragment.state, fragment.transition, segments.position, sh.context)
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 import torch
+from einops import repeat
 
 from k31fn import tree
 from k31fn.kernels.mhc_post import mhc_post
@@ -60,10 +61,13 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("num_streams", "iterations"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
+            value = getattr(self, name)
+            # A float, such as 20.0, would fail far from here.
+            if not isinstance(value, int) or value < 1:
                 raise ValueError(
                     f"mhc.Config.{name}={value} must be a positive integer; set it to 1 or more"
                 )
+        # `not >` and not `<=`: it refuses NaN too.
         if not self.eps > 0:
             raise ValueError(
                 f"mhc.Config.eps={self.eps}: a row of zeros would give NaN; set eps > 0, such as "
@@ -130,7 +134,8 @@ def _specs(cfg: Config, hidden_size: int, parts: int, columns: int) -> Params[Pa
 
 def start(x: Float[Tensor, "B T D"], cfg: Config) -> Carry:
     """The carry before the first sublayer: all streams are views of the embedding ``x``."""
-    return Carry(streams=x[:, :, None].expand(-1, -1, cfg.num_streams, -1))
+    # Views take no memory; the first sublayer writes streams of its own.
+    return Carry(streams=repeat(x, "b t d -> b t n d", n=cfg.num_streams))
 
 
 def connect(
@@ -156,6 +161,7 @@ def connect(
         The next carry, and ``aux``.
     """
     del opens_block
+    # One op reads the streams once for the input and for all coefficients.
     pre = mhc_pre(carry.streams, *_varying(params, sh), cfg.eps, cfg.iterations)
     y, aux = f(pre.y)
     return Carry(mhc_post(pre.x, y.to(pre.x.dtype), pre.h_post, pre.h_res)), aux
@@ -169,6 +175,7 @@ def finish(
 
 
 def _varying(params: Params[Tensor], sh: Sharding) -> tuple[Tensor, ...]:
+    # Whole on every rank, for this rank's tokens: pvary sums their gradients over the ranks.
     return tuple(pvary(w, sh.sequence) for w in (params.phi, params.scale, params.base))
 
 

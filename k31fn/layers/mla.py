@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple
 
 import torch
+from einops import rearrange
 
 from k31fn import tree
 from k31fn.autodiff.custom_vjp import stop_gradient
@@ -113,6 +114,7 @@ class Config:
                     f"mla.Config.{name}={getattr(self, name)} must be positive; set it to 1 or more"
                 )
         for name in ("latent_norm_eps", "init_std"):
+            # `not >` and not `<=`: it refuses NaN too.
             if not getattr(self, name) > 0:
                 raise ValueError(
                     f"mla.Config.{name}={getattr(self, name)} must be positive, such as 1e-6 or "
@@ -121,7 +123,7 @@ class Config:
 
     @property
     def scale(self) -> float:
-        """Of the attention scores."""
+        """The factor of the attention scores."""
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
 
 
@@ -162,6 +164,8 @@ def specs(cfg: Config) -> Params[ParamSpec]:
         tags = frozenset({"matrix", "per_head"} if head_dim else {"matrix"})
         return ParamSpec((rows, columns), axes, Normal(cfg.init_std), tags=tags, head_dim=head_dim)
 
+    # Latents have no heads: their projections and norms have no axis that is split over tensor
+    # parallelism, and every rank makes the latents of its own tokens.
     def norm(dim: int) -> ParamSpec:
         return ParamSpec((dim,), ("rank",), Constant(1.0), tags=frozenset({"no_decay"}))
 
@@ -194,9 +198,13 @@ def apply(
     Gradients: to ``params`` and ``x``, to any order.
     """
     cq, kv = latents(params, x, cfg, sh=sh)
-    heads, w_uv = project(params, all_gather(cq, sh.sequence, 1), all_gather(kv, sh.tokens, 1), cfg)
+    # Queries are those of the slice of the context, for this rank's heads; keys those of the row.
+    cq = all_gather(cq, sh.sequence, 1)
+    kv = all_gather(kv, sh.tokens, 1)
+    heads, w_uv = project(params, cq, kv, cfg)
     seen = visible_range(heads.q, segments, context=sh.context)
     o = attention(*heads, *seen, cfg.scale)
+    # A report: an optimiser reads it, no loss does.
     logits = max_logits(*stop_gradient(heads[:3]), *seen, cfg.scale) if cfg.report_logits else ()
     return Output(gated_output(params, x, o, w_uv, sh=sh), Aux(logits=logits))
 
@@ -217,6 +225,7 @@ def extend(
     same outputs.
     """
     cq, kv = latents(params, x, cfg)
+    # The latents are cached and not keys and values: R + P numbers of a token for all heads.
     kv = torch.cat([state.kv, kv.to(state.kv.dtype)], dim=1)
     heads, w_uv = project(params, cq, kv, cfg)
     o = attention(*heads, *visible_range(x, None, cached=state.kv.shape[1]), cfg.scale)
@@ -240,10 +249,12 @@ def latents(
     params: Params[Tensor], x: Float[Tensor, "B T D"], cfg: Config, *, sh: Sharding = UNSHARDED
 ) -> tuple[Float[Tensor, "B T Rq"], Float[Tensor, "B T RP"]]:
     """The normalised query latent, and ``[c ; kr]``, all that other tokens ever see of a token."""
+    # Whole on every rank, for this rank's tokens: pvary sums their gradients over the ranks.
     whole = params.w_qa, params.q_norm, params.w_kva, params.kv_norm
     w_qa, q_norm, w_kva, kv_norm = tree.map(lambda w: pvary(w, sh.sequence), whole)
     cq = rms_norm(linear(x, w_qa), q_norm, cfg.latent_norm_eps)
     c, kr = linear(x, w_kva).split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
+    # One tensor, so that one gather or one cache holds it; only the latent is normalised.
     return cq, torch.cat([rms_norm(c, kv_norm, cfg.latent_norm_eps), kr], dim=-1)
 
 
@@ -254,7 +265,9 @@ def absorbs(cfg: Config, num_queries: int, num_keys: int) -> bool:
     Per head, R (N + V) for each key or each query, and N + V or 2 R for each pair. At the sizes of
     K3.1 the absorbed form pays below 171 queries, if there are many keys.
     """
-    R, each = cfg.kv_lora_rank, cfg.qk_nope_head_dim + cfg.v_head_dim
+    R = cfg.kv_lora_rank
+    each = cfg.qk_nope_head_dim + cfg.v_head_dim
+    # All pairs, also those that the mask leaves out: shapes alone decide, never the packing.
     pairs = num_queries * num_keys
     return num_queries * R * each + pairs * 2 * R < num_keys * R * each + pairs * each
 
@@ -275,10 +288,11 @@ def project(
         w_uk, w_uv = per_head(params.w_kvb, cfg.num_heads, (N, V), "mla w_kvb")
         qn, qr = q.split([N, cfg.qk_rope_head_dim], dim=-1)
         q = torch.cat([_on_each_head(transposed_linear, qn, w_uk), qr], dim=-1)
-        return Heads(q, c[:, :, None], kr, c[:, :, None]), w_uv
-    k, v = split_heads(linear(c, params.w_kvb), cfg.num_heads, N + V, "mla w_kvb").split(
-        [N, V], dim=-1
-    )
+        # One head of keys and values for all heads of queries: the latent itself.
+        latent = rearrange(c, "b s r -> b s 1 r")
+        return Heads(q, latent, kr, latent), w_uv
+    keys_and_values = split_heads(linear(c, params.w_kvb), cfg.num_heads, N + V, "mla w_kvb")
+    k, v = keys_and_values.split([N, V], dim=-1)
     return Heads(q, k, kr, v), ()
 
 
@@ -294,10 +308,14 @@ def gated_output(
     rounded once.
     """
     if not isinstance(w_uv, tuple):
+        # The values that the absorbed form has not multiplied.
         o = _on_each_head(linear, o, w_uv)
+    # The gate's columns are split by head, so each rank gates its heads of all tokens.
     x = all_gather(x, sh.sequence, 1)
     gate = torch.sigmoid(upcast(linear(x, params.w_g)))
-    return psum_scatter(linear((gate * o.flatten(-2)).to(x.dtype), params.w_o), sh.sequence, 1)
+    gated = gate * rearrange(o, "b t h v -> b t (h v)")
+    # The sum over the heads of all ranks; each keeps its own tokens of it.
+    return psum_scatter(linear(gated.to(x.dtype), params.w_o), sh.sequence, 1)
 
 
 def visible_range(
@@ -318,12 +336,13 @@ def visible_range(
             The keys are those of the whole row, and so are ``start`` and ``stop``.
     """
     B, T = queries.shape[:2]
-    index = (
-        axis_index(context) * T + torch.arange(cached, cached + T, device=queries.device)
-    ).expand(B, T)
+    # In the whole row, as the keys are: slices of the context are of one length.
+    index = axis_index(context) * T + torch.arange(cached, cached + T, device=queries.device)
+    index = index.expand(B, T)
     if segments is None:
         return torch.zeros_like(index), index + 1
     valid = segments.ids > 0
+    # For padding 0 <= s < 0, which no key fulfils.
     start = torch.where(valid, index - segments.position, 0)
     return start, torch.where(valid, index + 1, 0)
 
@@ -334,7 +353,9 @@ def _on_each_head(
     """``f`` of each head's rows and its own weight: one product per head, of the rows of the whole
     batch.
     """
-    return f(x.movedim(2, 0).flatten(1, 2), w).unflatten(1, x.shape[:2]).movedim(0, 2)
+    # Heads lead, as in the weight: then a plain batched product does it, for any leaf.
+    y = f(rearrange(x, "b t h n -> h (b t) n"), w)
+    return rearrange(y, "h (b t) m -> b t h m", b=x.shape[0])
 
 
 def score_flops(cfg: Config, num_keys: float) -> float:

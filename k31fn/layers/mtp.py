@@ -41,6 +41,7 @@ class Config:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        # The layer stands behind the trunk's last mix: it has no blocks or streams to read.
         if self.layer.residual != plain_residual.Config():
             raise ValueError(
                 f"mtp.Config.layer.residual={self.layer.residual} must be plain_residual.Config()"
@@ -104,13 +105,15 @@ def apply(
     """
     vocab = embedding.Config(embed.weight.shape[0], cfg.layer.hidden_size)
     ids = torch.ones_like(tokens) if segments is None else segments.ids
+    # Both in one message: the next token may be on the next rank, and of another document.
     next_token, next_id = _next(torch.stack([tokens, ids]), sh.context)
     has_next = pslice((ids == next_id) & (ids > 0), sh.sequence, 1)
-    following = torch.where(
-        has_next[..., None], embedding.apply(embed, next_token, vocab, sh=sh), 0
-    )
-    e = norm.apply(params.embedding_norm, following, _norm(cfg), sh=sh)
+    # Zero before the norm: whatever token follows a document's last one, it changes no bit.
+    next_embedding = embedding.apply(embed, next_token, vocab, sh=sh)
+    next_embedding = torch.where(has_next[..., None], next_embedding, 0)
+    e = norm.apply(params.embedding_norm, next_embedding, _norm(cfg), sh=sh)
     both = torch.cat([e, norm.apply(params.hidden_norm, h, _norm(cfg), sh=sh)], dim=-1)
+    # Whole on every rank, for this rank's tokens: pvary sums its gradient over the ranks.
     u = linear(both, tree.map(lambda w: pvary(w, sh.sequence), params.w_join))
     plain = plain_residual.Config()
     y, aux = block.apply(
@@ -127,6 +130,7 @@ def labels(next_labels: Int[Tensor, "B T"], *, context: Axes = ()) -> Int[Tensor
     Where token t + 1 has no label (it ends its document), neither has t: both shifts are the same
     one. ``context``: the ranks, where each has a slice of the tokens.
     """
+    # Shifted by IGNORED, so that the 0 that `_next` puts behind the last token means no label.
     shifted = _next(next_labels - IGNORED, context) + IGNORED
     return torch.where(next_labels < 0, torch.full_like(shifted, IGNORED), shifted)
 
@@ -135,6 +139,7 @@ def _next(values: Int[Tensor, "*rows T"], context: Axes) -> Int[Tensor, "*rows T
     """The value of the token after each, on the next rank if that is where it is; 0 after the last
     of the row.
     """
+    # Each rank's first token goes to the rank before; the last rank gets zeros.
     first = ppermute(values[..., :1], context, [(i + 1, i) for i in range(axis_size(context) - 1)])
     return torch.cat([values[..., 1:], first], dim=-1)
 

@@ -68,6 +68,7 @@ def connect(
     """``prefix + f(prefix)``, summed in the dtype of the stream, and what else ``f`` returned."""
     del params, cfg, opens_block, sh
     y, aux = f(carry.prefix)
+    # A sublayer may return a wider dtype; the stream keeps its own.
     return Carry(prefix=carry.prefix + y.to(carry.prefix.dtype)), aux
 
 
