@@ -60,6 +60,18 @@ def _mhc_post() -> tuple[Any, ...]:
     )
 
 
+def _gated_norm() -> tuple[Any, ...]:
+    """More rows than a tile, the last ones outside."""
+    return torch.randn(1, 37, 2, 128), torch.randn(1, 37, 2, 128), torch.randn(128), 1e-5
+
+
+def _short_conv(history: bool) -> tuple[Any, ...]:
+    """Three documents and padding, channels that no tile divides."""
+    ids = torch.tensor([[1] * 5 + [2] + [3] * 9 + [0] * 2])
+    before = torch.randn(1, 3, 70) if history else ()
+    return torch.randn(1, 17, 70), torch.randn(70, 4), ids, before
+
+
 # float32 sums of thousands of products: some sqrt(5000) units of 2^-24 for each of two factors;
 # bfloat16 results: 2^-9
 CASES = {
@@ -71,6 +83,10 @@ CASES = {
         for transposed in (False, True)
     ),
     "kda": (Case(_kda, 2e-5),),
+    "gated_norm": (Case(_gated_norm, 2e-5),),
+    "short_conv": tuple(
+        Case(functools.partial(_short_conv, history), 2e-5) for history in (False, True)
+    ),
     "mhc_post": (Case(_mhc_post, 2e-5),),
     "mhc_pre": (
         Case(lambda: _mhc_pre(torch.float32), 3e-5),

@@ -20,9 +20,25 @@ gets gradient 0.
 Gradients flow to ``x weight history``, to any order in the reference.
 """
 
-from k31fn.kernels.registry import Op
+import torch
+
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
+from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.short_conv.reference import short_conv as _reference
 
 __all__ = ["short_conv"]
 
+_TRITON = "k31fn.kernels.short_conv.triton"
 short_conv = Op("short_conv", _reference)
+short_conv.register(
+    Implementation(
+        "triton",
+        ("cuda", "npu"),
+        lazily(_TRITON, "short_conv"),
+        lazily(_TRITON, "accepts"),
+        dtypes=(torch.bfloat16, torch.float32),
+        on_request=ON_REQUEST,
+        missing=missing_triton,
+        kernels=_TRITON,
+    )
+)
