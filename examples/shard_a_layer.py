@@ -1,6 +1,4 @@
-"""A layer of your own, written once and tested on a mesh of 2 x 2. Run: ``python -m
-examples.shard_a_layer``.
-"""
+"""A layer of your own, written once, on a mesh of 2 x 2: ``python -m examples.shard_a_layer``."""
 
 from torch import Tensor, float64, tanh
 
@@ -20,10 +18,8 @@ from k31fn.parallel import (
 from k31fn.params import Normal, ParamSpec
 from k31fn.testing import assert_sharded_equals_dense
 
-MESH, TOKENS = (
-    Mesh(fsdp=2, tp=2),
-    P("fsdp", "tp"),
-)  # rows of a batch over fsdp, tokens of a row over tp
+MESH = Mesh(fsdp=2, tp=2)
+TOKENS = P("fsdp", "tp")  # rows of a batch over fsdp, tokens of a row over tp
 SPECS = [
     ParamSpec((8, 12), ("hidden", "mlp"), Normal(0.3)),
     ParamSpec((12, 8), ("mlp", "hidden"), Normal(0.3)),
@@ -32,9 +28,7 @@ PARTS = partition(SPECS, AxisRules(), MESH)  # "mlp" over tp, the other dimensio
 
 
 def layer(axes: MeshAxes, weights: list[Tensor], x: Tensor) -> Tensor:
-    """What a rank computes: of its own tokens ``x [B T D]``, with its own columns and rows; alone,
-    nothing is sent.
-    """
+    """One rank's part: its tokens ``x [B T D]``, its columns and rows; alone it sends nothing."""
     up, down = fsdp.gather(weights, fsdp.placements(SPECS, PARTS, axes))
     sh = Sharding.on(axes)
     h = tanh(linear(all_gather(x, sh.sequence, 1), up))
@@ -42,18 +36,11 @@ def layer(axes: MeshAxes, weights: list[Tensor], x: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    args = (
-        params.init(SPECS, random.key(0), dtype=float64),
-        random.normal(random.key(1), (4, 6, 8), dtype=float64),
-    )
-    sent = {
-        "all_gather": 4,
-        "psum_scatter": 4,
-    }  # tokens, two weights, and the sum; the backward sends the same back
-    how = {
-        "collectives": sent,
-        "rtol": 1e-12,
-        "atol": 1e-12,
-        "flops": 1 / 4,
-    }  # a rank does a quarter of the work
-    print(assert_sharded_equals_dense(layer, args, (PARTS, TOKENS), TOKENS, MESH, **how))
+    weights = params.init(SPECS, random.key(0), dtype=float64)
+    x = random.normal(random.key(1), (4, 6, 8), dtype=float64)
+    # tokens, two weights, and the sum; the backward sends the same back
+    sent = {"all_gather": 4, "psum_scatter": 4}
+    # flops: a rank does a quarter of the work
+    how = {"collectives": sent, "rtol": 1e-12, "atol": 1e-12, "flops": 1 / 4}
+    specs = (PARTS, TOKENS)
+    print(assert_sharded_equals_dense(layer, (weights, x), specs, TOKENS, MESH, **how))

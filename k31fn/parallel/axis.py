@@ -39,7 +39,7 @@ class Channel(Protocol):
 
 @runtime_checkable
 class Host(Protocol):
-    """What a backend ties an axis to: a token per axis (the simulated mesh) or channels (threads,
+    """A backend's side of an axis: a token per axis (the simulated mesh) or channels (threads,
     process groups).
     """
 
@@ -93,9 +93,9 @@ def active(axes: Axes) -> tuple[Axis, ...]:
     Raises:
         ValueError: an axis named twice.
     """
-    given = axes if isinstance(axes, tuple) else (axes,)
+    as_tuple = axes if isinstance(axes, tuple) else (axes,)
     # An axis of one rank is no axis: over it every collective is the identity.
-    several = tuple(a for a in given if a.size > 1)
+    several = tuple(axis for axis in as_tuple if axis.size > 1)
     names = axis_names(several)
     if len(set(names)) != len(names):
         raise ValueError(

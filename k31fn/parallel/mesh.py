@@ -23,6 +23,7 @@ the ranks that hold other data.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterator
@@ -94,7 +95,7 @@ class MeshAxes:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks each view has; the world is ``pp * dp * fsdp * cp * tp``.
+    """The number of ranks of each view; the world is ``pp * dp * fsdp * cp * tp``.
 
     Raises:
         ValueError: a size below 1, or an ``ep`` that the ranks of ``fsdp x cp x tp`` cannot be
@@ -170,10 +171,10 @@ class Mesh:
         order.
         """
         here = self.coordinate(rank)
-        others = [name for name in here if name not in names]
         ranks: list[int] = []
         for other, coordinate in enumerate(self.coordinates()):
-            if all(coordinate[name] == here[name] for name in others):
+            # Moved along these axes, a rank of the group has the coordinate of this one.
+            if coordinate | {name: here[name] for name in names} == here:
                 ranks.append(other)
         return ranks
 
@@ -258,6 +259,6 @@ def nearest_divisors(ranks: int, size: int, *, num_above: int = 2) -> str:
 
 def _nearest(value: int, valid: list[int], num_above: int = 2) -> str:
     """The nearest valid value below, and some above."""
-    below = [v for v in valid if v < value]
-    above = [v for v in valid if v > value]
-    return ", ".join(map(str, below[-1:] + above[:num_above]))
+    first_above = bisect.bisect_right(valid, value)
+    below = valid[: bisect.bisect_left(valid, value)]
+    return ", ".join(map(str, below[-1:] + valid[first_above : first_above + num_above]))

@@ -91,13 +91,16 @@ def resolve(spec: P, axes: MeshAxes, ndim: int) -> tuple[tuple[Axis, ...], ...]:
 
 
 def local_shape(spec: P, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """What one rank holds of a global ``shape``.
+    """The shape that one rank holds of a global ``shape``.
 
     Raises:
         ValueError: a dimension does not divide evenly.
     """
     dims = resolve(spec, mesh.axes(), len(shape))
-    return tuple(_divide(spec, n, axes) for n, axes in zip(shape, dims, strict=True))
+    sizes: list[int] = []
+    for size, axes in zip(shape, dims, strict=True):
+        sizes.append(_divide(spec, size, axes))
+    return tuple(sizes)
 
 
 def tile(spec: P, shape: Sequence[int], mesh: Mesh, coordinate: Coordinate) -> Tile:
@@ -161,7 +164,7 @@ Partition = Any
 
 @dataclass(frozen=True)
 class AxisRules:
-    """Which views split each logical axis of the parameters.
+    """The views that split each logical axis of the parameters.
 
     Attributes:
         spread: views over which each weight is split further, for memory only (FSDP): along the

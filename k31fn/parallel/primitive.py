@@ -79,7 +79,7 @@ class Collective:
 
     @property
     def local(self) -> bool:
-        """Whether it moves no data."""
+        """Says whether it moves no data."""
         return self.op in _LOCAL
 
     def cast(self, x: Tensor) -> Tensor:

@@ -110,8 +110,8 @@ class _GlobalShardMap:
             with_ct = [i for i, c in enumerate(cts) if c is not None]
             floating = _floating(tree.leaves(args))
 
-            def pull(axes: MeshAxes, args: Any, some: list[Tensor]) -> list[Tensor]:
-                by_output = dict(zip(with_ct, some, strict=True))
+            def pull(axes: MeshAxes, args: Any, local_cts: list[Tensor]) -> list[Tensor]:
+                by_output = dict(zip(with_ct, local_cts, strict=True))
                 _, grads = pull_back(lambda *a: f(axes, *a), args, by_output)
                 return grads
 
@@ -155,10 +155,11 @@ class _GlobalShardMap:
 
         ranks = each_rank(body, self.mesh, local_args, timeout=self.timeout)
         _, out_structure, leaf_specs = ranks[0]
-        whole: list[Tensor] = []
-        for i, spec in enumerate(leaf_specs):
-            whole.append(assemble([outputs[i] for outputs, *_ in ranks], spec, self.mesh))
-        return tree.unflatten(out_structure, whole), leaf_specs
+        by_leaf = zip(*(outputs for outputs, *_ in ranks), strict=True)
+        global_outputs: list[Tensor] = []
+        for spec, tiles in zip(leaf_specs, by_leaf, strict=True):
+            global_outputs.append(assemble(list(tiles), spec, self.mesh))
+        return tree.unflatten(out_structure, global_outputs), leaf_specs
 
 
 class _Opaque:

@@ -41,7 +41,7 @@ class CollectiveError(RuntimeError):
 
 @dataclass
 class CollectiveProgress:
-    """What a process's collectives are doing, for another thread to look at.
+    """The state of a process's collectives, for another thread to look at.
 
     Attributes:
         issued: how many so far.

@@ -35,7 +35,7 @@ class _SimulatedHost:
 
 
 class _Traced:
-    """What the body learns about its outputs; the same at every level."""
+    """Facts about the outputs that the body learns; the same at every level."""
 
     structure: Any
     specs: list[P]
@@ -93,8 +93,10 @@ def run(
     # which of them are batched.
     tokens = tuple(torch.arange(a.size, device=device) for a in axes.atoms)
     outputs = level(tokens, tuple(stacked))
-    whole = [_unstack(y, dims, axes) for y, dims in zip(outputs, traced.dims, strict=True)]
-    return tree.unflatten(traced.structure, whole), traced.specs
+    global_outputs: list[Tensor] = []
+    for y, dims in zip(outputs, traced.dims, strict=True):
+        global_outputs.append(_unstack(y, dims, axes))
+    return tree.unflatten(traced.structure, global_outputs), traced.specs
 
 
 def _over_axis(

@@ -30,7 +30,7 @@ class _AbortedError(RuntimeError):
 
 @dataclass(eq=False)
 class _World:
-    """What the ranks share.
+    """The state that the ranks share.
 
     Attributes:
         coordinates: of each rank.
@@ -38,7 +38,7 @@ class _World:
         changed: guards what is below, and wakes those who wait when it changes.
         slots: under a collective's key, what each rank posted.
         num_taken: how many ranks have collected under a key.
-        left: ranks whose function has ended.
+        ended: ranks whose function has ended.
         failed: whether one of them raised.
     """
 
@@ -47,7 +47,7 @@ class _World:
     changed: threading.Condition = field(default_factory=threading.Condition)
     slots: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
     num_taken: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    left: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
     failed: bool = False
 
     def post(self, key: tuple[Any, ...], rank: int, value: Any) -> None:
@@ -56,7 +56,7 @@ class _World:
             self.changed.notify_all()
 
     def collect(self, key: tuple[Any, ...], ranks: list[int], what: str) -> list[Any]:
-        """What all ``ranks`` posted under ``key``, in their order."""
+        """The values that all ``ranks`` posted under ``key``, in their order."""
         deadline = time.monotonic() + self.timeout
         with self.changed:
             posted = self.slots.setdefault(key, {})
@@ -68,7 +68,7 @@ class _World:
                 if self.failed:
                     raise _AbortedError(f"{what}: another rank failed")
                 for rank in missing:
-                    if rank in self.left:
+                    if rank in self.ended:
                         raise ValueError(
                             f"{what}: the rank at {self.coordinates[rank]} returned without taking "
                             "part"
@@ -88,7 +88,7 @@ class _World:
 
     def leave(self, rank: int, *, failed: bool) -> None:
         with self.changed:
-            self.left.add(rank)
+            self.ended.add(rank)
             self.failed |= failed
             self.changed.notify_all()
 
@@ -164,14 +164,14 @@ class _ThreadChannel:
         return (self.names, self.ranks[0], source, to, self.num_messages[source, to])
 
     def _finish(self, posted: list[tuple[str, Tensor, Mapping[str, Any]]], what: str) -> Tensor:
-        own_op, own, _ = posted[self.index]
+        op_here, x_here, _ = posted[self.index]
         # Ranks that run unlike code meet in the same number: said here, with both sides, and not
         # as a wrong sum.
         for rank, (op, x, _) in zip(self.ranks, posted, strict=True):
-            same_shape = x.shape == own.shape or op == "ragged_all_to_all"
-            if op != own_op or x.dtype != own.dtype or not same_shape:
+            same_shape = x.shape == x_here.shape or op == "ragged_all_to_all"
+            if op != op_here or x.dtype != x_here.dtype or not same_shape:
                 raise ValueError(
-                    f"{what}: operand {list(own.shape)} {own.dtype}, but the rank at "
+                    f"{what}: operand {list(x_here.shape)} {x_here.dtype}, but the rank at "
                     f"{self.world.coordinates[rank]} called {op} of {list(x.shape)} {x.dtype}"
                 )
         return _compute_one_rank(posted, self.index, what)

@@ -61,12 +61,14 @@ class _Bundle:
     dtype: torch.dtype
 
     def pick(self, values: Sequence[Any]) -> list[Any]:
-        """What these leaves have in a list of all leaves."""
+        """The values of these leaves in a list for all leaves."""
         return [values[i] for i in self.leaves]
 
     def join_parts(self, parts: Sequence[Tensor]) -> Tensor:
-        """What this rank sends."""
-        return parts[0] if len(parts) == 1 else torch.cat([x.flatten() for x in parts])
+        """The tensor that this rank sends."""
+        if len(parts) == 1:
+            return parts[0]  # alone, without the copy
+        return torch.cat([x.flatten() for x in parts])
 
     def cut_parts(self, x: Tensor) -> list[Tensor]:
         """The inverse."""

@@ -32,7 +32,7 @@ _RULES = AxisRules()
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parts of one weight are, and what a use of it does.
+    """The place of one weight: where its parts are, and what a use of it does.
 
     Attributes:
         dims: atomic axes that split each dimension, outermost first.

@@ -16,7 +16,7 @@ Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 # A tuple, and below a frozen dataclass: both are keys, of messages, ends and cached checks.
 class Action(NamedTuple):
-    """What a rank does with one micro-batch on one of its stages.
+    """One step of a rank: what it does with a micro-batch on one of its stages.
 
     Attributes:
         kind: forward, backward or a part of it.
@@ -66,6 +66,6 @@ class Schedule:
 
     @property
     def split(self) -> bool:
-        """Whether any backward is split."""
+        """Says whether any backward is split."""
         kinds = {action.kind for action in itertools.chain(*self.rows)}
         return "backward_input" in kinds

@@ -24,7 +24,7 @@ __all__ = ["StageCarry", "WireFormat"]
 
 
 class StageCarry(NamedTuple):
-    """What a stage takes and gives. The first stage takes, and the last gives, an empty one.
+    """The tensors that a stage takes and gives; the first takes, and the last gives, an empty one.
 
     Attributes:
         stream: a tree of floating tensors.
@@ -81,11 +81,11 @@ class WireFormat:
         after = self.carries[stage + 1] if stage + 1 < len(self.carries) else StageCarry()
         expected_blocks = tuple(after.blocks[i] for i in self.new(stage))
         # The receiver's buffers are made by the carries: another shape would arrive as garbage.
-        given = _describe(StageCarry(stream, tuple(blocks)))
+        actual = _describe(StageCarry(stream, tuple(blocks)))
         expected = _describe(StageCarry(after.stream, expected_blocks))
-        if given != expected:
+        if actual != expected:
             raise ValueError(
-                f"pipeline: stage {stage} gives {given} as its stream and new blocks, but by the "
+                f"pipeline: stage {stage} gives {actual} as its stream and new blocks, but by the "
                 f"carries the next stage takes {expected}"
             )
 
@@ -110,4 +110,7 @@ class WireFormat:
 
 def _describe(carry: StageCarry) -> list[tuple[str, str]]:
     """Path, shape and dtype of each leaf."""
-    return [(path, f"{list(x.shape)} {x.dtype}") for path, x in tree.flatten_with_paths(carry)]
+    rows: list[tuple[str, str]] = []
+    for path, x in tree.flatten_with_paths(carry):
+        rows.append((path, f"{list(x.shape)} {x.dtype}"))
+    return rows

@@ -48,8 +48,8 @@ def stage_ranges(
             f"{num_layers}, or give cuts"
         )
     if costs is None:
-        each, more = divmod(num_layers, num_stages)
-        return _ranges([i * each + min(i, more) for i in range(num_stages + 1)])
+        size, num_larger = divmod(num_layers, num_stages)
+        return _ranges([i * size + min(i, num_larger) for i in range(num_stages + 1)])
     # Not c < 0: a NaN, which compares to nothing, is refused too.
     if len(costs) != num_layers or any(not c >= 0 for c in costs):
         raise ValueError(

@@ -98,15 +98,15 @@ def run(
             number of ranks, stages, parameters, micro-batches or carries than the schedule's, a
             simulated mesh, or a stage that gives another carry than is said.
     """
-    for name, given, expected in (
+    for name, actual, expected in (
         ("axis", axis_size(axis), schedule.num_ranks),
         ("stages", len(stages), schedule.num_chunks),
         ("params", len(params), schedule.num_chunks),
         ("batches", len(batches), schedule.num_micro_batches),
         ("carries", len(carries), schedule.num_stages),
     ):
-        if given != expected:
-            raise ValueError(f"pipeline: {name} has {given}, the schedule {expected}")
+        if actual != expected:
+            raise ValueError(f"pipeline: {name} has {actual}, the schedule {expected}")
     # Before anything is sent: a table that cannot end would hang all ranks instead.
     check(schedule)
     rank = _Rank(

@@ -12,7 +12,7 @@ __all__ = ["Message", "messages", "sent_by", "taken_by"]
 
 
 class Message(NamedTuple):
-    """What crosses between two ranks.
+    """The tensors that cross between two ranks at once.
 
     Attributes:
         kind: the input of a stage, or the cotangent of its output.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from k31fn.parallel.pipeline.actions import Action, Kind, Schedule
 
-__all__ = ["DURATIONS", "Timed", "bubble", "check", "dependencies", "timeline"]
+__all__ = ["DURATIONS", "Timed", "bubble", "check", "timeline"]
 
 DURATIONS: dict[Kind, float] = {
     "forward": 1.0,
@@ -27,7 +27,7 @@ class Timed(NamedTuple):
     end: float
 
 
-def dependencies(action: Action, schedule: Schedule) -> list[tuple[Action, ...]]:
+def _dependencies(action: Action, schedule: Schedule) -> list[tuple[Action, ...]]:
     """The actions that must have ended before: of each tuple one, whichever the schedule has."""
     i = action.micro_batch
     s = action.stage
@@ -62,9 +62,9 @@ def timeline(
     rows: list[list[Timed]] = [[] for _ in schedule.rows]
 
     def ready(action: Action) -> float | None:
-        """When what the action needs is there; None: nobody knows yet."""
+        """The time at which what the action needs is there; None: nobody knows yet."""
         time = 0.0
-        for alternatives in dependencies(action, schedule):
+        for alternatives in _dependencies(action, schedule):
             done = [a for a in alternatives if a in ends]
             if not done:
                 return None
