@@ -180,7 +180,8 @@ def extend(
     """:func:`apply` on the next tokens of one document per row: the new residual state and decoding
     state.
     """
-    scheme, kind = kinds.residual_of(cfg.residual), kinds.token_mixer_of(cfg.mixer)
+    scheme = kinds.residual_of(cfg.residual)
+    kind = kinds.token_mixer_of(cfg.mixer)
     assert kind.extend is not None, "init_state refuses a kind that does not decode"
     advance = kind.extend
 

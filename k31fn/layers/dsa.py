@@ -270,7 +270,9 @@ def _attend_to_all(
 
 def _flops(cfg: Config, length: int) -> Flops:
     """Attention to the chosen keys, and index scores ``2 H_I K_I`` of all that are visible."""
-    index, visible = cfg.indexer, mla.mean_keys(length, length)
+    index = cfg.indexer
+    # The indexer scores every visible key, to find those that are then attended to.
+    visible = mla.mean_keys(length, length)
     attended = mla.mean_keys(length, cfg.topk if cfg.stage == "sparse" else length)
     return Flops(
         mixing=mla.score_flops(cfg.attn, attended),

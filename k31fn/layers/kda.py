@@ -45,7 +45,8 @@ from k31fn.typing import Float, Leaf, Tensor
 
 __all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init_state", "specs"]
 
-_ZERO, _SMALL_STEPS = Constant(0.0), SoftplusInverse()
+_ZERO = Constant(0.0)
+_SMALL_STEPS = SoftplusInverse()
 
 
 @dataclass(frozen=True)
