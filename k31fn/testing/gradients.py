@@ -13,6 +13,7 @@ from torch import Tensor
 from k31fn import random, tree
 from k31fn.autodiff.replay import record_decisions, replay_decisions
 from k31fn.autodiff.transforms import vjp
+from k31fn.testing.trees import at
 
 __all__ = ["check_grads"]
 
@@ -27,16 +28,18 @@ _MOST_STEPS = 13
 
 @dataclass(frozen=True)
 class _Problem:
-    """A scalar function of float64 leaves, and its gradient as reverse mode has it."""
+    """A scalar function of float64 leaves, and its gradient as reverse mode has it.
+
+    ``magnitude`` is that of the terms that the scalar sums up: its rounding error is some 2^-53 of
+    this.
+    """
 
     order: int
     function: Callable[..., Tensor]
     leaves: list[Tensor]
     grads: list[Tensor]
     paths: list[str]
-    magnitude: (
-        float  # of the terms that the scalar sums up: its rounding error is some 2^-53 of this
-    )
+    magnitude: float
 
 
 def check_grads(
@@ -88,9 +91,9 @@ def check_grads(
     """
     if order not in (1, 2):
         raise ValueError(f"check_grads: order={order} must be 1 or 2")
-    values, structure = tree.flatten(
-        tree.map(lambda v: v.detach() if isinstance(v, Tensor) else v, args)
-    )
+    # detached: a caller's leaf that requires grad must collect none of the gradients taken here
+    detached = tree.map(lambda v: v.detach() if isinstance(v, Tensor) else v, args)
+    values, structure = tree.flatten(detached)
     moving, still = _floating_leaves(args, frozen)
     if not moving:
         raise ValueError("check_grads: args have no floating leaf to differentiate with respect to")
@@ -99,22 +102,23 @@ def check_grads(
         replaced = list(values)
         for i, leaf in zip(moving + still, leaves, strict=True):
             replaced[i] = leaf
-        with replay_decisions(made):
+        with replay_decisions(decisions):
             return f(*tree.unflatten(structure, replaced))
 
-    with record_decisions() as made:
+    with record_decisions() as decisions:
         out = f(*tree.unflatten(structure, values))
     keys = random.split(random.key(seed, device=values[moving[0]].device), 3 + order)
     cts = _cotangents(out, keys[0])
-    paths = tree.paths(args)
-    leaves = [values[i] for i in moving + still]
+    leaves = at(moving + still, values)
+    names = at(moving + still, tree.paths(args))
     scalar = _projected(of_leaves, cts)
     grads = _reverse(of_leaves, leaves, cts)
-    names = [paths[i] for i in moving + still]
     _assert_agree(1, names, grads, _functional(scalar, leaves))
-    _assert_frozen([paths[i] for i in still], grads[len(moving) :])
+    n = len(moving)
+    _assert_frozen(names[n:], grads[n:])
 
-    n, fixed = len(moving), leaves[len(moving) :]
+    # differences see through stop_gradient, so what is frozen stays where it is
+    fixed = leaves[n:]
     first = _Problem(
         1,
         lambda *x: scalar(*x, *fixed),
@@ -136,12 +140,14 @@ def check_grads(
 
 def _floating_leaves(args: tuple[Any, ...], frozen: Sequence[int]) -> tuple[list[int], list[int]]:
     """Positions of the floating leaves: those to differentiate, and those of frozen arguments."""
-    if unknown := [i for i in frozen if i not in range(len(args))]:
-        raise ValueError(
-            f"check_grads: frozen={list(frozen)} names {unknown[0]}, but there are {len(args)} "
-            "arguments"
-        )
-    moving, still, index = [], [], 0
+    for position in frozen:
+        if position not in range(len(args)):
+            raise ValueError(
+                f"check_grads: frozen={list(frozen)} names {position}, but there are {len(args)} "
+                "arguments"
+            )
+    moving, still = [], []
+    index = 0
     for position, arg in enumerate(args):
         for path, leaf in tree.flatten_with_paths(arg):
             if _is_floating(leaf):
@@ -161,12 +167,15 @@ def _is_floating(x: Any) -> bool:
 
 def _normal_like(leaves: Sequence[Any], key: Tensor) -> list[Any]:
     """Standard normal numbers for each floating leaf, None for others."""
-    return [
-        random.normal(random.fold_in(key, i), tuple(x.shape), dtype=torch.float64).to(x.device)
-        if _is_floating(x)
-        else None
-        for i, x in enumerate(leaves)
-    ]
+    normals: list[Any] = []
+    for i, x in enumerate(leaves):
+        normal = None
+        if _is_floating(x):
+            # a key for each position: numbers stay the same when another leaf is added behind
+            normal = random.normal(random.fold_in(key, i), tuple(x.shape), dtype=torch.float64)
+            normal = normal.to(x.device)
+        normals.append(normal)
+    return normals
 
 
 def _cotangents(out: Any, key: Tensor) -> list[Tensor | None]:
@@ -178,6 +187,7 @@ def _cotangents(out: Any, key: Tensor) -> list[Tensor | None]:
                 "the cast "
                 "(k31fn.precision.upcast keeps float64)"
             )
+    # random and not ones: a sum of outputs would not see errors that cancel in it
     cts = _normal_like([leaf for _, leaf in pairs], key)
     if all(c is None for c in cts):
         raise ValueError("check_grads: the output has no floating leaf to differentiate")
@@ -192,12 +202,19 @@ def _projected(of_leaves: Callable[..., Any], cts: list[Tensor | None]) -> Calla
 
 
 def _inner(a: Sequence[Any], b: Sequence[Tensor | None]) -> Tensor:
-    terms = [(x * y).sum() for x, y in zip(a, b, strict=True) if y is not None]
+    terms = []
+    for x, y in zip(a, b, strict=True):
+        if y is not None:
+            terms.append((x * y).sum())
     return torch.stack(terms).sum()
 
 
 def _magnitude(a: Sequence[Tensor | None], b: Sequence[Any]) -> float:
-    return sum(float((x * y).abs().sum()) for x, y in zip(a, b, strict=True) if x is not None)
+    total = 0.0
+    for x, y in zip(a, b, strict=True):
+        if x is not None:
+            total += float((x * y).abs().sum())
+    return total
 
 
 def _reverse(
@@ -205,13 +222,15 @@ def _reverse(
 ) -> list[Tensor]:
     out, pull = vjp(of_leaves, *leaves)
     values, structure = tree.flatten(out)
-    zeros = [
-        torch.zeros_like(v) if c is None and isinstance(v, Tensor) else c
-        for v, c in zip(values, cts, strict=True)
-    ]
-    return list(pull(tree.unflatten(structure, zeros)))
+    filled = []
+    for value, ct in zip(values, cts, strict=True):
+        # a pullback wants a cotangent for an integer output too
+        without = ct is None and isinstance(value, Tensor)
+        filled.append(torch.zeros_like(value) if without else ct)
+    return list(pull(tree.unflatten(structure, filled)))
 
 
+# beside _reverse, since the two build other graphs: a rule may hold in one and fail in the other
 def _functional(scalar: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]:
     return list(torch.func.grad(scalar, argnums=tuple(range(len(leaves))))(*leaves))
 
@@ -224,6 +243,7 @@ def _second_order(
     key: Tensor,
 ) -> _Problem:
     """The scalar ``<grad f, w>`` and its gradient."""
+    # reverse over reverse both times: fused operators and custom rules have no forward mode
     w = _normal_like(first.leaves, key)
 
     def along(*leaves: Tensor) -> Tensor:
@@ -242,9 +262,13 @@ def _assert_agree(
     order: int, paths: list[str], ours: list[Tensor], functional: list[Tensor]
 ) -> None:
     """Both reverse modes run the same rules; only the order in which they add up may differ."""
-    scale = max((float(g.abs().max()) for g in functional if g.numel()), default=0.0)
+    scale = 0.0
+    for grad in functional:
+        if grad.numel():
+            scale = max(scale, float(grad.abs().max()))
     for path, a, b in zip(paths, ours, functional, strict=True):
         error = float((a - b).abs().max()) if a.numel() else 0.0
+        # some 10^4 roundings of 2^-53: what long sums in two orders may differ by
         if not error <= 1e-11 * scale:
             raise AssertionError(
                 f"check_grads: order {order}, leaf {path!r}: k31fn.autodiff.vjp and "
@@ -265,17 +289,19 @@ def _assert_frozen(paths: list[str], grads: list[Tensor]) -> None:
 def _check(
     problem: _Problem, key: Tensor, num_directions: int, per_coordinate: bool, rtol: float
 ) -> None:
-    scales = [
-        max(float(x.square().mean().sqrt()), 0.05) if x.numel() else 0.0 for x in problem.leaves
-    ]
+    # a step in proportion to the leaf, as the first step's size supposes; zeros get one of 0.05
+    scales = []
+    for x in problem.leaves:
+        scales.append(max(float(x.square().mean().sqrt()), 0.05) if x.numel() else 0.0)
     if per_coordinate:
         _check_coordinates(problem, scales, rtol)
         return
     for round_key in random.split(key, num_directions):
-        normal = _normal_like(problem.leaves, round_key)
-        _check_directions(
-            problem, {i: scales[i] * v for i, v in enumerate(normal) if v.numel()}, rtol
-        )
+        directions = {}
+        for i, normal in enumerate(_normal_like(problem.leaves, round_key)):
+            if normal.numel():
+                directions[i] = scales[i] * normal
+        _check_directions(problem, directions, rtol)
 
 
 def _check_coordinates(problem: _Problem, scales: list[float], rtol: float) -> None:
@@ -283,12 +309,9 @@ def _check_coordinates(problem: _Problem, scales: list[float], rtol: float) -> N
         for flat in range(leaf.numel()):
             direction = torch.zeros_like(leaf).flatten()
             direction[flat] = scales[i]
-            where = [int(j) for j in torch.unravel_index(torch.tensor(flat), leaf.shape)]
-            _raise_if(
-                _compare(
-                    problem, {i: direction.view_as(leaf)}, f"{problem.paths[i]!r}{where}", rtol
-                )
-            )
+            element = list(map(int, torch.unravel_index(torch.tensor(flat), leaf.shape)))
+            where = f"{problem.paths[i]!r}{element}"
+            _raise_if(_compare(problem, {i: direction.view_as(leaf)}, where, rtol))
 
 
 def _check_directions(problem: _Problem, directions: dict[int, Tensor], rtol: float) -> None:
@@ -301,8 +324,9 @@ def _check_directions(problem: _Problem, directions: dict[int, Tensor], rtol: fl
 
     together = _compare(problem, directions, "(all together)", rtol)
     if together.fault:
-        failed = [r for r in map(alone, directions) if r.fault]
-        _raise_if(max(failed, key=lambda r: r.relative, default=together))
+        # which leaf is wrong is asked only now: each answer costs as much as all together
+        failed = [result for result in map(alone, directions) if result.fault]
+        _raise_if(max(failed, key=lambda result: result.relative, default=together))
     for i, v in directions.items():
         if 1e-4 * _strength(problem, {i: v}) < together.tolerance:
             _raise_if(alone(i))
@@ -321,35 +345,36 @@ def _raise_if(result: _Result) -> None:
 
 def _strength(problem: _Problem, directions: dict[int, Tensor]) -> float:
     """Size of the directional derivative, were its terms of random sign."""
-    return math.sqrt(
-        sum(float((problem.grads[i] * v).square().sum()) for i, v in directions.items())
-    )
+    squares = 0.0
+    for i, v in directions.items():
+        squares += float((problem.grads[i] * v).square().sum())
+    return math.sqrt(squares)
 
 
 def _compare(problem: _Problem, directions: dict[int, Tensor], where: str, rtol: float) -> _Result:
-    got = sum(float((problem.grads[i] * v).sum()) for i, v in directions.items())
+    reverse = 0.0
+    for i, v in directions.items():
+        reverse += float((problem.grads[i] * v).sum())
     strength = _strength(problem, directions)
+    # a derivative that is far below the function's own terms is judged by these: it is all rounding
     wanted = rtol * max(0.1 * strength, 1e-6 * problem.magnitude)
     expected, uncertain = _directional_derivative(problem, directions, wanted)
     scale = max(abs(expected), strength, 1e-6 * problem.magnitude)
     tolerance = rtol * scale + 4 * uncertain
-    error = abs(got - expected)
+    error = abs(reverse - expected)
     relative = error / scale if scale else 0.0
     label = f"check_grads: order {problem.order}, leaf {where}"
     fault = ""
     if not uncertain <= rtol * scale:  # differences less certain than that prove nothing
         fault = (
             f"{label}: finite differences do not settle ({expected:.9g}, uncertain by "
-            f"{uncertain:.2g}; reverse mode "
-            f"gives {got:.9g}): the function is not smooth here. A kink, a choice made outside "
-            "autodiff.decision, or a "
-            "cast to float32 inside?"
+            f"{uncertain:.2g}; reverse mode gives {reverse:.9g}): the function is not smooth here. "
+            "A kink, a choice made outside autodiff.decision, or a cast to float32 inside?"
         )
     elif not error <= tolerance:
         fault = (
-            f"{label}: reverse mode gives {got:.9g}, finite differences {expected:.9g} (relative "
-            f"error {relative:.3g}, "
-            f"tolerance {tolerance / scale:.2g})"
+            f"{label}: reverse mode gives {reverse:.9g}, finite differences {expected:.9g} "
+            f"(relative error {relative:.3g}, tolerance {tolerance / scale:.2g})"
         )
     return _Result(fault, relative, tolerance)
 
@@ -364,17 +389,20 @@ def _directional_derivative(
     (Ridders 1982, Advances in Engineering Software 4(2)); the most certain one is taken, as soon as
     it is good enough.
     """
-    best, best_error = math.nan, math.inf
+    best = math.nan
+    best_error = math.inf
     previous: list[float] = []
     for k in range(_MOST_STEPS):
         h = _FIRST_STEP / 2**k
         row = [_central(problem, directions, h)]
+        # 2^-50 and not 2^-53: the function rounds more often than in its last sum
         rounding = 2.0**-50 * problem.magnitude / h
         for j, coarse in enumerate(previous):
             row.append(row[j] + (row[j] - coarse) / (4.0 ** (j + 1) - 1))
             error = max(abs(row[-1] - row[j]), abs(row[-1] - coarse)) + rounding
             if error < best_error:
-                best, best_error = row[-1], error
+                best = row[-1]
+                best_error = error
         previous = row
         if best_error <= wanted:
             break
@@ -383,8 +411,9 @@ def _directional_derivative(
 
 def _central(problem: _Problem, directions: dict[int, Tensor], h: float) -> float:
     def shifted(step: float) -> list[Tensor]:
-        return [
-            x + step * directions[i] if i in directions else x for i, x in enumerate(problem.leaves)
-        ]
+        leaves = list(problem.leaves)
+        for i, v in directions.items():
+            leaves[i] = leaves[i] + step * v
+        return leaves
 
     return float(problem.function(*shifted(h)) - problem.function(*shifted(-h))) / (2 * h)

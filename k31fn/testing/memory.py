@@ -60,7 +60,7 @@ class LiveBytes:
         # A storage may die at any moment, on any thread and inside this class: its death is only
         # noted there.
         self._died: deque[_Storage] = deque()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # backward passes count from autograd's threads
 
     @property
     def current(self) -> int:
@@ -81,6 +81,7 @@ class LiveBytes:
         while self._died:
             storage = self._died.popleft()
             self._current -= storage.nbytes
+            # torch may have given the address to another storage by now
             if self._known.get(storage.key) is storage:
                 del self._known[storage.key]
 
@@ -91,17 +92,20 @@ class LiveBytes:
         if tensor.layout != torch.strided:
             return
         untyped = tensor.untyped_storage()
-        key, nbytes = untyped._cdata, 0 if op is None else untyped.nbytes()
+        # the address of torch's own object: every Python wrapper of a storage is another object
+        key = untyped._cdata
+        nbytes = 0 if op is None else untyped.nbytes()
         known = self._known.get(key)
         if known is None:
             known = _Storage()
-            known.key, known.nbytes = key, 0
+            known.key = key
+            known.nbytes = 0
             known.ref = weakref.ref(
                 untyped, lambda _, died=self._died, storage=known: died.append(storage)
             )
             self._known[key] = known
         elif op is None or not known.nbytes:
-            return
+            return  # it was there before the measurement, and stays uncounted
         self._current += nbytes - known.nbytes  # a known storage may have been resized
         known.nbytes = nbytes
         if op is not None and nbytes > (self.largest.nbytes if self.largest else 0):

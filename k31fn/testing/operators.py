@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from k31fn import random, tree
 from k31fn.autodiff.transforms import vjp
 from k31fn.kernels.registry import Op, record_impls, use_impl
-from k31fn.testing.trees import assert_close_trees
+from k31fn.testing.trees import assert_close_trees, at, floating_positions
 
 __all__ = ["assert_op_matches"]
 
@@ -64,44 +64,56 @@ def assert_op_matches(
             "implementation"
         )
     values, structure = tree.flatten(args)
-    index = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point()]
-    call = _OpOfLeaves(op, dict(kwargs or {}), values, structure, index)
-    leaves = [values[i] for i in index]
+    index = floating_positions(values)
+    op_of_leaves = _OpOfLeaves(op, dict(kwargs or {}), values, structure, index)
+    leaves = at(index, values)
     paths = tree.paths(args)
-    names = [paths[i] for i in index]
-    before = [(v, v.clone(), v._version) if isinstance(v, Tensor) else None for v in values]
+    names = at(index, paths)
+    copies = _copies(paths, values)
     tolerance = {"rtol": rtol, "atol": atol}
     grad_tolerance = {
         "rtol": rtol if grad_rtol is None else grad_rtol,
         "atol": atol if grad_atol is None else grad_atol,
     }
 
-    out, grads, cts = call.run(impl, leaves, seed=seed)
-    expected, expected_grads, _ = call.run("reference", leaves, cts=cts, dtype=reference_dtype)
+    # the implementation first: the cotangents are drawn in the dtypes of its outputs
+    out, grads, cts = op_of_leaves.run(impl, leaves, seed=seed)
+    expected, expected_grads, _ = op_of_leaves.run(
+        "reference", leaves, cts=cts, dtype=reference_dtype
+    )
     label = f"op {op.name!r}, implementation {impl!r}"
     _same(f"{label}, value", out, expected, **tolerance)
     _same(
         f"{label}, gradient", _named(names, grads), _named(names, expected_grads), **grad_tolerance
     )
     if vmap_grad:
+        # a second sample that differs: with two alike a rule that mixes samples would pass
         samples = [leaves, [0.75 * x for x in leaves]]
-        batched = call.run_batched(
-            impl, [torch.stack(pair) for pair in zip(*samples, strict=True)], cts
-        )
+        stacked = list(map(torch.stack, zip(*samples, strict=True)))
+        batched = op_of_leaves.run_batched(impl, stacked, cts)
         for i, sample in enumerate(samples):
-            _, expected_grads, _ = call.run("reference", sample, cts=cts, dtype=reference_dtype)
-            got = _named(names, [g[i] for g in batched])
+            _, expected_grads, _ = op_of_leaves.run(
+                "reference", sample, cts=cts, dtype=reference_dtype
+            )
             _same(
                 f"{label}, gradient of sample {i} under vmap",
-                got,
+                _named(names, [grad[i] for grad in batched]),
                 _named(names, expected_grads),
                 **grad_tolerance,
             )
-    for path, was in zip(paths, before, strict=True):
-        if was is not None and (
-            was[0]._version != was[2] or not torch.equal(_bits(was[0]), _bits(was[1]))
-        ):
+    for path, value, copy, version in copies:
+        # torch counts changes that it makes; a kernel may write without being counted
+        if value._version != version or not torch.equal(_bits(value), _bits(copy)):
             raise AssertionError(f"{label}: changed its argument {path!r} in place")
+
+
+def _copies(paths: list[str], values: list[Any]) -> list[tuple[str, Tensor, Tensor, int]]:
+    """Path, tensor, copy and version of each tensor."""
+    copies = []
+    for path, value in zip(paths, values, strict=True):
+        if isinstance(value, Tensor):
+            copies.append((path, value, value.clone(), value._version))
+    return copies
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,7 @@ class _OpOfLeaves:
         replaced = list(self.values)
         for i, leaf in zip(self.index, leaves, strict=True):
             replaced[i] = leaf
+        # recorded: an implementation that hands over to the reference would agree with it
         with use_impl(**{self.op.name: impl}), record_impls() as ran:
             out = self.op(*tree.unflatten(self.structure, replaced), **self.kwargs)
         names = {name for op, name in ran if op == self.op.name}
@@ -138,14 +151,13 @@ class _OpOfLeaves:
         seed: int = 0,
     ) -> tuple[Any, list[Tensor], list[Tensor]]:
         """Value, gradients and the cotangents, which are drawn unless given."""
-        wide = [x if dtype is None else x.to(dtype) for x in leaves]
+        wide = leaves if dtype is None else [x.to(dtype) for x in leaves]
         out, pull = vjp(lambda *x: self(impl, x), *wide)
         outputs, structure = tree.flatten(out)
         cts = _draw(outputs, seed) if cts is None else cts
-        grads = pull(
-            tree.unflatten(structure, [c.to(o.dtype) for c, o in zip(cts, outputs, strict=True)])
-        )
-        return out, [g.to(x.dtype) for g, x in zip(grads, leaves, strict=True)], cts
+        grads = pull(tree.unflatten(structure, _like(cts, outputs)))
+        # a wide reference's gradients are rounded once, at the end, to the dtype compared in
+        return out, _like(grads, leaves), cts
 
     def run_batched(self, impl: str, stacked: list[Tensor], cts: list[Tensor]) -> list[Tensor]:
         """Gradients by ``vmap(torch.func.grad)``."""
@@ -154,22 +166,26 @@ class _OpOfLeaves:
             pairs = zip(tree.leaves(self(impl, leaves)), cts, strict=True)
             return torch.stack([(o * c).sum() for o, c in pairs if o.is_floating_point()]).sum()
 
-        return list(
-            torch.func.vmap(torch.func.grad(projected, argnums=tuple(range(len(stacked)))))(
-                *stacked
-            )
-        )
+        # with respect to all leaves: of one that is not batched, a gradient for each sample
+        gradient = torch.func.grad(projected, argnums=tuple(range(len(stacked))))
+        return list(torch.func.vmap(gradient)(*stacked))
 
 
 def _draw(outputs: list[Tensor], seed: int) -> list[Tensor]:
     """Random cotangents of floating outputs, zeros of others."""
-    keys = random.split(random.key(seed), len(outputs))
-    return [
-        random.normal(k, tuple(o.shape)).to(o.device, o.dtype)
-        if o.is_floating_point()
-        else torch.zeros_like(o)
-        for k, o in zip(keys, outputs, strict=True)
-    ]
+    cts = []
+    for key, out in zip(random.split(random.key(seed), len(outputs)), outputs, strict=True):
+        ct = torch.zeros_like(out)
+        if out.is_floating_point():
+            # drawn on the CPU: the same numbers wherever the op runs
+            ct = random.normal(key, tuple(out.shape)).to(out.device, out.dtype)
+        cts.append(ct)
+    return cts
+
+
+def _like(tensors: Sequence[Tensor], models: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, each in the dtype of its model."""
+    return [x.to(model.dtype) for x, model in zip(tensors, models, strict=True)]
 
 
 def _named(names: list[str], values: list[Tensor]) -> dict[str, Tensor]:
@@ -178,11 +194,8 @@ def _named(names: list[str], values: list[Tensor]) -> dict[str, Tensor]:
 
 def _same(stage: str, actual: Any, expected: Any, *, rtol: float | int, atol: float | int) -> None:
     def cast(e: Any, a: Any) -> Any:
-        return (
-            e.to(a.dtype)
-            if isinstance(e, Tensor) and isinstance(a, Tensor) and e.is_floating_point()
-            else e
-        )
+        both_tensors = isinstance(e, Tensor) and isinstance(a, Tensor)
+        return e.to(a.dtype) if both_tensors and e.is_floating_point() else e
 
     try:
         assert_close_trees(actual, tree.map(cast, expected, actual), rtol=rtol, atol=atol)
@@ -191,4 +204,5 @@ def _same(stage: str, actual: Any, expected: Any, *, rtol: float | int, atol: fl
 
 
 def _bits(x: Tensor) -> Tensor:
+    # as bytes: a NaN that stayed where it was equals itself
     return x.detach().contiguous().view(-1).view(torch.uint8)

@@ -20,15 +20,16 @@ __all__ = ["main"]
 
 def main() -> None:
     """Runs jobs until stdin closes."""
-    torch.set_num_threads(1)
-    rank, device = int(os.environ["RANK"]), torch.device(sys.argv[2])
+    torch.set_num_threads(1)  # several ranks share the cores of a machine
+    rank = int(os.environ["RANK"])
+    device = torch.device(sys.argv[2])
     devices.of_rank(device, rank)
     start_processes(device.type, timeout=float(sys.argv[1]))
     for line in sys.stdin:
         job = Path(line.strip())
         try:
             tensors, value = perform(job)
-        except Exception:
+        except Exception:  # whatever it is: the parent raises it, this process waits for more
             answer(job, rank, {"error": traceback.format_exc()})
         else:
             write_tensors(tensors, job / f"out.{rank}.safetensors")

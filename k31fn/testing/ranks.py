@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ def import_path(f: Callable[..., Any]) -> str:
     Raises:
         ValueError: a closure, a lambda or a function of a script.
     """
-    module, name = getattr(f, "__module__", None), getattr(f, "__qualname__", "<locals>")
+    module = getattr(f, "__module__", None)
+    name = getattr(f, "__qualname__", "<locals>")
+    # "<locals>" and "<lambda>" in a name: nothing that an import could reach
     if module in (None, "__main__") or "<" in name:
         raise ValueError(
             f"{name}: only a function at the top of an importable module can run in another process"
@@ -60,18 +62,24 @@ def encode(node: Any, tensors: list[Tensor]) -> Any:
         tensors.append(node)
         return {"tensor": len(tensors) - 1}
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        fields = {f.name: encode(getattr(node, f.name), tensors) for f in dataclasses.fields(node)}
-        return {"node": import_path(type(node)), "fields": fields}
+        fields = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
+        return {"node": import_path(type(node)), "fields": _encode_values(fields, tensors)}
+    # before plain tuples, which a NamedTuple is too
     if isinstance(node, tuple) and hasattr(node, "_asdict"):
-        fields = {k: encode(v, tensors) for k, v in node._asdict().items()}  # pyright: ignore[reportAttributeAccessIssue]
-        return {"tuple of": import_path(type(node)), "fields": fields}
+        fields = node._asdict()  # pyright: ignore[reportAttributeAccessIssue]
+        return {"tuple of": import_path(type(node)), "fields": _encode_values(fields, tensors)}
     if isinstance(node, tuple | list):
-        return {type(node).__name__: [encode(v, tensors) for v in node]}
+        return {type(node).__name__: [encode(value, tensors) for value in node]}
     if isinstance(node, dict):
-        return {"dict": [[k, encode(v, tensors)] for k, v in node.items()]}
+        # pairs and not an object: JSON would make a key of 1 a key of "1"
+        return {"dict": list(_encode_values(node, tensors).items())}
     if node is None or isinstance(node, bool | int | float | str):
         return {"value": node}
     raise ValueError(f"{node!r} cannot be sent to another process; build it in the function")
+
+
+def _encode_values(fields: dict[Any, Any], tensors: list[Tensor]) -> dict[Any, Any]:
+    return {name: encode(value, tensors) for name, value in fields.items()}
 
 
 def decode(data: Any, tensors: list[Tensor]) -> Any:
@@ -81,27 +89,35 @@ def decode(data: Any, tensors: list[Tensor]) -> Any:
             return tensors[i]
         case {"node": path, "fields": fields}:
             cls = import_target(path)
-            node = object.__new__(cls)  # as tree.dataclass rebuilds: any kind of leaf
+            # without __init__, whose checks are of a user's values: as tree.dataclass rebuilds
+            node = object.__new__(cls)
             for name, value in fields.items():
                 object.__setattr__(node, name, decode(value, tensors))
             return node
         case {"tuple of": path, "fields": fields}:
-            return import_target(path)(**{k: decode(v, tensors) for k, v in fields.items()})
+            return import_target(path)(**_decode_values(fields.items(), tensors))
         case {"tuple": values}:
-            return tuple(decode(v, tensors) for v in values)
+            return tuple(decode({"list": values}, tensors))
         case {"list": values}:
-            return [decode(v, tensors) for v in values]
+            return [decode(value, tensors) for value in values]
         case {"dict": pairs}:
-            return {k: decode(v, tensors) for k, v in pairs}
+            return _decode_values(pairs, tensors)
         case _:
             return data["value"]
+
+
+def _decode_values(pairs: Iterable[Any], tensors: list[Tensor]) -> dict[Any, Any]:
+    return {name: decode(value, tensors) for name, value in pairs}
 
 
 class Ranks:
     """Running processes; give them jobs with :meth:`run`. Made by :func:`spawn_ranks`."""
 
     def __init__(self, processes: list[subprocess.Popen[str]], folder: Path) -> None:
-        self.size, self._processes, self._folder, self._jobs = len(processes), processes, folder, 0
+        self.size = len(processes)
+        self._processes = processes
+        self._folder = folder
+        self._jobs = 0
 
     def run(
         self, f: Callable[..., Any], *args: Any, timeout: float | int = 100.0
@@ -117,30 +133,30 @@ class Ranks:
         job = self._folder / f"job{self._jobs}"
         job.mkdir()
         tensors: list[Tensor] = []
-        data = {"function": import_path(f), "args": [encode(a, tensors) for a in args]}
+        data = {"function": import_path(f), "args": encode(args, tensors)}
         write_tensors(tensors, job / "tensors.safetensors")
         (job / "job.json").write_text(json.dumps(data))
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{job}\n")
             process.stdin.flush()
+        # one deadline for all: the ranks work side by side
         deadline = time.monotonic() + timeout
         return [self._answer(job, rank, deadline) for rank in range(self.size)]
 
     def _answer(self, job: Path, rank: int, deadline: float) -> tuple[list[Tensor], dict[str, Any]]:
         reply = job / f"reply.{rank}.json"
         while not reply.exists():
-            dead = self._processes[rank].poll()
-            if dead is not None or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"rank {rank} "
-                    + ("did not answer in time" if dead is None else f"died ({dead})")
-                )
+            status = self._processes[rank].poll()
+            if status is not None:
+                raise RuntimeError(f"rank {rank} died ({status})")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {rank} did not answer in time")
             time.sleep(0.005)
         answer = json.loads(reply.read_text())
         if "error" in answer:
             raise RuntimeError(f"rank {rank} failed:\n{answer['error']}")
-        return read_tensors(job / f"out.{rank}.safetensors"), answer["value"]
+        return _read_tensors(job / f"out.{rank}.safetensors"), answer["value"]
 
 
 @contextlib.contextmanager
@@ -155,12 +171,14 @@ def spawn_ranks(size: int, *, timeout: float | int = 60.0, device: str = "cpu") 
         device: the kind; decides the backend. Of ``cuda`` and ``npu`` each rank has one, its
             current one.
     """
+    # port 0: the system chooses one that is free, so that tests may run side by side
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    search_path = [folder or os.getcwd() for folder in sys.path]  # "" is the folder of the parent
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+        "PYTHONPATH": os.pathsep.join(search_path),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -168,15 +186,16 @@ def spawn_ranks(size: int, *, timeout: float | int = 60.0, device: str = "cpu") 
     }
     command = [sys.executable, "-m", "k31fn.testing.rank", str(timeout), device]
     with tempfile.TemporaryDirectory(prefix="k31fn-ranks-") as folder:
-        processes = [
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, env={**environment, "RANK": str(r)}, text=True
+        processes = []
+        for rank in range(size):
+            of_rank = {**environment, "RANK": str(rank)}
+            processes.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, env=of_rank, text=True)
             )
-            for r in range(size)
-        ]
         try:
             yield Ranks(processes, Path(folder))
         finally:
+            # all are killed before one is waited for: none hangs in a collective with a dead one
             for process in processes:
                 process.kill()
             for process in processes:
@@ -184,18 +203,21 @@ def spawn_ranks(size: int, *, timeout: float | int = 60.0, device: str = "cpu") 
 
 
 def write_tensors(tensors: list[Tensor], path: Path) -> None:
-    """In order, as copies of their own (safetensors refuses views that share memory)."""
-    save_file({str(i): t.detach().clone().contiguous() for i, t in enumerate(tensors)}, path)
+    """Writes tensors; :func:`_read_tensors` gives them back in order."""
+    named = {}
+    for i, tensor in enumerate(tensors):
+        # a copy of its own: safetensors refuses views that share memory
+        named[str(i)] = tensor.detach().clone().contiguous()
+    save_file(named, path)
 
 
-def read_tensors(path: Path) -> list[Tensor]:
-    """What :func:`write_tensors` wrote."""
-    loaded = load_file(path)
-    return [loaded[str(i)] for i in range(len(loaded))]
+def _read_tensors(path: Path) -> list[Tensor]:
+    named = load_file(path)
+    return [named[str(i)] for i in range(len(named))]
 
 
 def answer(job: Path, rank: int, value: dict[str, Any]) -> None:
-    """Writes a rank's reply; whole as soon as it exists."""
+    """Writes a rank's reply, which is whole as soon as it exists."""
     partial = job / f"reply.{rank}.partial"
     partial.write_text(json.dumps(value))
     partial.rename(job / f"reply.{rank}.json")
@@ -204,5 +226,5 @@ def answer(job: Path, rank: int, value: dict[str, Any]) -> None:
 def perform(job: Path) -> tuple[list[Tensor], dict[str, Any]]:
     """Runs a job in this process."""
     data = json.loads((job / "job.json").read_text())
-    tensors = read_tensors(job / "tensors.safetensors")
-    return import_target(data["function"])(*(decode(a, tensors) for a in data["args"]))
+    tensors = _read_tensors(job / "tensors.safetensors")
+    return import_target(data["function"])(*decode(data["args"], tensors))

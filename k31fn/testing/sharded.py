@@ -21,7 +21,7 @@ from k31fn.parallel.partition import P, broadcast
 from k31fn.parallel.shard_map import BACKENDS, pull_back, shard_map
 from k31fn.parallel.tiling import assemble, cut
 from k31fn.testing.ranks import Ranks, import_path, import_target, spawn_ranks
-from k31fn.testing.trees import assert_close_trees
+from k31fn.testing.trees import assert_close_trees, at, floating_positions
 
 __all__ = ["ShardedReport", "assert_sharded_equals_dense"]
 
@@ -89,26 +89,33 @@ def assert_sharded_equals_dense(
             the backend.
         ValueError: one of the faults that ``shard_map`` finds.
     """
-    values = tree.leaves(args)
-    one = FlopCounterMode(display=False)
+    # on a mesh of one rank every collective is an identity
+    one_device = FlopCounterMode(display=False)
     out = (dense or fn)(Mesh().axes(), *args)
     outputs = tree.leaves(out)
-    floating = [i for i, y in enumerate(outputs) if y.is_floating_point()]
-    cts = _draw([outputs[i] for i in floating], seed)
-    with one:
+    floating = floating_positions(outputs)
+    cts = _draw(at(floating, outputs), seed)
+    # a second run: the ranks are counted over value and gradients together, so one device is too
+    with one_device:
         _, grads = _both(dense or fn, Mesh().axes(), args, floating, cts)
-    case = _Case(
+    names = at(floating_positions(tree.leaves(args)), tree.paths(args))
+    case = _ShardedCase(
         fn, args, broadcast(in_specs, args), broadcast(out_specs, out), mesh, cts, floating
     )
-    expected = {"value": outputs, "gradient": dict(zip(_names(args, values), grads, strict=True))}
-    skipped, fraction = "", float("nan")
-    if "processes" in backends and (skipped := _why_not(fn)):
+    expected = {"value": outputs, "gradient": dict(zip(names, grads, strict=True))}
+    skipped = _why_not(fn) if "processes" in backends else ""
+    if skipped:
         backends = tuple(b for b in backends if b != "processes")
+    fraction = float("nan")
     for backend in backends:
-        got = case.on_processes(ranks) if backend == "processes" else case.on_this_process(backend)
-        _check(backend, got, expected, collectives, impls or {}, rtol, atol)
+        if backend == "processes":
+            results = case.on_processes(ranks)
+        else:
+            results = case.on_this_process(backend)
+        _check(backend, results, expected, collectives, impls or {}, rtol, atol)
+        # simulated ranks are one program whose work cannot be told apart, processes are not counted
         if backend == "threads":
-            fraction = got.flops / max(one.get_total_flops(), 1)
+            fraction = results.flops / max(one_device.get_total_flops(), 1)
             if flops is not None and fraction > 1.05 * flops:
                 raise AssertionError(
                     f"threads: a rank did {fraction:.3g} of one device's work, at most {flops:.3g}"
@@ -116,7 +123,9 @@ def assert_sharded_equals_dense(
     return ShardedReport(backends, skipped, fraction)
 
 
-class _Got(NamedTuple):
+class _Results(NamedTuple):
+    """What a backend computed, and what its ranks did for it."""
+
     outputs: list[Tensor]
     grads: list[Tensor]
     collectives: Mapping[str, int]
@@ -125,7 +134,7 @@ class _Got(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Case:
+class _ShardedCase:
     """One function with its global arguments."""
 
     fn: Callable[..., Any]
@@ -138,28 +147,31 @@ class _Case:
 
     @property
     def grad_specs(self) -> list[P]:
-        pairs = zip(self.in_specs, tree.leaves(self.args), strict=True)
-        return [s for s, v in pairs if isinstance(v, Tensor) and v.is_floating_point()]
+        # a gradient lies where its argument lies
+        return at(floating_positions(tree.leaves(self.args)), self.in_specs)
 
     @property
     def ct_specs(self) -> list[P]:
-        return [self.out_specs[i] for i in self.floating]
+        return at(self.floating, self.out_specs)
 
-    def on_this_process(self, backend: str) -> _Got:
+    def on_this_process(self, backend: str) -> _Results:
         leaves, structure = tree.flatten(self.args)
-        work: list[float] = []
+        flops: list[float] = []  # of each rank
 
         def both(axes: MeshAxes, leaves: list[Any], cts: list[Tensor]) -> Any:
-            counting: Any = (
-                FlopCounterMode(display=False) if backend == "threads" else contextlib.nullcontext()
-            )
-            with counting:
-                result = _both(self.fn, axes, tree.unflatten(structure, leaves), self.floating, cts)
-            work.extend([counting.get_total_flops()] if backend == "threads" else [])
-            return result
+            args = tree.unflatten(structure, leaves)
+            # simulated ranks are one batched program, whose count would not be a rank's
+            if backend != "threads":
+                return _both(self.fn, axes, args, self.floating, cts)
+            with FlopCounterMode(display=False) as counter:
+                results = _both(self.fn, axes, args, self.floating, cts)
+            flops.append(counter.get_total_flops())
+            return results
 
-        specs = (self.in_specs, self.ct_specs), (self.out_specs, self.grad_specs)
-        mapped = shard_map(both, self.mesh, *specs, backend=backend)
+        in_specs = (self.in_specs, self.ct_specs)
+        out_specs = (self.out_specs, self.grad_specs)
+        mapped = shard_map(both, self.mesh, in_specs, out_specs, backend=backend)
+        # checked: a forgotten pvary is an error that names the axis, not only a wrong number
         with record_collectives() as record, record_impls() as ran, check_invariance():
             outputs, grads = mapped(leaves, self.cts)
         for other in record.ranks:
@@ -167,28 +179,31 @@ class _Case:
                 raise AssertionError(
                     f"{backend}: ranks issue {dict(record.counts)} and {dict(other.counts)}"
                 )
-        return _Got(outputs, grads, record.counts, set(ran), max(work, default=0.0))
+        # the rank that does most: a mesh is as slow as that one
+        return _Results(outputs, grads, record.counts, set(ran), max(flops, default=0.0))
 
-    def on_processes(self, ranks: Ranks | None) -> _Got:
+    def on_processes(self, ranks: Ranks | None) -> _Results:
         with contextlib.ExitStack() as stack:
             if ranks is None:
                 ranks = stack.enter_context(spawn_ranks(self.mesh.world_size))
-            specs = [
-                [[list(d) for d in s.dims] for s in some] for some in (self.in_specs, self.ct_specs)
-            ]
+            specs = _as_lists(self.in_specs), _as_lists(self.ct_specs)
             answers = ranks.run(
                 run_rank, import_path(self.fn), self.args, specs, self.mesh, self.cts, self.floating
             )
-        counts = [a["collectives"] for _, a in answers]
-        if any(c != counts[0] for c in counts):
+        tiles, counts = [], []
+        impls: set[tuple[str, str]] = set()
+        for tensors, answer in answers:
+            tiles.append(tensors)
+            counts.append(answer["collectives"])
+            impls.update(map(tuple, answer["impls"]))
+        if any(count != counts[0] for count in counts):
             raise AssertionError(f"processes: ranks issue different collectives: {counts}")
-        n = len(self.out_specs)
-        whole = [
-            assemble([tensors[i] for tensors, _ in answers], spec, self.mesh)
-            for i, spec in enumerate(self.out_specs + self.grad_specs)
-        ]
-        impls = {(op, impl) for _, a in answers for op, impl in a["impls"]}
-        return _Got(whole[:n], whole[n:], counts[0], impls, 0.0)
+        whole = []
+        specs = self.out_specs + self.grad_specs
+        for spec, of_ranks in zip(specs, zip(*tiles, strict=True), strict=True):
+            whole.append(assemble(list(of_ranks), spec, self.mesh))
+        num_outputs = len(self.out_specs)
+        return _Results(whole[:num_outputs], whole[num_outputs:], counts[0], impls, 0.0)
 
 
 def run_rank(
@@ -199,16 +214,30 @@ def run_rank(
     cts: list[Tensor],
     floating: list[int],
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """What a spawned rank does: cuts its tiles and runs the function on them."""
+    """The work of a spawned rank, which cuts its tiles and runs the function on them. Returns its
+    tiles of outputs and gradients, and the collectives and implementations that it used.
+    """
     axes, coordinate = axes_of_process(mesh)
     values, structure = tree.flatten(args)
-    in_specs, ct_specs = ([P(*dims) for dims in some] for some in specs)
+    in_specs, ct_specs = map(_as_specs, specs)
     local = tree.unflatten(structure, cut(in_specs, values, mesh, coordinate))
+    local_cts = cut(ct_specs, cts, mesh, coordinate)
     with record_collectives() as record, record_impls() as ran, check_invariance():
-        outputs, grads = _both(
-            import_target(path), axes, local, floating, cut(ct_specs, cts, mesh, coordinate)
-        )
+        outputs, grads = _both(import_target(path), axes, local, floating, local_cts)
     return outputs + grads, {"collectives": dict(record.counts), "impls": [list(k) for k in ran]}
+
+
+def _as_lists(specs: list[P]) -> list[list[list[str]]]:
+    """The specs as JSON can hold them."""
+    lists = []
+    for spec in specs:
+        lists.append(list(map(list, spec.dims)))
+    return lists
+
+
+def _as_specs(lists: list[list[list[str]]]) -> list[P]:
+    """The inverse of :func:`_as_lists`."""
+    return [P(*dims) for dims in lists]
 
 
 def _both(
@@ -220,42 +249,40 @@ def _both(
 
 def _check(
     backend: str,
-    got: _Got,
+    results: _Results,
     expected: dict[str, Any],
     collectives: Mapping[str, int],
     impls: Mapping[str, str],
     rtol: float | int,
     atol: float | int,
 ) -> None:
-    grads = dict(zip(expected["gradient"], got.grads, strict=True))
+    grads = dict(zip(expected["gradient"], results.grads, strict=True))
     try:
-        assert_close_trees(got.outputs, expected["value"], rtol=rtol, atol=atol)
+        assert_close_trees(results.outputs, expected["value"], rtol=rtol, atol=atol)
         assert_close_trees(grads, expected["gradient"], rtol=rtol, atol=atol)
-    except AssertionError as e:
+    except AssertionError as e:  # which leaf, and now on which backend
         raise AssertionError(f"{backend} against one device: {e}") from e
-    if Counter(got.collectives) != Counter(collectives):
+    # as Counters, for which an absent kind and a count of 0 are equal
+    if Counter(results.collectives) != Counter(collectives):
         raise AssertionError(
-            f"{backend}: a rank issued {dict(got.collectives)}, expected {dict(collectives)}"
+            f"{backend}: a rank issued {dict(results.collectives)}, expected {dict(collectives)}"
         )
     for op, impl in impls.items():
-        if (names := {i for o, i in got.impls if o == op}) != {impl}:
+        names = {name for ran, name in results.impls if ran == op}
+        if names != {impl}:
             raise AssertionError(f"{backend}: op {op!r} ran as {sorted(names)}, expected {impl!r}")
 
 
 def _draw(outputs: list[Tensor], seed: int) -> list[Tensor]:
     keys = random.split(random.key(seed), max(len(outputs), 1))
-    return [
-        random.normal(k, tuple(y.shape)).to(y.device, y.dtype)
-        for k, y in zip(keys, outputs, strict=False)
-    ]
-
-
-def _names(args: Any, values: list[Any]) -> list[str]:
-    pairs = zip(tree.paths(args), values, strict=True)
-    return [p for p, v in pairs if isinstance(v, Tensor) and v.is_floating_point()]
+    cts = []
+    for key, out in zip(keys, outputs, strict=False):
+        cts.append(random.normal(key, tuple(out.shape)).to(out.device, out.dtype))
+    return cts
 
 
 def _why_not(fn: Callable[..., Any]) -> str:
+    """Why another process cannot run it, or nothing."""
     try:
         import_path(fn)
     except ValueError as e:

@@ -1,18 +1,35 @@
-"""Comparison of trees of tensors."""
+"""Trees of tensors: their comparison, and which of their leaves are differentiated."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from k31fn import tree
 
-__all__ = ["assert_close_trees"]
+__all__ = ["assert_close_trees", "at", "floating_positions"]
+
+T = TypeVar("T")
 
 _SHOWN = 8  # lines of a failure message
+
+
+def floating_positions(leaves: Sequence[Any]) -> list[int]:
+    """Positions of the real floating tensors: the leaves that have a gradient."""
+    positions = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            positions.append(i)
+    return positions
+
+
+def at(positions: Sequence[int], values: Sequence[T]) -> list[T]:
+    """The values at these positions."""
+    return [values[i] for i in positions]
 
 
 def assert_close_trees(
@@ -28,24 +45,28 @@ def assert_close_trees(
         AssertionError: lists the paths that are wrong, the worst first: how many elements differ,
             and the one that is furthest outside, with its index, both values and both errors.
     """
-    left, right = (dict(tree.flatten_with_paths(x, allow_none=True)) for x in (actual, expected))
+    # None is a leaf here: where one side has a tensor and the other nothing, they differ
+    left = dict(tree.flatten_with_paths(actual, allow_none=True))
+    right = dict(tree.flatten_with_paths(expected, allow_none=True))
     if left.keys() != right.keys():
         raise AssertionError(_difference(left, right))
-    faults = [
-        f for path in right if (f := _compare(path, left[path], right[path], rtol, atol, equal_nan))
-    ]
+    faults = []
+    for path in right:
+        fault = _compare(path, left[path], right[path], rtol, atol, equal_nan)
+        if fault:
+            faults.append(fault)
     if faults:
-        faults.sort(key=lambda f: -f.excess)
-        lines = [f.line for f in faults[:_SHOWN]]
-        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise AssertionError(
-            "\n  ".join([f"{len(faults)} of {len(right)} leaves differ:", *lines, *more])
-        )
-    structures = [tree.flatten(x, allow_none=True)[1] for x in (actual, expected)]
-    if structures[0] != structures[1]:
-        raise AssertionError(
-            f"same leaves, but not the same tree: {structures[0]} against {structures[1]}"
-        )
+        faults.sort(key=lambda fault: -fault.excess)
+        lines = [f"{len(faults)} of {len(right)} leaves differ:"]
+        lines += [fault.line for fault in faults[:_SHOWN]]
+        if len(faults) > _SHOWN:
+            lines.append(f"... and {len(faults) - _SHOWN} more")
+        raise AssertionError("\n  ".join(lines))
+    # last, since a path tells more: a list and a tuple of equal leaves have the same paths
+    structure = tree.flatten(actual, allow_none=True)[1]
+    wanted = tree.flatten(expected, allow_none=True)[1]
+    if structure != wanted:
+        raise AssertionError(f"same leaves, but not the same tree: {structure} against {wanted}")
 
 
 class _Fault(NamedTuple):
@@ -54,10 +75,13 @@ class _Fault(NamedTuple):
 
 
 def _difference(left: dict[str, Any], right: dict[str, Any]) -> str:
-    missing, extra = [p for p in right if p not in left], [p for p in left if p not in right]
+    missing = [path for path in right if path not in left]
+    extra = [path for path in left if path not in right]
     parts = [f"{len(left)} leaves against {len(right)} expected"]
-    parts += [f"missing: {', '.join(missing[:_SHOWN])}"] if missing else []
-    parts += [f"not expected: {', '.join(extra[:_SHOWN])}"] if extra else []
+    if missing:
+        parts.append(f"missing: {', '.join(missing[:_SHOWN])}")
+    if extra:
+        parts.append(f"not expected: {', '.join(extra[:_SHOWN])}")
     return "trees differ in structure: " + "; ".join(parts)
 
 
@@ -66,18 +90,14 @@ def _compare(
 ) -> _Fault | None:
     name = path or "(the tree itself)"
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
-        same = (
-            not isinstance(actual, Tensor)
-            and not isinstance(expected, Tensor)
-            and actual == expected
-        )
-        return (
-            None
-            if same
-            else _Fault(math.inf, f"{name}: got {_brief(actual)}, expected {_brief(expected)}")
-        )
+        # == between a tensor and a number would be a tensor
+        one_is_tensor = isinstance(actual, Tensor) or isinstance(expected, Tensor)
+        if not one_is_tensor and actual == expected:
+            return None
+        return _Fault(math.inf, f"{name}: got {_brief(actual)}, expected {_brief(expected)}")
     for what in ("shape", "dtype"):
-        got, wanted = getattr(actual, what), getattr(expected, what)
+        got = getattr(actual, what)
+        wanted = getattr(expected, what)
         if got != wanted:
             return _Fault(math.inf, f"{name}: {what} {_brief(got)}, expected {_brief(wanted)}")
     return _compare_values(name, actual, expected, rtol, atol, equal_nan)
@@ -91,21 +111,23 @@ def _compare_values(
     atol: float | int,
     equal_nan: bool,
 ) -> _Fault | None:
+    # integers in int64: float64 cannot tell all of them apart
     exact = not (expected.is_floating_point() or expected.is_complex())
     wide = torch.int64 if exact else torch.promote_types(expected.dtype, torch.float64)
-    a, e = (t.detach().cpu().to(wide).flatten() for t in (actual, expected))
-    error = torch.where(
-        a == e, 0.0, (a - e).abs().to(torch.float64)
-    )  # equal infinities have no error
+    a = actual.detach().cpu().to(wide).flatten()
+    e = expected.detach().cpu().to(wide).flatten()
+    # equal infinities have no error, though their difference is NaN
+    error = torch.where(a == e, 0.0, (a - e).abs().to(torch.float64))
     if equal_nan:
         error = torch.where(a.isnan() & e.isnan(), 0.0, error)
+    # an expected infinity or NaN would allow an infinite error
     allowed = torch.where(e.isfinite(), atol + rtol * e.abs(), 0.0)
-    wrong = ~(error <= allowed)
+    wrong = ~(error <= allowed)  # and not error > allowed, which a NaN would pass
     if not bool(wrong.any()):
         return None
     excess = torch.where(wrong, torch.nan_to_num(error / allowed, nan=math.inf), 0.0)
     worst = int(excess.argmax())
-    index = [int(i) for i in torch.unravel_index(torch.tensor(worst), actual.shape)]
+    index = list(map(int, torch.unravel_index(torch.tensor(worst), actual.shape)))
     relative = float(error[worst] / e[worst].abs())
     line = (
         f"{name}: {int(wrong.sum())} of {wrong.numel()} elements; worst at {index}: got "
