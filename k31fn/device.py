@@ -42,6 +42,11 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:h
 
 _LOADING = threading.Lock()
 
+# glibc's malloc.h, which Python has no names for
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+
 
 class PeakRates(NamedTuple):
     """What a device can do at most, measured, in SI units per second (FLOP/s of a bfloat16 matmul,
@@ -51,8 +56,6 @@ class PeakRates(NamedTuple):
     bf16_flops: float
     bytes: float
 
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 
 # By the name that the driver reports. Measured values only: add a line when you have measured a
 # device.
@@ -69,12 +72,9 @@ def keep_heap(device: torch.device) -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if device.type == "cpu" and mallopt is not None:
-        for option, value in (
-            (_M_TRIM_THRESHOLD, 2**31 - 1),
-            (_M_TOP_PAD, 2**26),
-            (_M_MMAP_THRESHOLD, 2**25),
-        ):
-            mallopt(option, value)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # never
+        mallopt(_M_TOP_PAD, 2**26)
+        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the largest that glibc takes
 
 
 def default() -> torch.device:
@@ -98,9 +98,8 @@ def parse(name: str) -> torch.device:
         raise ValueError(
             f"device={name!r} is not on this machine ({count} of kind {kind!r}); use '{default()}'"
         )
-    return torch.device(
-        name
-    )  # for an NPU, torch knows the name since num_devices imported torch_npu
+    # for an NPU, torch knows the name since num_devices imported torch_npu
+    return torch.device(name)
 
 
 def of_rank(device: torch.device, local_rank: int) -> torch.device:
@@ -116,8 +115,7 @@ def of_rank(device: torch.device, local_rank: int) -> torch.device:
     if str(device) != device.type or local_rank >= count:
         raise ValueError(
             f"device='{device}' for process {local_rank} of this machine, which has {count} of "
-            f"kind {device.type!r}: "
-            f"name the kind alone, and start at most {count} processes on it"
+            f"kind {device.type!r}: name the kind alone, and start at most {count} processes on it"
         )
     _module(device.type).set_device(local_rank)
     return torch.device(device.type, local_rank)
@@ -169,7 +167,7 @@ def peak_memory(device: torch.device) -> int:
     """
     if device.type != "cpu":
         return _module(device.type).max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
@@ -199,11 +197,10 @@ def num_cores(device: torch.device) -> int:
     work only may start twice as many programs). CPU: cores that this process may use.
     """
     if device.type == "cpu":
-        return (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        # a container may allow fewer cores than the machine has; macOS does not tell
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
     properties = _module(device.type).get_device_properties(device)
     return properties.cube_core_num if device.type == "npu" else properties.multi_processor_count
 
@@ -229,7 +226,8 @@ def missing_operators(*names: str) -> str:
         return "torch_npu is not installed (pip install 'k31fn[npu]', beside CANN)"
     except ImportError as e:
         return f"torch_npu cannot be loaded: {e}"
-    if absent := [name for name in names if not hasattr(torch.ops.npu, name)]:
+    absent = [name for name in names if not hasattr(torch.ops.npu, name)]
+    if absent:
         return (
             f"torch_npu {torch_npu.__version__} has no operator {', '.join(absent)}; use a later "
             "one"

@@ -53,12 +53,9 @@ class Constant:
 
     def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
         """The tile of the initial value in float32."""
-        kept = (
-            shape
-            if tile is None
-            else tuple(len(range(n)[s]) for n, s in zip(shape, tile, strict=True))
-        )
-        return torch.full(kept, self.value, dtype=torch.float32, device=key.device)
+        if tile is not None:
+            shape = tuple(len(range(n)[s]) for n, s in zip(shape, tile, strict=True))
+        return torch.full(shape, self.value, dtype=torch.float32, device=key.device)
 
 
 @dataclass(frozen=True)
@@ -105,9 +102,9 @@ class SoftplusInverse:
 
     def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
         """The tile of the initial value in float32."""
-        dt = random.uniform(
-            key, shape, low=math.log(self.low), high=math.log(self.high), tile=tile
-        ).exp()
+        log_low, log_high = math.log(self.low), math.log(self.high)
+        dt = random.uniform(key, shape, low=log_low, high=log_high, tile=tile).exp()
+        # log(e^dt - 1) without the overflow of e^dt or the cancellation at small dt
         return dt + torch.log(-torch.expm1(-dt))
 
 
@@ -153,14 +150,16 @@ class ParamSpec:
             )
         if any(n < 1 for n in self.shape):
             raise ValueError(f"ParamSpec.shape={self.shape}: every dimension must be at least 1")
-        if unknown := self.tags - TAGS:
+        # a misspelt tag would silently hand a matrix to the wrong optimiser
+        unknown = self.tags - TAGS
+        if unknown:
             raise ValueError(f"ParamSpec.tags={sorted(unknown)} unknown; known: {sorted(TAGS)}")
-        fits = self.head_dim > 0 and self.shape and self.shape[-1] % self.head_dim == 0
-        if not (fits if "per_head" in self.tags else self.head_dim == 0):
+        divides = self.head_dim > 0 and self.shape and self.shape[-1] % self.head_dim == 0
+        if not (divides if "per_head" in self.tags else self.head_dim == 0):
             raise ValueError(
                 f"ParamSpec.head_dim={self.head_dim}, tags={sorted(self.tags)}, "
-                f"shape={self.shape}: a per_head leaf "
-                "needs a head_dim that divides its last dimension, any other leaf 0"
+                f"shape={self.shape}: a per_head leaf needs a head_dim that divides its last "
+                "dimension, any other leaf 0"
             )
 
     @property
@@ -228,12 +227,12 @@ def init(
         dtype: dtype of the model; float32 islands stay at least float32. None: each spec's own.
         tile: ``(path, spec) -> slices``: the part of each weight to draw. None: all of it.
     """
-    return tree.map_with_path(
-        lambda path, spec: draw(
-            path, spec, key, dtype=dtype, tile=None if tile is None else tile(path, spec)
-        ),
-        specs,
-    )
+
+    def of_leaf(path: str, spec: ParamSpec) -> Tensor:
+        slices = None if tile is None else tile(path, spec)
+        return draw(path, spec, key, dtype=dtype, tile=slices)
+
+    return tree.map_with_path(of_leaf, specs)
 
 
 def draw(
@@ -244,7 +243,10 @@ def draw(
     dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """What :func:`init` draws for the leaf at ``path``; ``tile`` is a part of it."""
+    """The initial value of the leaf at ``path``, as :func:`init` draws it; ``tile`` is a part of
+    it.
+    """
+    # drawn in float32 and cast: a bfloat16 model starts from the rounded values of a float32 one
     value = spec.init.draw(leaf_key(key, path), spec.shape, tile)
     return value.to(_leaf_dtype(spec, dtype))
 
@@ -263,28 +265,35 @@ def cast(params: Any, specs: Any, dtype: torch.dtype) -> Any:
 
 def count(specs: Any, where: Callable[[str, ParamSpec], bool] | None = None) -> int:
     """Number of parameters, of those leaves for which ``where(path, spec)`` holds."""
-    return sum(s.numel for p, s in tree.flatten_with_paths(specs) if where is None or where(p, s))
+    numel = 0
+    for path, spec in tree.flatten_with_paths(specs):
+        if where is None or where(path, spec):
+            numel += spec.numel
+    return numel
 
 
 def select(params: Any, specs: Any, where: Callable[[str, ParamSpec], bool]) -> dict[str, Any]:
     """``{path: leaf}`` of the leaves whose ``(path, spec)`` satisfies ``where``."""
     tree.map(lambda *_: 0, params, specs)  # same structure, or a clear error
+    selected = {}
     pairs = zip(tree.flatten_with_paths(specs), tree.leaves(params), strict=True)
-    return {path: leaf for (path, spec), leaf in pairs if where(path, spec)}
+    for (path, spec), leaf in pairs:
+        if where(path, spec):
+            selected[path] = leaf
+    return selected
 
 
 def leaf_key(key: Tensor, path: str) -> Tensor:
-    """The key of the leaf at ``path``.
-
-    Of 63 bits of its hash: with 32, two of the model's thousands of leaves would share a key once
-    in a few hundred models.
-    """
-    return random.fold_in(
-        key, int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little") >> 1
-    )
+    """The key of the leaf at ``path``."""
+    # of Python's own hash no two processes have the same
+    digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
+    # 63 bits, which int64 holds: with 32, two of a model's thousands of leaves would share a key
+    # once in a few hundred models
+    return random.fold_in(key, int.from_bytes(digest, "little") >> 1)
 
 
 def _leaf_dtype(spec: ParamSpec, dtype: torch.dtype | None) -> torch.dtype:
+    # as_declared: the base of LoRA stays in bfloat16 under float32 adapters
     if dtype is None or "as_declared" in spec.tags:
         return spec.dtype
     return precision.storage_dtype(spec.dtype, dtype)

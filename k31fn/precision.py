@@ -21,11 +21,8 @@ Products = Literal["exact", "fp8_rows", "fp8_blocks"]
 """How linear layers multiply: in the dtype of compute, or in FP8 with scales by row or by blocks.
 """
 
-_SUPPORTED = (
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)  # float16 would need loss scaling, which k31fn has not
+# float16 would need loss scaling, which k31fn has not
+_SUPPORTED = (torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +60,11 @@ class Precision:
         if self.products != "exact" and self.compute != torch.bfloat16:
             raise ValueError(
                 f"precision.products={self.products!r} with compute={self.compute}: FP8 products "
-                "are for activations "
-                "in bfloat16; set compute to bfloat16 or products to 'exact'"
+                "are for activations in bfloat16; set compute to bfloat16 or products to 'exact'"
             )
         for name in ("param", "reduce"):
             value = getattr(self, name)
+            # promotion and not item sizes: it is the order in which one dtype holds the other
             if torch.promote_types(value, self.compute) != value:
                 raise ValueError(
                     f"precision.{name}={value} is narrower than precision.compute={self.compute}; "
@@ -103,6 +100,7 @@ def storage_dtype(declared: torch.dtype, requested: torch.dtype) -> torch.dtype:
     """
     if requested not in _SUPPORTED:
         raise ValueError(f"requested={requested} must be one of {[str(d) for d in _SUPPORTED]}")
+    # torch counts float8 as floating, but codes have no other dtype that means the same
     if not declared.is_floating_point or declared.itemsize < 2:
         return declared
     return torch.promote_types(declared, requested) if declared.itemsize >= 4 else requested

@@ -84,10 +84,9 @@ def from_lengths(
                 f"rows[{row}] has {total} tokens, more than length={length}; split or drop a "
                 "document"
             )
-        numbers = torch.arange(1, len(lengths) + 1)
-        ids[row, :total] = torch.repeat_interleave(
-            numbers, torch.tensor(lengths, dtype=torch.int64)
-        )
+        numbers = torch.arange(1, len(lengths) + 1)  # 0 is padding
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        ids[row, :total] = torch.repeat_interleave(numbers, counts)
     ids = ids.to(device)
     return Segments(ids, _position(ids))
 
@@ -99,7 +98,7 @@ def from_cu_seqlens(
     length: int,
     device: torch.device | str | None = None,
 ) -> Segments:
-    """From the field's cumulative offsets over the flattened batch: document i is tokens
+    """The packing of the field's cumulative offsets over the flattened batch: document i is tokens
     offsets[i]:offsets[i + 1].
 
     What remains of the last row is padding. No document may cross a row, so every row start is an
@@ -129,8 +128,8 @@ def from_cu_seqlens(
     if not (batch - 1) * length < offsets[-1] <= batch * length:
         raise ValueError(
             f"offsets[-1]={offsets[-1]} is not in the last row of batch={batch}, length={length}: "
-            "offsets run over the "
-            f"flattened batch and end in {(batch - 1) * length + 1}..{batch * length}"
+            f"offsets run over the flattened batch and end in {(batch - 1) * length + 1}.."
+            f"{batch * length}"
         )
     rows: list[list[int]] = [[] for _ in range(batch)]
     for start, stop in itertools.pairwise(offsets):
@@ -138,16 +137,15 @@ def from_cu_seqlens(
         if stop > (row + 1) * length:
             raise ValueError(
                 f"offsets={_short(offsets)} miss {(row + 1) * length}, where row {row + 1} starts "
-                f"(batch={batch}, "
-                f"length={length}): add it to cut the document there, or use batch=1, "
-                f"length={batch * length}"
+                f"(batch={batch}, length={length}): add it to cut the document there, or use "
+                f"batch=1, length={batch * length}"
             )
         rows[row].append(stop - start)
     return from_lengths(rows, length, device=device)
 
 
 def from_ids(ids: Int[Tensor, "B T"]) -> Segments:
-    """From document numbers, checked on the host; the dtype (int64 or int32) is kept.
+    """The packing of document numbers, checked on the host; the dtype (int64 or int32) is kept.
 
     Raises:
         ValueError: naming row and position of the first id that is negative, follows padding, is
@@ -160,6 +158,7 @@ def from_ids(ids: Int[Tensor, "B T"]) -> Segments:
         )
     before = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], dim=1)
     first = torch.arange(ids.shape[1], device=ids.device) == 0
+    # in this order: each message supposes that the faults before it are not there
     _refuse(
         ids < 0,
         ids,
@@ -192,9 +191,8 @@ def check_shape(segments: Segments, tokens: Int[Tensor, "B T"]) -> None:
     """
     if segments.ids.shape != tokens.shape:
         raise ValueError(
-            f"segments have shape {list(segments.ids.shape)}, the tokens [B, "
-            f"T]={list(tokens.shape)}; every row "
-            "needs its own packing of the same length"
+            f"segments have shape {list(segments.ids.shape)}, the tokens [B, T]="
+            f"{list(tokens.shape)}; every row needs its own packing of the same length"
         )
 
 
@@ -219,6 +217,7 @@ def document_start(segments: Segments) -> Bool[Tensor, "B T"]:
 
 def num_documents(segments: Segments) -> Int[Tensor, "B"]:
     """Documents that start in each row; windows that tile a row add up to the whole."""
+    # starts and not the largest id: a window's ids go on from the rows before it
     return document_start(segments).sum(dim=1)
 
 
@@ -226,6 +225,7 @@ def same_document(q_ids: Int[Tensor, "B T"], k_ids: Int[Tensor, "B S"]) -> Bool[
     """Whether query and key belong to one document. Padding belongs to none: False, even with
     itself.
     """
+    # two paddings have equal ids, 0, hence the second condition
     return (q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids[:, :, None] > 0)
 
 
@@ -249,10 +249,10 @@ def next_token_labels(
     token. Shift whole rows, before any cut along T: the last token of a window would lose its
     label.
     """
+    # the row's last token is followed by padding, so what roll brings round is never a label
     following = torch.cat([segments.ids[:, 1:], torch.zeros_like(segments.ids[:, :1])], dim=1)
-    return tokens.roll(-1, dims=1).masked_fill(
-        (segments.ids != following) | (segments.ids == 0), ignore
-    )
+    unlabelled = (segments.ids != following) | (segments.ids == 0)
+    return tokens.roll(-1, dims=1).masked_fill(unlabelled, ignore)
 
 
 def cu_seqlens(segments: Segments) -> Int[Tensor, "N"]:
@@ -262,7 +262,7 @@ def cu_seqlens(segments: Segments) -> Int[Tensor, "N"]:
     number of pieces depends on the values: this waits for the device and does not work under vmap.
     """
     ids = segments.ids
-    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts = torch.ones_like(ids, dtype=torch.bool)  # a row's first token is one in any case
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     offsets = starts.flatten().nonzero().flatten()
     return torch.cat([offsets, offsets.new_full((1,), ids.numel())]).to(torch.int32)
@@ -270,6 +270,7 @@ def cu_seqlens(segments: Segments) -> Int[Tensor, "N"]:
 
 def _position(ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     """Index inside the document: distance to the last place where the id changed."""
+    # a running maximum of the places of change is the last of them, without a loop over tokens
     index = torch.arange(ids.shape[1], dtype=ids.dtype, device=ids.device).expand_as(ids)
     changed = torch.cat(
         [torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1
@@ -282,7 +283,7 @@ def _refuse(
     bad: Bool[Tensor, "B T"], ids: Int[Tensor, "B T"], reason: Callable[[int], str]
 ) -> None:
     """Raises about the first bad id; ``reason`` is given the id before it in the row."""
-    if not bool(bad.any()):
+    if not bool(bad.any()):  # the one wait for the device, and only where a packing is made
         return
     row, t = bad.nonzero()[0].tolist()
     before = int(ids[row, t - 1]) if t else 0
