@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
 from k31fn import device
 from k31fn.kernels.registry import OPS, Implementation, Op, load_all
 
@@ -28,40 +30,35 @@ def table(kind: str) -> list[tuple[str, str, str, str]]:
 
 
 def _rows(op: Op, kind: str) -> list[tuple[str, str, str, str]]:
-    rows, taken, every = [], set(), False
+    rows = []
+    taken: set[torch.dtype] = set()  # by implementations before this one
+    takes_all = False  # whether one of them takes every dtype
     for impl in op.implementations.values():
         state = _state(impl, kind)
         if not state:
-            state = (
-                "also" if every or (impl.dtypes and taken.issuperset(impl.dtypes)) else "default"
-            )
-            taken, every = taken.union(impl.dtypes), every or not impl.dtypes
-            state += (
-                f" for {', '.join(str(d).removeprefix('torch.') for d in impl.dtypes)}"
-                if impl.dtypes
-                else ""
-            )
+            second = takes_all or (impl.dtypes and taken.issuperset(impl.dtypes))
+            state = "also" if second else "default"
+            if impl.dtypes:
+                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in impl.dtypes)
+                state += f" for {names}"
+            taken.update(impl.dtypes)
+            takes_all = takes_all or not impl.dtypes
         rows.append((op.name, impl.name, ",".join((*impl.devices, *impl.on_request)), state))
+    # registered, whether it can run here or not: where it cannot, a call raises
     registered = [impl for impl in op.implementations.values() if kind in impl.devices]
-    rest = "default for other dtypes" if registered else "default"
-    return [
-        *rows,
-        (
-            op.name,
-            "reference",
-            "all",
-            rest if all(impl.dtypes for impl in registered) else "on request",
-        ),
-    ]
+    state = "default for other dtypes" if registered else "default"
+    if not all(impl.dtypes for impl in registered):
+        state = "on request"
+    return [*rows, (op.name, "reference", "all", state)]
 
 
 def _state(impl: Implementation, kind: str) -> str:
     """Why it is not chosen by default; ``""`` if it is."""
     reason = impl.missing()
-    if kind not in impl.devices + impl.on_request:
-        return f"no: it runs on {', '.join(impl.devices + impl.on_request)}" + (
-            f"; {reason}" if reason else ""
-        )
+    places = impl.devices + impl.on_request
+    if kind not in places:
+        # both reasons: on the right device it would not run either
+        return f"no: it runs on {', '.join(places)}{f'; {reason}' if reason else ''}"
     if reason:
         return f"no: {reason}"
     return "" if kind in impl.devices else "on request"
@@ -73,9 +70,10 @@ def main() -> None:
         prog="python -m k31fn.kernels", description="Ops and their implementations."
     )
     load_all()
-    kinds = {
-        kind for op in OPS.values() for impl in op.implementations.values() for kind in impl.devices
-    } | {"cpu"}
+    kinds = {"cpu"}
+    for op in OPS.values():
+        for impl in op.implementations.values():
+            kinds.update(impl.devices)
     parser.add_argument(
         "--device",
         default=device.default().type,
@@ -89,13 +87,12 @@ def main() -> None:
             "here:"
         )
     rows = table(kind)
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    widths = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(map(len, column)))
     for *cells, last in rows:
-        print(
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)),
-            last,
-            sep="  ",
-        )
+        # the last column is a reason of any length: nothing stands behind it
+        print(*map(str.ljust, cells, widths), last, sep="  ")
 
 
 if __name__ == "__main__":

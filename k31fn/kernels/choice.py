@@ -27,9 +27,9 @@ def parse(text: str, field: str = "kernels") -> dict[str, str]:
     Raises:
         ValueError: an unknown op or implementation; names what there is.
     """
-    load_all()
+    load_all()  # or an op whose package nobody has imported would be unknown
     chosen: dict[str, str] = {}
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    for word in filter(None, map(str.strip, text.split(","))):
         op, colon, name = word.partition(":")
         if colon:
             chosen[op] = _of_op(op, name, f"{field}={text!r}")
@@ -47,17 +47,21 @@ def check(chosen: Mapping[str, str], device: str, field: str = "kernels") -> Non
     for op, name in chosen.items():
         if name == "reference":
             continue
-        places = {n: i.devices + i.on_request for n, i in OPS[op].implementations.items()}
-        if device not in places[name]:
-            here = ", ".join(["reference", *(n for n, there in places.items() if device in there)])
+        impl = OPS[op].implementations[name]
+        places = impl.devices + impl.on_request
+        if device not in places:
+            here = ["reference"]
+            for other in OPS[op].implementations.values():
+                if device in other.devices + other.on_request:
+                    here.append(other.name)
             raise ValueError(
-                f"{field}: {op}:{name} runs on "
-                f"{', '.join(places[name]) or 'no device of this process'}, the run is on "
-                f"{device}; for it {op} has {here}"
+                f"{field}: {op}:{name} runs on {', '.join(places) or 'no device of this process'}, "
+                f"the run is on {device}; for it {op} has {', '.join(here)}"
             )
 
 
 def _of_op(op: str, name: str, at: str) -> str:
+    # refused now, with what there is: an unknown name would be an error in the first step
     if op not in OPS:
         near = difflib.get_close_matches(op, OPS, n=1)
         raise ValueError(
@@ -74,10 +78,13 @@ def _of_op(op: str, name: str, at: str) -> str:
 
 def _with(name: str, at: str) -> list[str]:
     """The ops that have an implementation of this name."""
-    found = [op for op in OPS if name == "reference" or name in OPS[op].implementations]
-    if not found:
-        known = sorted({"reference", *(n for op in OPS.values() for n in op.implementations)})
+    ops = [op for op in OPS if name == "reference" or name in OPS[op].implementations]
+    if not ops:
+        known = {"reference"}
+        for op in OPS.values():
+            known.update(op.implementations)
         raise ValueError(
-            f"{at}: no op has an implementation {name!r}; there are {', '.join(known)} (or OP:NAME)"
+            f"{at}: no op has an implementation {name!r}; there are {', '.join(sorted(known))} (or "
+            "OP:NAME)"
         )
-    return found
+    return ops

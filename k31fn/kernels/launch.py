@@ -111,6 +111,7 @@ def programs(where: torch.device, groups: int, work: int, per_core: int) -> int:
             f"{groups} samples under vmap in one launch, at most {_MOST_PROGRAMS}; use vmap's "
             "chunk_size"
         )
+    # groups share the cores: with many samples under vmap each has fewer programs
     wanted = max(1, device.num_cores(where) * per_core // groups)
     return max(1, min(work, wanted, _MOST_PROGRAMS // groups))
 
@@ -132,15 +133,15 @@ def grouped(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tup
             ``custom_vjp``.
         operands: tensors.
     """
-    if not _functorch.transforms_active():  # then all this is a call
+    # without a transform all this is a call, and a Function costs more than a small kernel
+    if not _functorch.transforms_active():
         return _launched(launch, *operands)
     return _Grouped.apply(launch, *operands)
 
 
 def _launched(launch: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
-    with torch.accelerator.device_index(
-        operands[0].device.index
-    ):  # Triton launches on the thread's current device
+    # Triton launches on the thread's current device, not on that of the operands
+    with torch.accelerator.device_index(operands[0].device.index):
         return launch(*operands)
 
 
@@ -158,18 +159,18 @@ class _Grouped(torch.autograd.Function):
         info: Any, in_dims: Sequence[int | None], *args: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         launch, *operands = args
-        pairs = list(zip(operands, in_dims[1:], strict=True))
-        leading = [x if d is None else x.movedim(d, 0) for x, d in pairs]
-        batched = [d is not None for _, d in pairs]
-        groups = max(x.shape[1 if b else 0] for x, b in zip(leading, batched, strict=True))
+        samples_first = []  # [samples, groups, ...], samples 1 where the operand is not batched
+        for x, dim in zip(operands, in_dims[1:], strict=True):
+            samples_first.append(x[None] if dim is None else x.movedim(dim, 0))
+        groups = max(x.shape[1] for x in samples_first)
         folded = []
-        for x, b in zip(leading, batched, strict=True):
-            shared = not b and x.shape[0] == 1
-            whole = x if b else x[None]
-            folded.append(
-                x
-                if shared
-                else whole.expand(info.batch_size, groups, *whole.shape[2:]).flatten(0, 1)
-            )
-        outs = _Grouped.apply(launch, *folded)
-        return tuple(o.unflatten(0, (info.batch_size, groups)) for o in outs), (0,) * len(outs)
+        for x, dim in zip(samples_first, in_dims[1:], strict=True):
+            if dim is None and x.shape[1] == 1:
+                # shared by all groups of all samples: it stays one, and is not copied
+                folded.append(x[0])
+            else:
+                folded.append(x.expand(info.batch_size, groups, *x.shape[2:]).flatten(0, 1))
+        # once more through the Function: there may be a vmap around this one
+        results = _Grouped.apply(launch, *folded)
+        unfolded = tuple(x.unflatten(0, (info.batch_size, groups)) for x in results)
+        return unfolded, (0,) * len(results)

@@ -41,6 +41,7 @@ from k31fn.kernels import shapes
 __all__ = ["OPS", "Implementation", "Op", "load_all", "record_impls", "use_impl", "watch_calls"]
 
 OPS: dict[str, Op] = {}
+# carried: a backward runs on another thread, and a replay there must choose as the forward did
 _OVERRIDES: contextvars.ContextVar[Mapping[str, str]] = carry(
     contextvars.ContextVar("k31fn_impl_overrides", default=MappingProxyType({}))
 )
@@ -87,6 +88,7 @@ class Implementation:
             return f"it computes {', '.join(map(str, self.dtypes))}, got {call.dtype}"
         if self.no_vmap and call.batched:
             return self.no_vmap
+        # accepts last: it looks at shapes, the others at what no shape can mend
         return self.missing() or self.accepts(*call.args, **call.kwargs)
 
     def registered_for(self, call: _Arguments) -> bool:
@@ -99,12 +101,13 @@ class _Arguments:
     """The arguments of a call, and what the choice depends on."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-        self.tensors = [
-            a for a in tree.leaves((args, kwargs), allow_none=True) if isinstance(a, torch.Tensor)
-        ]
-        self.device = next((t.device.type for t in self.tensors), "cpu")
-        self.dtype = next((t.dtype for t in self.tensors if t.is_floating_point()), None)
+        self.args = args
+        self.kwargs = kwargs
+        leaves = tree.leaves((args, kwargs), allow_none=True)
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.device = self.tensors[0].device.type if self.tensors else "cpu"
+        floating = [t for t in self.tensors if t.is_floating_point()]
+        self.dtype = floating[0].dtype if floating else None
 
     @property
     def batched(self) -> bool:
@@ -151,18 +154,19 @@ class Op:
         return self._choose(args, kwargs)[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The op's value, by the implementation chosen as the module says."""
+        """Value of the op, by the implementation chosen as the module says."""
+        # refused before the choice: what works with a reference would fail on a device later
         if _functorch.forward_mode_active():
             raise RuntimeError(
                 f"op {self.name!r} under forward-mode differentiation (jvp, jacfwd, "
-                "torch.func.hessian): k31fn's "
-                "operators are reverse-mode only, so that a layer behaves alike on every device; "
-                "use torch.func.jacrev "
-                "or k31fn.autodiff.hessian (reverse over reverse)"
+                "torch.func.hessian): k31fn's operators are reverse-mode only, so that a layer "
+                "behaves alike on every device; use torch.func.jacrev or k31fn.autodiff.hessian "
+                "(reverse over reverse)"
             )
-        for seen in shapes.WATCHERS.get():
-            seen(self, args, kwargs)
-        if (results := shapes.known(self.name, self.reference, args, kwargs)) is not None:
+        for watcher in shapes.WATCHERS.get():
+            watcher(self, args, kwargs)
+        results = shapes.known(self.name, self.reference, args, kwargs)
+        if results is not None:
             return results
         name, fn = self._choose(args, kwargs)
         for record in _RECORDS.get():
@@ -173,12 +177,14 @@ class Op:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, Callable[..., Any]]:
         wanted = _OVERRIDES.get().get(self.name)
+        # first, and without looking at the arguments: most ops of most calls on a CPU end here
         if wanted == "reference" or not self.implementations:
             return "reference", self.reference
         call = _Arguments(args, kwargs)
         if wanted is not None:
             impl = self.implementations[wanted]
-            if reason := impl.refusal(call):
+            reason = impl.refusal(call)
+            if reason:
                 raise ValueError(
                     f"op {self.name!r}: implementation {wanted!r} was asked for but cannot run: "
                     f"{reason}"
@@ -187,9 +193,11 @@ class Op:
         reasons: list[str] = []
         for impl in self.implementations.values():
             if impl.registered_for(call):
-                if not (reason := impl.refusal(call)):
+                reason = impl.refusal(call)
+                if not reason:
                     return impl.name, impl.fn
                 reasons.append(f"{impl.name}: {reason}")
+        # never the reference in silence: a run would be slower by a factor that nobody sees
         if reasons:
             raise ValueError(
                 f"op {self.name!r} on {call.device}: no implementation can run "
@@ -214,7 +222,7 @@ def use_impl(**names: str) -> Iterator[None]:
         ValueError: an unknown op or implementation; the message lists the known ones.
     """
     if not names.keys() <= OPS.keys():
-        load_all()
+        load_all()  # an op whose package nobody has imported yet
     for op, name in names.items():
         if op not in OPS:
             raise ValueError(f"use_impl: unknown op {op!r}; known: {', '.join(sorted(OPS))}")
@@ -240,14 +248,14 @@ def record_impls() -> Iterator[Counter[tuple[str, str]]]:
 
 
 @contextlib.contextmanager
-def watch_calls(seen: Callable[[Op, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Inside, ``seen(op, args, kwargs)`` before each call, replays of ``remat`` and calls on meta
-    tensors included.
+def watch_calls(watcher: Callable[[Op, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Calls ``watcher(op, args, kwargs)`` before each call of an op inside, replays of ``remat``
+    and calls on meta tensors included.
 
     In :func:`k31fn.kernels.shapes.shapes_only` the operators that a reference calls are seen once
     for each kind of arguments.
     """
-    token = shapes.WATCHERS.set((*shapes.WATCHERS.get(), seen))
+    token = shapes.WATCHERS.set((*shapes.WATCHERS.get(), watcher))
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ from k31fn.autodiff.custom_vjp import custom_vjp
 
 __all__ = ["WATCHERS", "known", "shapes_only"]
 
+# carried to the threads of a backward, whose replays call operators too
 WATCHERS: contextvars.ContextVar[tuple[Callable[..., None], ...]] = carry(
     contextvars.ContextVar("k31fn_watchers", default=())
 )
@@ -43,12 +44,13 @@ def shapes_only(*names: str) -> Iterator[None]:
 
     That is: shapes, dtypes and first derivatives of their results.
     """
-    token, only = _KNOWN.set({}), _ONLY.set(frozenset(names))
+    known_token = _KNOWN.set({})
+    only_token = _ONLY.set(frozenset(names))
     try:
         yield
     finally:
-        _KNOWN.reset(token)
-        _ONLY.reset(only)
+        _KNOWN.reset(known_token)
+        _ONLY.reset(only_token)
 
 
 def known(
@@ -57,34 +59,36 @@ def known(
     """The op's results on meta tensors; None outside :func:`shapes_only`, or where there are
     values.
     """
-    results, only = _KNOWN.get(), _ONLY.get()
+    results = _KNOWN.get()
+    only = _ONLY.get()
     if results is None or (only and name not in only):
         return None
     leaves, structure = tree.flatten((args, kwargs), allow_none=True)
-    if not all(x.is_meta for x in leaves if isinstance(x, Tensor)):
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if not all(x.is_meta for x in tensors):
         return None
-    key = (
-        name,
-        structure,
-        tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves),
-    )
+    kinds = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+    key = (name, structure, tuple(kinds))
     if key not in results:
         # in a context of its own: an enclosing remat must not record what a replay will not do
         context = contextvars.Context()
         context.run(WATCHERS.set, WATCHERS.get())
         results[key] = context.run(_run_once, reference, leaves, structure)
-    out, has_gradient, reached = results[key]
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    makers, has_gradient, reached = results[key]
 
     def fresh() -> Any:
-        return tree.map(lambda make: make(), out)
+        return tree.map(lambda make: make(), makers)
 
     def gradients(inputs: tuple[Tensor, ...], _: Any) -> tuple[Tensor | None, ...]:
-        return tuple(torch.empty_like(x) if i in reached else None for i, x in enumerate(inputs))
+        grads: list[Tensor | None] = [None] * len(inputs)
+        for i in reached:
+            grads[i] = torch.empty_like(inputs[i])
+        return tuple(grads)
 
     rule = custom_vjp(lambda *x: (fresh(), x), gradients, name=name)
-    made = rule(*[x if i in reached else x.detach() for i, x in enumerate(tensors)])
-    return tree.map(lambda x, kept: x if kept else x.detach(), made, has_gradient)
+    # detached where the reference has no gradient: autograd must see the graph that it would see
+    out = rule(*[x if i in reached else x.detach() for i, x in enumerate(tensors)])
+    return tree.map(lambda x, kept: x if kept else x.detach(), out, has_gradient)
 
 
 def _run_once(
@@ -97,21 +101,24 @@ def _run_once(
     args, kwargs = tree.unflatten(structure, values)
     with torch.enable_grad():
         out = reference(*args, **kwargs)
+    # the graph is walked and not differentiated, which would take the steps of a whole backward
     nodes = [x.grad_fn for x in tree.leaves(out)]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
+    reached_leaves: set[int] = set()
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             nodes += [following for following, _ in node.next_functions]
-    ends = {id(node.variable) for node in seen if hasattr(node, "variable")}
+            if hasattr(node, "variable"):  # the node that adds up a leaf's gradient
+                reached_leaves.add(id(node.variable))
     tensors = [x for x in values if isinstance(x, Tensor)]
-    reached = {i for i, x in enumerate(tensors) if id(x) in ends}
+    reached = {i for i, x in enumerate(tensors) if id(x) in reached_leaves}
     return tree.map(_maker, out), tree.map(lambda x: x.requires_grad, out), reached
 
 
 def _maker(x: Tensor) -> Callable[[], Tensor]:
-    """Of tensors like ``x``, which it does not hold."""
+    """A maker of tensors like ``x``, which it does not hold."""
     return functools.partial(
         torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device
     )

@@ -15,9 +15,8 @@ __all__ = ["map_query_tiles", "visible_keys"]
 # measured on CPU: the scores of a tile stay in cache, and a causal run skips almost half the keys
 TILE_QUERIES = 64
 TILE_ELEMENTS = 2**23  # scores in one tile; fewer queries per tile above
-KEPT_ELEMENTS = (
-    2**20
-)  # scores of a whole call that its backward may keep; recomputed tile by tile above
+# scores of a whole call that its backward may keep; recomputed tile by tile above
+KEPT_ELEMENTS = 2**20
 # distinct lengths to which keys are cut: each costs the backward one padded copy of their gradient
 _PREFIXES = 8
 
@@ -51,20 +50,23 @@ def map_query_tiles(
     Returns:
         The results of ``f``, one per tile in order.
     """
-    T, S = queries[0].shape[dim], keys[0].shape[dim]
+    T = queries[0].shape[dim]
+    S = keys[0].shape[dim]
     tile = max(1, min(TILE_QUERIES, TILE_ELEMENTS // (width * S)))
     few = tile >= T or width * T * S <= KEPT_ELEMENTS
     run = remat(f) if gradient and not few else f
     unit = -(-S // (_PREFIXES * tile)) * tile
-    lengths = [
-        S if T != S or not causal else min(S, -(-(a + tile) // unit) * unit)
-        for a in range(0, T, tile)
-    ]
-    prefixes = {
-        n: [k if n == S else k.narrow(dim, 0, n) for k in keys] for n in dict.fromkeys(lengths)
-    }
+    lengths = []
+    for begin in range(0, T, tile):
+        # up to the tile's last query, rounded up so that there are few distinct lengths
+        reach = min(S, -(-(begin + tile) // unit) * unit)
+        lengths.append(reach if causal and T == S else S)
+    # one cut for each length, not for each tile: its gradient is padded once
+    prefixes: dict[int, list[Tensor]] = {}
+    for length in dict.fromkeys(lengths):
+        prefixes[length] = [k if length == S else k.narrow(dim, 0, length) for k in keys]
     parts = zip(*[q.split(tile, dim=dim) for q in queries], strict=True)
-    return [run(*part, *prefixes[n]) for part, n in zip(parts, lengths, strict=True)]
+    return [run(*part, *prefixes[length]) for part, length in zip(parts, lengths, strict=True)]
 
 
 def visible_keys(

@@ -46,6 +46,7 @@ def adapter(
         lazily(module, f"{function}_accepts"),
         dtypes=dtypes,
         on_request=("npu",) if on_request else (),
+        # then the reference runs, and says nothing: a transform is for tests and research
         no_vmap="torch_npu's operators have no batching rule",
         missing=lambda: device.missing_operators(*operators),
     )

@@ -24,7 +24,10 @@ from k31fn.precision import upcast
 
 __all__ = ["Packing", "attention", "attention_accepts", "pack", "packed_attention"]
 
-_MOST_HEADS, _WIDEST_HEAD, _MOST_SEQUENCES = 256, 768, 1024
+# limits of the operator's layout TND, from CANN's documentation
+_MOST_HEADS = 256
+_WIDEST_HEAD = 768
+_MOST_SEQUENCES = 1024
 _COMPRESSED = 2048  # side of the triangle that stands for a causal mask of any size
 _CAUSAL = 3  # sparse_mode: the diagonal ends in the lower right corner of each sequence
 
@@ -39,7 +42,8 @@ def attention_accepts(
             f"it takes queries that are among the keys, got {q.shape[1]} queries and {k.shape[1]} "
             "keys"
         )
-    if len(dtypes := {x.dtype for x in (q, k, k_shared, v)}) > 1:
+    dtypes = {x.dtype for x in (q, k, k_shared, v)}
+    if len(dtypes) > 1:
         return f"it takes one dtype, got {', '.join(sorted(map(str, dtypes)))}"
     if q.shape[2] > _MOST_HEADS or q.shape[3] > _WIDEST_HEAD:
         return f"at most {_MOST_HEADS} heads of {_WIDEST_HEAD}, got {q.shape[2]} of {q.shape[3]}"
@@ -85,10 +89,12 @@ def pack(start: Tensor, stop: Tensor, num_keys: int, *, causal: bool) -> Packing
     Raises:
         ValueError: as of :func:`attention`.
     """
+    # one copy for both: each would wait for the device
     start, stop = torch.stack([start, stop]).cpu().to(torch.int64)
     padding = start >= stop
     begins = torch.ones_like(padding)
     goes_on = (start[:, 1:] == start[:, :-1]) & (stop[:, 1:] == stop[:, :-1] + causal)
+    # the bounds of padding mean nothing: it goes on as long as it is padding
     begins[:, 1:] = torch.where(
         padding[:, 1:] | padding[:, :-1], padding[:, 1:] != padding[:, :-1], ~goes_on
     )
@@ -97,18 +103,15 @@ def pack(start: Tensor, stop: Tensor, num_keys: int, *, causal: bool) -> Packing
     if len(ends) > _MOST_SEQUENCES:
         raise ValueError(
             f"attention (npu): {len(ends)} documents or images in a batch, at most "
-            f"{_MOST_SEQUENCES}; use fewer rows, "
-            "or use_impl with 'reference'"
+            f"{_MOST_SEQUENCES}; use fewer rows, or use_impl with 'reference'"
         )
     empty = padding.flatten()[first]
     opens = torch.where(empty, num_keys - (ends - first), start.flatten()[first])
     closes = torch.where(empty, num_keys, stop.flatten()[ends - 1])
     row = first // start.shape[1] * num_keys
-    ranges = [
-        torch.arange(a, b)
-        for a, b in zip((row + opens).tolist(), (row + closes).tolist(), strict=True)
-    ]
+    ranges = list(map(torch.arange, (row + opens).tolist(), (row + closes).tolist()))
     keys = torch.cat(ranges)
+    # in training all keys are used in their own order: then nothing needs to be gathered
     whole = torch.equal(keys, torch.arange(start.shape[0] * num_keys))
     key_ends = tuple(itertools.accumulate(map(len, ranges)))
     return Packing(tuple(ends.tolist()), key_ends, () if whole else keys, causal)
@@ -116,16 +119,21 @@ def pack(start: Tensor, stop: Tensor, num_keys: int, *, causal: bool) -> Packing
 
 def _packed(q: Tensor, k: Tensor, k_shared: Tensor, v: Tensor, packing: Packing) -> list[Tensor]:
     shared = k_shared[:, :, None].expand(-1, -1, k.shape[2], -1)
-    queries, *others = (x.flatten(0, 1).contiguous() for x in (q, torch.cat([k, shared], -1), v))
+    queries = q.flatten(0, 1).contiguous()
+    keys = torch.cat([k, shared], -1).flatten(0, 1).contiguous()
+    values = v.flatten(0, 1).contiguous()
     if isinstance(packing.keys, Tensor):
-        others = [x.index_select(0, packing.keys.to(x.device)) for x in others]
-    return [queries, *others]
+        index = packing.keys.to(keys.device)
+        keys = keys.index_select(0, index)
+        values = values.index_select(0, index)
+    return [queries, keys, values]
 
 
 def _unpacked(x: Tensor, like: Tensor, packing: Packing) -> Tensor:
     """The gradient of what was packed, ``[B S Hk *]``: keys that are in no sequence have zero."""
     if isinstance(packing.keys, Tensor):
         zeros = x.new_zeros((like.shape[0] * like.shape[1], *x.shape[1:]))
+        # added: the keys of a document in two slices of the context are in two sequences
         x = zeros.index_add(0, packing.keys.to(x.device), x)
     return x.view(*like.shape[:3], -1)
 
@@ -144,8 +152,9 @@ def _fwd(*args: Any) -> tuple[Tensor, Any]:
     out, largest, total, *_ = torch_npu.npu_fusion_attention(
         *packed, q.shape[2], "TND", scale=scale, **_options(q, packing)
     )
-    seen = (start < stop)[..., None, None]
-    result = torch.where(seen, upcast(out).view(*q.shape[:3], -1), 0.0)
+    # padding went along as a sequence of its own, whose output is a number but not 0
+    has_keys = (start < stop)[..., None, None]
+    result = torch.where(has_keys, upcast(out).view(*q.shape[:3], -1), 0.0)
     return result, (q, k, k_shared, v, start, stop, out, largest, total)
 
 
@@ -164,6 +173,7 @@ def _bwd(scale: float, packing: Packing, residuals: Any, ct: Tensor) -> tuple[An
         **_options(q, packing),
     )
     d_k, d_shared = _unpacked(d_keys, k, packing).split((k.shape[3], k_shared.shape[2]), -1)
+    # over the heads in float32, and rounded once
     d_shared = upcast(d_shared).sum(2).to(k_shared.dtype)
     return d_q.view(q.shape), d_k, d_shared, _unpacked(d_v, v, packing), None, None
 

@@ -10,9 +10,8 @@ from k31fn.typing import Bool, Float, Int, Tensor
 
 __all__ = ["attention", "by_head", "heads_first", "probabilities"]
 
-_MASKED = (
-    -1e30
-)  # finite: a row without keys gives no NaN; absorbs any score, so exp gives exactly 0
+# finite: a row without keys gives no NaN; absorbs any score, so exp gives exactly 0
+_MASKED = -1e30
 
 
 def attention(
@@ -31,6 +30,7 @@ def attention(
         _tile, (queries, *bounds), (keys, values), width=q.shape[0] * q.shape[2]
     )
     out = torch.cat(tiles, dim=-2).transpose(1, 2)
+    # a query without keys has uniform probabilities, and a mean of values that is no result
     return torch.where((start < stop)[..., None, None], out, 0.0)
 
 
@@ -46,8 +46,10 @@ def heads_first(
     scale: float,
 ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B Hk S K"], Float[Tensor, "B Hk S V"]]:
     """Scaled queries, whole keys and values with heads before tokens, in the softmax's dtype."""
-    k, k_shared = upcast(k).transpose(1, 2), upcast(k_shared)[:, None]
+    k = upcast(k).transpose(1, 2)
+    k_shared = upcast(k_shared)[:, None]
     keys = torch.cat([k, k_shared.expand(-1, k.shape[1], -1, -1)], dim=-1)
+    # the queries are scaled and not the scores, of which there are T times as many
     return upcast(q).transpose(1, 2) * scale, keys, upcast(v).transpose(1, 2).contiguous()
 
 
@@ -57,6 +59,7 @@ def probabilities(
     """Softmax of ``q k^T`` over the attended keys, exactly 0 elsewhere; meaningless in a row that
     attends to none.
     """
+    # added and not filled in: the bias [t, S] is shared by all heads
     bias = torch.where(attended, 0.0, _MASKED).to(q.dtype)
     return torch.softmax(by_head(q, k.transpose(-1, -2)) + bias[:, None], dim=-1)
 

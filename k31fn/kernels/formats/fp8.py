@@ -41,9 +41,8 @@ def encode(
         raise ValueError(
             f"FP8: blocks of {rows} x {columns} do not divide a matrix {list(w.shape)}"
         )
-    blocks = (
-        upcast(w).unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
-    )  # [... GR rows GC columns]
+    # [... GR rows GC columns]
+    blocks = upcast(w).unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
     scales = scale_of(blocks.abs().amax((-3, -1)), dtype)
     codes = (blocks / scales[..., :, None, :, None]).to(dtype)
     return reinterpret(codes, torch.uint8).flatten(-2).flatten(-3, -2), scales.to(torch.float32)
@@ -60,9 +59,7 @@ def decode(
     Raises:
         ValueError: the scales do not divide it into equal blocks.
     """
-    rows, columns = (
-        math.gcd(n, g) for n, g in zip(codes.shape[-2:], scales.shape[-2:], strict=True)
-    )
+    rows, columns = map(math.gcd, codes.shape[-2:], scales.shape[-2:])
     if (rows, columns) != tuple(scales.shape[-2:]) or codes.shape[:-2] != scales.shape[:-2]:
         raise ValueError(
             f"FP8: scales {list(scales.shape)} do not divide codes {list(codes.shape)} into equal "
@@ -77,8 +74,7 @@ def scale_of(largest: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tens
     """The smallest power of two, at least 2^-126, by which numbers up to ``largest`` fit into
     ``dtype``; 1 for 0.
     """
-    mantissa, exponent = torch.frexp(
-        upcast(largest) / torch.finfo(dtype).max
-    )  # in [0.5, 1) times 2^exponent
+    # a mantissa in [0.5, 1) times 2^exponent; exact, which a logarithm near a power of two is not
+    mantissa, exponent = torch.frexp(upcast(largest) / torch.finfo(dtype).max)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(SMALLEST, LARGEST)
     return power_of_two(exponent, island(largest.dtype))

@@ -28,7 +28,8 @@ __all__ = ["GROUP", "check_columns", "decode", "encode", "fake_quantise"]
 GROUP = 32  # columns that share a scale
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS, _LARGEST_SCALE = 127, 254
+_BIAS = 127
+_LARGEST_SCALE = 254  # 255 is not a number
 
 
 def decode(
@@ -43,13 +44,11 @@ def decode(
     if packed.shape[:-1] != scale.shape[:-1] or 2 * packed.shape[-1] != GROUP * groups:
         raise ValueError(
             f"MXFP4: packed {list(packed.shape)} and scale {list(scale.shape)} do not fit: one "
-            "scale byte is needed "
-            f"per {GROUP // 2} packed bytes of a row"
+            f"scale byte is needed per {GROUP // 2} packed bytes of a row"
         )
     values = torch.tensor([*_VALUES, *(-v for v in _VALUES)], dtype=dtype, device=packed.device)
-    pairs = torch.stack(
-        [values.repeat(16), values.repeat_interleave(16)], dim=-1
-    )  # of each byte, low nibble first
+    # a table of both numbers of each byte, low nibble first: one look-up in place of shifts
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)
     decoded = F.embedding(packed.int(), pairs).flatten(-2).unflatten(-1, (groups, GROUP))
     return (decoded * _powers(scale, dtype)[..., None]).flatten(-2)
 
@@ -97,9 +96,8 @@ def check_columns(columns: int) -> None:
 def _rounded(weight: Tensor) -> Tensor:
     scaled, scale = _scaled(weight.to(torch.bfloat16))
     size = scaled.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(
-        scaled.dtype
-    )  # between neighbours
+    # between neighbours: halves up to 2, ones up to 4, then 4 and 6
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(scaled.dtype)
     nearest = torch.copysign(((size / step).round() * step).clamp(max=_VALUES[-1]), scaled)
     return (nearest * _powers(scale + _BIAS, scaled.dtype)[..., None]).flatten(-2).to(weight.dtype)
 
@@ -120,13 +118,13 @@ def _scaled(weight: Tensor) -> tuple[Tensor, Tensor]:
     check_columns(weight.shape[-1])
     groups = upcast(weight).unflatten(-1, (-1, GROUP))
     exponent = torch.frexp(groups.abs().amax(-1)).exponent - 1  # floor(log2) of the largest
-    scale = (exponent - 2).clamp(
-        -_BIAS, _LARGEST_SCALE - _BIAS
-    )  # 4 = 2^2 is E2M1's highest power of two
+    # 4 = 2^2 is E2M1's highest power of two
+    scale = (exponent - 2).clamp(-_BIAS, _LARGEST_SCALE - _BIAS)
     return groups / _powers(scale + _BIAS, groups.dtype)[..., None], scale
 
 
 def _powers(scale: Tensor, dtype: torch.dtype) -> Float[Tensor, "*shape"]:
     """``2^(scale - 127)``, exactly; not a number for a scale byte of 255."""
+    # a table: exp2 of a device need not be exact
     powers = [*(2.0 ** (b - _BIAS) for b in range(_LARGEST_SCALE + 1)), float("nan")]
     return torch.tensor(powers, dtype=dtype, device=scale.device)[scale.int()]

@@ -17,7 +17,9 @@ from k31fn.typing import Float, Tensor
 __all__ = ["GROUP", "fake_quantise"]
 
 GROUP = 32
-_MAX, _HIGHEST_POWER = 448.0, 8
+# of E4M3
+_MAX = 448.0
+_HIGHEST_POWER = 8
 
 
 def fake_quantise(x: Float[Tensor, "*rows C"]) -> Float[Tensor, "*rows C"]:
@@ -38,9 +40,9 @@ def fake_quantise(x: Float[Tensor, "*rows C"]) -> Float[Tensor, "*rows C"]:
 def _fake_fwd(x: Tensor) -> tuple[Tensor, tuple[()]]:
     groups = upcast(x).unflatten(-1, (-1, GROUP))
     exponent = torch.frexp(groups.abs().amax(-1)).exponent - 1
-    factor = power_of_two((exponent - _HIGHEST_POWER).clamp(SMALLEST, LARGEST), groups.dtype)[
-        ..., None
-    ]
+    powers = (exponent - _HIGHEST_POWER).clamp(SMALLEST, LARGEST)
+    factor = power_of_two(powers, groups.dtype)[..., None]
+    # clamped first: a cast to E4M3 makes NaN of what is too large
     codes = (groups / factor).clamp(-_MAX, _MAX).to(torch.float8_e4m3fn)
     return (codes.to(groups.dtype) * factor).flatten(-2).to(x.dtype), ()
 

@@ -16,4 +16,5 @@ SMALLEST, LARGEST = -126, 127
 
 def power_of_two(exponent: Int[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
     """``2^exponent`` for exponents from -126 to 127, made from float32's bits."""
+    # the exponent alone, in its field: the mantissa of a power of two is zero
     return reinterpret((exponent.to(torch.int32) + LARGEST) << 23, torch.float32).to(dtype)

@@ -29,6 +29,7 @@ def gated_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
+    # in float32: the operator would round its result to bfloat16 before the gate
     return upcast(x).reshape(-1, x.shape[-1])
 
 
@@ -40,7 +41,9 @@ def _fwd(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, A
 
 def _bwd(eps: float, residuals: Any, ct: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     o, gate, weight, inverse = residuals
-    wide, opened, d_y = _rows(o), torch.sigmoid(_rows(gate)), _rows(ct)
+    wide = _rows(o)
+    opened = torch.sigmoid(_rows(gate))
+    d_y = _rows(ct)
     d_normalised = d_y * opened
     d_gate = d_normalised * (1 - opened) * (wide * inverse * upcast(weight))
     d_o, d_weight = torch_npu.npu_rms_norm_backward(d_normalised, wide, upcast(weight), inverse)

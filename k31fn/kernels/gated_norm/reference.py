@@ -39,12 +39,14 @@ def _fwd(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, t
 
 def _bwd(eps: float, residuals: tuple[Tensor, ...], ct: Tensor) -> tuple[Tensor, ...]:
     o, gate, weight = residuals
+    # computed again: kept, they would be two more float32 tensors of [B T H V]
     n, inverse = _normalised(o, eps)
     opened = torch.sigmoid(upcast(gate))
     weighted = upcast(ct) * opened
     d_weight = (weighted * n).flatten(0, -2).sum(0)
     d_n = weighted * upcast(weight)
     along = d_n * n
+    # sigmoid' = sigmoid (1 - sigmoid), whose first factor is in d_n already
     d_gate = along * (1 - opened)
     d_o = inverse * torch.addcmul(d_n, n, along.mean(-1, keepdim=True), value=-1)
     return d_o.to(o.dtype), d_gate.to(gate.dtype), d_weight.to(weight.dtype)

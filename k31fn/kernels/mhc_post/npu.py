@@ -16,7 +16,7 @@ from k31fn.autodiff.custom_vjp import custom_vjp
 
 __all__ = ["mhc_post", "mhc_post_accepts"]
 
-_STREAMS = (4, 6, 8)
+_STREAMS = (4, 6, 8)  # those of the operator, from CANN's documentation
 
 
 def mhc_post_accepts(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> str:
@@ -46,6 +46,7 @@ def _fwd(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> tuple[Tensor, A
 
 def _bwd(residuals: Any, ct: Tensor) -> tuple[Tensor, ...]:
     x, f, h_post, h_res = residuals
+    # a cotangent may come expanded, as that of a sum does; the operator reads memory as it lies
     d_x, d_res, d_f, d_post = torch_npu.npu_mhc_post_backward(ct.contiguous(), x, h_res, f, h_post)
     return d_x, d_f, d_post, d_res
 

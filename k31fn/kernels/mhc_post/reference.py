@@ -22,5 +22,6 @@ def mhc_post(
 
 
 def _post(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+    # first index of h_res: the stream that is read, second: the one that is written
     mixed = torch.einsum("btij,btid->btjd", h_res, upcast(x))
     return torch.addcmul(mixed, h_post[..., None], upcast(f)[:, :, None]).to(x.dtype)

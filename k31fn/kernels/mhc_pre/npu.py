@@ -18,6 +18,7 @@ from k31fn.kernels.mhc_pre.reference import SINKHORN_EPS, Pre
 
 __all__ = ["mhc_pre", "mhc_pre_accepts"]
 
+# limits of the operators, from CANN's documentation
 _STREAMS = (4, 6, 8)
 _MOST_ITERATIONS = 100
 
@@ -61,6 +62,7 @@ def _fwd(
 
 def _bwd(eps: float, iterations: int, residuals: Any, ct: Pre) -> tuple[Tensor, ...]:
     x, phi, scale, base, a_res, inverse, products, h_pre, h_post = residuals
+    # for its steps and sums, which the forward did not ask for: they need not live until here
     _, steps, sums = torch_npu.npu_mhc_sinkhorn(
         a_res, eps=SINKHORN_EPS, num_iters=iterations, out_flag=1
     )
@@ -77,6 +79,7 @@ def _bwd(eps: float, iterations: int, residuals: Any, ct: Pre) -> tuple[Tensor, 
         hc_eps=SINKHORN_EPS,
         grad_x_post=ct.x.contiguous(),
     )
+    # the operators hold phi as [C, N D], k31fn as [N D, C]
     return d_x, d_phi.mT.to(phi.dtype), d_scale.to(scale.dtype), d_base.to(base.dtype)
 
 

@@ -42,6 +42,7 @@ def mhc_pre(
     """
     streams = x.shape[-2]
     _check("mhc_pre", x, (phi, scale, base), 2 * streams + streams**2, 3)
+    # computed again in the backward: Sinkhorn's steps would keep 2 x iterations matrices a token
     y, h_post, h_res = remat(_pre)(x, phi, scale, base, eps, iterations)
     return Pre(y, x, h_post, h_res)
 
@@ -73,6 +74,7 @@ def sinkhorn(a: Float[Tensor, "*rows N N2"], iterations: int) -> Float[Tensor, "
             f"sinkhorn: iterations={iterations} leave the columns as they are; use 1 or more"
         )
     m = torch.softmax(a, -1) + SINKHORN_EPS
+    # the first iteration is half done: a softmax's rows sum to 1
     m = m / (m.sum(-2, keepdim=True) + SINKHORN_EPS)
     for _ in range(iterations - 1):
         m = m / (m.sum(-1, keepdim=True) + SINKHORN_EPS)
@@ -99,11 +101,13 @@ def _head(x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float) -> Te
 
 def _project(x: Tensor, phi: Tensor, eps: float) -> Tensor:
     flat = upcast(x).flatten(-2)
+    # the product first: the norm is one number a token, and is not multiplied into N D features
     return (flat @ phi.to(flat.dtype)) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
 
 
 def _weighted(x: Tensor, a: Tensor) -> Tensor:
     h_pre = torch.sigmoid(a) + SINKHORN_EPS
+    # summed over the streams in float32, rounded once
     return torch.einsum("btn,btnd->btd", h_pre, upcast(x)).to(x.dtype)
 
 
@@ -111,12 +115,11 @@ def _check(
     name: str, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], columns: int, scales: int
 ) -> None:
     streams, width = x.shape[-2:]
-    found, wanted = (
-        [list(w.shape) for w in weights],
-        [[streams * width, columns], [scales], [columns]],
-    )
-    if found != wanted:
-        texts = ("phi {}, scale {} and base {}".format(*shapes) for shapes in (wanted, found))
+    shapes = [list(w.shape) for w in weights]
+    wanted = [[streams * width, columns], [scales], [columns]]
+    if shapes != wanted:
+        text = "phi {}, scale {} and base {}"
         raise ValueError(
-            f"{name}: {streams} streams of width {width} need {next(texts)}, got {next(texts)}"
+            f"{name}: {streams} streams of width {width} need {text.format(*wanted)}, got "
+            f"{text.format(*shapes)}"
         )

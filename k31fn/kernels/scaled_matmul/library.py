@@ -28,8 +28,11 @@ def missing() -> str:
     """Why this machine cannot run it, or nothing."""
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
-    if torch.cuda.is_available() and (have := torch.cuda.get_device_capability()) < _CAPABILITY:
-        return f"capability {_CAPABILITY} is needed, the device has {have}"
+    if not torch.cuda.is_available():
+        return ""  # which device it needs is said by what it is registered for
+    capability = torch.cuda.get_device_capability()
+    if capability < _CAPABILITY:
+        return f"capability {_CAPABILITY} is needed, the device has {capability}"
     return ""
 
 
@@ -47,16 +50,16 @@ def _trial(scaling: Scaling, index: int) -> str:
     scales.
     """
     where = torch.device("cuda", index)
-    a, b = (
-        torch.randn(256, 640, device=where).bfloat16(),
-        torch.randn(640, 384, device=where).bfloat16(),
-    )
+    # 640 features are five blocks of 128: the padding to a multiple of four is tried too
+    a = torch.randn(256, 640, device=where).bfloat16()
+    b = torch.randn(640, 384, device=where).bfloat16()
     for b_blocks in (False, True):
         try:
             got = scaled_mm(a, b, scaling, b_blocks).float()
         except RuntimeError as error:
             return f"the library refuses scaling={scaling!r}: {str(error).splitlines()[0]}"
         want = reference(a, b, scaling, b_blocks).float()
+        # sums differ by roundings, misread scales by factors of two
         if float((got - want).abs().max()) > 0.02 * float(want.abs().max()):
             return f"the library's result with scaling={scaling!r} is wrong"
     return ""
@@ -73,7 +76,8 @@ def _multiply(a: Codes, b: Codes, scaling: Scaling, dtype: torch.dtype) -> Float
             "scale_recipe_b": rows,
         }
         return F.scaled_mm(*codes, **how, output_dtype=dtype)
-    fine, coarse = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128  # pyright: ignore[reportAttributeAccessIssue]
+    fine = F.ScalingType.BlockWise1x128  # pyright: ignore[reportAttributeAccessIssue]
+    coarse = F.ScalingType.BlockWise128x128  # pyright: ignore[reportAttributeAccessIssue]
     in_blocks = b.scales.shape[0] != b.codes.shape[0]
     return F.scaled_mm(
         *codes,

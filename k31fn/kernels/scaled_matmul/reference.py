@@ -28,10 +28,8 @@ def fits(rows: int, features: int, columns: int, scaling: Scaling) -> bool:
 
 
 def _decode(x: Codes) -> Float[Tensor, "R K"]:
-    per_row, per_column = (
-        x.codes.shape[0] // x.scales.shape[0],
-        x.codes.shape[1] // x.scales.shape[1],
-    )
+    per_row = x.codes.shape[0] // x.scales.shape[0]
+    per_column = x.codes.shape[1] // x.scales.shape[1]
     each = x.scales.repeat_interleave(per_row, 0).repeat_interleave(per_column, 1)
     return x.codes.to(each.dtype) * each
 
@@ -50,14 +48,18 @@ def product_rule(multiply: Multiply, name: str) -> Callable[..., Tensor]:
 
     def fwd(scaling: Scaling, b_blocks: bool, a: Tensor, b: Tensor) -> tuple[Tensor, Any]:
         of_b = fp8_encode(b.mT, "tiles" if b_blocks and scaling == "blocks" else scaling)
+        # kept unencoded: the backward contracts over other dims, whose scales are others
         return multiply(fp8_encode(a, scaling), of_b, scaling, a.dtype), (a, b)
 
     def bwd(
         scaling: Scaling, b_blocks: bool, needs: Any, residuals: Any, ct: Tensor
     ) -> tuple[Any, Any]:
         a, b = residuals
-        da = rule(scaling, b_blocks, ct, b.mT) if needs[0] else None
-        return da, rule(scaling, False, a.mT, ct) if needs[1] else None
+        # the rule again, not multiply: its gradients are FP8 products with gradients of their own
+        d_a = rule(scaling, b_blocks, ct, b.mT) if needs[0] else None
+        # the second operand is now a cotangent: blocks are for weights
+        d_b = rule(scaling, False, a.mT, ct) if needs[1] else None
+        return d_a, d_b
 
     rule = custom_vjp(fwd, bwd, nondiff_argnums=(0, 1), needs=True, name=name)
     return lambda a, b, scaling, b_blocks: rule(scaling, b_blocks, a, b)

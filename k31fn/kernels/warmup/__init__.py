@@ -65,14 +65,12 @@ class _Like(NamedTuple):
 
     def zeros(self, device: torch.device) -> Tensor:
         first = self.offset // self.dtype.itemsize
-        size = (
-            1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-            if 0 not in self.shape
-            else 0
-        )
-        return torch.zeros(first + size, dtype=self.dtype, device=device).as_strided(
-            self.shape, self.stride, first
-        )
+        size = 0  # elements that the view reaches over
+        if 0 not in self.shape:
+            size = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        # a fresh allocation is aligned, so the view begins as far past 16 bytes as the tensor did
+        storage = torch.zeros(first + size, dtype=self.dtype, device=device)
+        return storage.as_strided(self.shape, self.stride, first)
 
 
 class OpCall(NamedTuple):
@@ -89,16 +87,17 @@ class OpCalls:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Any, OpCall] = {}
+        self._calls: dict[Any, OpCall] = {}
 
     def __call__(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes a call."""
         leaves, structure = tree.flatten((args, kwargs), allow_none=True)
         likes = tuple(_Like.of(x) if isinstance(x, Tensor) else x for x in leaves)
-        self._found.setdefault((op.name, structure, likes), OpCall(op, structure, likes))
+        # by what a kernel is compiled for; a run has thousands of calls, of a few dozen kinds
+        self._calls.setdefault((op.name, structure, likes), OpCall(op, structure, likes))
 
     def __iter__(self) -> Iterator[OpCall]:
-        return iter(self._found.values())
+        return iter(self._calls.values())
 
 
 def launches(calls: Sequence[OpCall] | OpCalls, device: torch.device) -> list[Launch]:
@@ -110,20 +109,22 @@ def launches(calls: Sequence[OpCall] | OpCalls, device: torch.device) -> list[La
         device: where they run. Their arguments are made there, zeros, one call after the other.
     """
     if INTERPRETED:
-        return []
-    found: dict[Launch, None] = {}
+        return []  # the interpreter compiles nothing
+    wanted: dict[Launch, None] = {}  # in the order of the calls, each once
     for call in calls:
         values = [x.zeros(device) if isinstance(x, _Like) else x for x in call.leaves]
         args, kwargs = tree.unflatten(call.structure, values)
         implementation = call.op.implementations.get(call.op.chosen(*args, **kwargs))
         if implementation is not None and (implementation.kernels or implementation.calls):
+            # imported only now: it imports triton, which need not be there
             record = importlib.import_module("k31fn.kernels.warmup.triton").record
-            found |= dict.fromkeys(record(functools.partial(_forward_and_backward, call, values)))
-    return list(found)
+            wanted |= dict.fromkeys(record(functools.partial(_forward_and_backward, call, values)))
+    return list(wanted)
 
 
 def _forward_and_backward(call: OpCall, values: list[Any]) -> None:
     index = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.is_floating_point()]
+    leaves = [values[i] for i in index]
 
     def run(*leaves: Tensor) -> Any:
         replaced = list(values)
@@ -133,6 +134,6 @@ def _forward_and_backward(call: OpCall, values: list[Any]) -> None:
         return call.op(*args, **kwargs)
 
     with torch.no_grad():  # as remat and evaluation run it; a kernel may store less then
-        run(*(values[i] for i in index))
-    out, pull = vjp(run, *(values[i] for i in index))
+        run(*leaves)
+    out, pull = vjp(run, *leaves)
     pull(tree.map(torch.zeros_like, out))

@@ -69,7 +69,9 @@ class Compilers:
             WarmUpError: a kernel does not compile, or two processes died over it.
         """
         states = [""] * len(wanted)
-        waiting, errors = deque((i, 0) for i in range(len(wanted))), list[str]()
+        errors: list[str] = []
+        # number and tries so far; popping and appending are whole steps among Python's threads
+        waiting = deque(enumerate([0] * len(wanted)))
 
         def work(process: _Process) -> None:
             while waiting and not errors:
@@ -79,6 +81,7 @@ class Compilers:
                     return
                 answer = process.ask(wanted[number])
                 if answer is None:
+                    # it died: of a compiler's fault, or killed for memory, which may pass
                     process.start()
                     if tries + 1 < _TRIES:
                         waiting.append((number, tries + 1))
@@ -111,9 +114,10 @@ class _Process:
         self.start()
 
     def start(self) -> None:
-        without = {"TRITON_INTERPRET"}
-        env = {k: v for k, v in os.environ.items() if k not in without}
+        env = dict(os.environ)
+        env.pop("TRITON_INTERPRET", None)
         env |= {
+            # without a device: several contexts would take gigabytes from the run's
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -137,7 +141,7 @@ class _Process:
             line = self._process.stdout.readline()
         except OSError:
             line = ""
-        if not line.endswith("\n"):
+        if not line.endswith("\n"):  # a part of an answer is none
             self.end()
             return None
         return json.loads(line)

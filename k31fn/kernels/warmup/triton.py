@@ -32,14 +32,8 @@ __all__ = ["ahead_of_time", "compilations", "ensure", "folder", "load", "record"
 
 _BASE = Path(knobs.cache.dir)  # before use_folder
 _SUMS = "k31fn-sha256.json"
-_DAMAGED = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    StopIteration,
-)  # what Triton raises on half an entry
+# what Triton raises on half an entry
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration)
 
 
 def folder(device: str) -> Path:
@@ -80,22 +74,27 @@ def record(run: Callable[[], None]) -> list[Launch]:
 
     None of them is compiled or launched, so its results mean nothing.
     """
-    found: dict[Launch, None] = {}
+    wanted: dict[Launch, None] = {}
 
     def note(*, fn: Any, compile: Any, **_: Any) -> bool:
-        kernel, t = fn.jit_function.fn, cast(GPUTarget, driver.active.get_current_target())
-        target = (t.backend, t.arch, t.warp_size)
-        found[
-            Launch(kernel.__module__, kernel.__qualname__, target, compile["specialization_data"])
-        ] = None
+        kernel = fn.jit_function.fn
+        target = cast(GPUTarget, driver.active.get_current_target())
+        launch = Launch(
+            kernel.__module__,
+            kernel.__qualname__,
+            (target.backend, target.arch, target.warp_size),
+            compile["specialization_data"],
+        )
+        wanted[launch] = None
         return True  # which makes Triton leave the launch out
 
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = note
     try:
         run()
     finally:
         knobs.runtime.jit_cache_hook = before
-    return list(found)
+    return list(wanted)
 
 
 class _Ahead:
@@ -130,18 +129,19 @@ def ensure(launch: Launch) -> tuple[Any, str]:
         not all of it.
     """
     kernel_of = getattr(importlib.import_module(launch.module), launch.function)
-    with _alone(launch), compilations() as made:
+    with _alone(launch), compilations() as compiled:
         try:
             kernel = kernel_of.preload(launch.data)
         except _DAMAGED:
             kernel = None
             _drop_odd_groups()
-        if kernel is None or (not made and _sums(kernel) != _written(kernel)):
+        # found, but with other files than were written: a disk that was full, a copy cut short
+        if kernel is None or (not compiled and _sums(kernel) != _written(kernel)):
             with _always_compiling():
                 kernel = kernel_of.preload(launch.data)
             state = "rebuilt"
         else:
-            state = "compiled" if made else "found"
+            state = "compiled" if compiled else "found"
         if state != "found":
             _write(_place(kernel), json.dumps(_sums(kernel)))
     return kernel, state
@@ -156,7 +156,7 @@ def load(wanted: Sequence[Launch], *, on_device: bool) -> None:
     for launch in wanted:
         kernel, _ = ensure(launch)
         if on_device:
-            kernel._init_handles()
+            kernel._init_handles()  # the step that loads a binary; Triton does it at first launch
 
 
 @contextlib.contextmanager
@@ -169,16 +169,16 @@ def _alone(launch: Launch) -> Iterator[None]:
     locks.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(json.dumps(launch).encode()).hexdigest()
     with open(locks / name, "a") as file:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: both compile, and the last name wins
+        # a file system without locks: both compile, and the last name wins
+        with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
 def _always_compiling() -> Iterator[None]:
-    before, knobs.compilation.always_compile = knobs.compilation.always_compile, True
+    before = knobs.compilation.always_compile
+    knobs.compilation.always_compile = True
     try:
         yield
     finally:
@@ -191,8 +191,8 @@ def _drop_odd_groups() -> None:
     """
     for file in Path(knobs.cache.dir).glob("*/__grp__*"):
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads(file.read_text())
-            if not isinstance(found, dict) or not isinstance(found.get("child_paths", {}), dict):
+            group = json.loads(file.read_text())
+            if not isinstance(group, dict) or not isinstance(group.get("child_paths", {}), dict):
                 file.unlink(missing_ok=True)
 
 
@@ -213,6 +213,7 @@ def _written(kernel: Any) -> Any:
 
 
 def _write(file: Path, text: str) -> None:
+    # renamed when it is whole and on the disk: a reader sees all of it or nothing
     temporary = file.with_name(f"{file.name}.{os.getpid()}-{uuid.uuid4().hex}")
     with open(temporary, "w") as out:
         out.write(text)
