@@ -32,6 +32,7 @@ from k31fn.kernels.vendor import adapter
 
 __all__ = ["attention"]
 
+# float64 is left out: it runs the reference, on any device
 _OPERATORS = ("npu_fusion_attention", "npu_fusion_attention_grad")
 attention = Op("attention", _reference)
 attention.register(

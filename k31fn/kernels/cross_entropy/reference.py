@@ -26,9 +26,8 @@ def cross_entropy(logits: Float[Tensor, "*rows Z"], labels: Int[Tensor, "*rows"]
     way; ``torch.logsumexp`` takes twice the time on a CPU.
     """
     inside = (labels >= 0) & (labels < logits.shape[-1])
-    column = torch.where(inside, labels, 0).to(torch.int64)[
-        ..., None
-    ]  # gather takes no narrower index
+    # gather takes no narrower index
+    column = torch.where(inside, labels, 0).to(torch.int64)[..., None]
     wide = upcast(logits)
     at_column = wide.gather(-1, column)[..., 0]
     lse = at_column - torch.log_softmax(wide, -1).gather(-1, column)[..., 0]

@@ -54,9 +54,12 @@ def fp8_encode(x: Float[Tensor, "R K"], scaling: Groups = "rows") -> Codes:
         ValueError: sizes that the scaling does not take.
     """
     check(x, scaling)
+    # rows and columns that share a scale
     size = (BLOCK if scaling == "tiles" else 1, x.shape[1] if scaling == "rows" else BLOCK)
+    # rounding has no derivative: the product's rule treats codes as the numbers themselves
     groups = stop_gradient(x).unflatten(1, (-1, size[1])).unflatten(0, (-1, size[0]))
     largest = torch.linalg.vector_norm(groups, float("inf"), (1, 3))  # [R / size, K / size]
+    # a group with an infinity or a NaN becomes NaN as a whole: the step is then skipped
     finite = largest.isfinite()
     scales = scale_of(torch.where(finite, largest, _LARGEST).clamp_min(_SMALLEST), E4M3)
     inverse = torch.where(finite, scales.reciprocal(), math.nan).to(x.dtype)

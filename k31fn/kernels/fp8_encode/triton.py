@@ -23,6 +23,7 @@ from k31fn.kernels.launch import Build, Tile, grouped, programs
 __all__ = ["builds", "fp8_encode"]
 
 _PARTS = 16  # into which columns are cut at most, to find their largest numbers
+# chosen by measurement on an H200; on Ascend by its memory alone, since nobody has run them there.
 # per device kind: rows (the longest that is held), blocks, blocks of a transpose, tiles (lines at
 # once), columns
 _TILES = {
@@ -57,33 +58,40 @@ def _bits(x):
 
 @triton.jit
 def _magnitude(x):
+    # as an integer: bits without the sign ascend as the numbers do, and a maximum of integers keeps
+    # a NaN, which is larger than infinity, where a maximum of floats may drop it
     return _bits(x) & 0x7FFFFFFF
 
 
 @triton.jit
 def _exponent(largest):
-    """Of the scale, plus 127: 448 is 1.75 * 2^8, so mantissas above 0.75 need the next power."""
+    """Exponent of the scale, plus 127. 448 is 1.75 * 2^8, so mantissas above 0.75 need the next
+    power.
+    """
     return tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)
 
 
 @triton.jit
 def _scale(largest):
+    # 0x7F800000 is infinity; a group that is not finite gets the scale 1 and codes of NaN
     exponent = tl.where(largest < 0x7F800000, _exponent(largest), 127)
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _inverse(largest):
-    """Of the scale; NaN for a group that is not finite."""
+    """Inverse of the scale; NaN for a group that is not finite."""
+    # 254 - e in the exponent's field is 2^-e exactly, where a division could round
     bits = tl.where(largest < 0x7F800000, (254 - _exponent(largest)) << 23, 0x7FC00000)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _code(x, inverse):
-    """Adding 2^(e + 20) rounds what has the exponent e to 4 bits, ties to even; below 2^-6 the step
-    stays 2^-9.
+    """The code of a number. Adding 2^(e + 20) rounds what has the exponent e to 4 bits, ties to
+    even; below 2^-6 the step stays 2^-9.
     """
+    # written out, since not every backend has a cast to E4M3 that rounds alike
     size = (_magnitude(x).to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
     size = tl.minimum(size, 0x43F00000)  # 480 has the code of NaN
     unit = tl.maximum(size & 0x7F800000, 0x3C800000) + (20 << 23)
@@ -98,15 +106,16 @@ def _code(x, inverse):
 def fp8_encode_rows(
     x_ptr, codes_ptr, scales_ptr, lines, width, SPAN: tl.constexpr, HELD: tl.constexpr
 ):
-    zero = tl.program_id(0).to(tl.int64) * 0
+    zero = tl.program_id(0).to(tl.int64) * 0  # widens offsets: 2^31 elements are passed early
     span = tl.arange(0, SPAN)
     for r in range(tl.program_id(0), lines, tl.num_programs(0)):
-        x_row, codes_row = x_ptr + (zero + r) * width, codes_ptr + (zero + r) * width
+        x_row = x_ptr + (zero + r) * width
+        codes_row = codes_ptr + (zero + r) * width
         if HELD:
             x = tl.load(x_row + span, mask=span < width, other=0.0)
             largest = tl.max(_magnitude(x), axis=0)
             tl.store(codes_row + span, _code(x, _inverse(largest)), mask=span < width)
-        else:
+        else:  # read twice, the second time from the cache
             most = tl.zeros((SPAN,), dtype=tl.int32)
             for start in range(0, width, SPAN):
                 x = tl.load(x_row + start + span, mask=start + span < width, other=0.0)
@@ -132,10 +141,12 @@ def fp8_encode_blocks(
     TRANSPOSED: tl.constexpr,
 ):
     zero = tl.program_id(0).to(tl.int64) * 0
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
     across = tl.cdiv(width, COLUMNS)
     for t in range(tl.program_id(0), tl.cdiv(lines, ROWS) * across, tl.num_programs(0)):
-        top, left = (t // across) * ROWS, (t % across) * COLUMNS
+        top = (t // across) * ROWS
+        left = (t % across) * COLUMNS
         inside = (top + row < lines)[:, None] & (left + column < width)[None, :]
         tile = row[:, None] * width + column[None, :]
         x = tl.load(x_ptr + ((zero + top) * width + left) + tile, mask=inside, other=0.0)
@@ -173,12 +184,16 @@ def fp8_encode_tiles(
     COLUMNS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """Where all 128 lines come at once, the compiler reads them once."""
+    """Codes and scale of tiles of 128 x 128."""
     zero = tl.program_id(0).to(tl.int64) * 0
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    across, down = width // COLUMNS, lines // COLUMNS
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    across = width // COLUMNS
+    down = lines // COLUMNS
+    # where all 128 lines come at once (ROWS is 128), the compiler merges the two loads into one
     for t in range(tl.program_id(0), down * across, tl.num_programs(0)):
-        top, left = (t // across) * COLUMNS, (t % across) * COLUMNS
+        top = (t // across) * COLUMNS
+        left = (t % across) * COLUMNS
         tile = row[:, None] * width + column[None, :]
         first = x_ptr + ((zero + top) * width + left)
         most = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
@@ -204,17 +219,20 @@ def fp8_encode_largest(
 ):
     """The largest magnitudes of each column, for every so many lines."""
     zero = tl.program_id(0).to(tl.int64) * 0
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
     across = tl.cdiv(width, COLUMNS)
     for t in range(tl.program_id(0), tl.cdiv(lines, part) * across, tl.num_programs(0)):
-        number, left = t // across, (t % across) * COLUMNS
+        number = t // across
+        left = (t % across) * COLUMNS
         most = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
         for top in range(number * part, tl.minimum(lines, (number + 1) * part), ROWS):
             inside = (top + row < lines)[:, None] & (left + column < width)[None, :]
             place = x_ptr + ((zero + top) * width + left) + (row[:, None] * width + column[None, :])
             most = tl.maximum(most, _magnitude(tl.load(place, mask=inside, other=0.0)))
-        found = largest_ptr + (number * width + left) + column
-        tl.store(found, tl.max(most, axis=0), mask=left + column < width)
+        # stored for each part and not by an atomic maximum: no memory has to be set first
+        of_part = largest_ptr + (number * width + left) + column
+        tl.store(of_part, tl.max(most, axis=0), mask=left + column < width)
 
 
 @triton.jit
@@ -230,12 +248,17 @@ def fp8_encode_columns(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """From the end: what was read last is in the cache."""
+    """Codes of the columns, transposed, and their scales."""
     zero = tl.program_id(0).to(tl.int64) * 0
-    row, column, parts = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PARTS)
-    across, count = tl.cdiv(width, COLUMNS), tl.cdiv(lines, part)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    parts = tl.arange(0, PARTS)
+    across = tl.cdiv(width, COLUMNS)
+    count = tl.cdiv(lines, part)
     for t in range(tl.program_id(0), count * across, tl.num_programs(0)):
-        number, left = count - 1 - t // across, (t % across) * COLUMNS
+        # from the end: what fp8_encode_largest read last is in the cache
+        number = count - 1 - t // across
+        left = (t % across) * COLUMNS
         there = (left + column < width)[None, :]
         of_parts = largest_ptr + left + (parts[:, None] * width + column[None, :])
         largest = tl.max(tl.load(of_parts, mask=(parts < count)[:, None] & there, other=0), axis=0)
@@ -257,6 +280,7 @@ def fp8_encode_columns(
 def fp8_encode(x: Tensor, scaling: Groups = "rows") -> Codes:
     """The op."""
     check(x, scaling)
+    # a transpose is read as it lies in memory, and its codes are written transposed: no copy
     transposed = x.mT.is_contiguous() and not x.is_contiguous()
     memory = stop_gradient(x.mT if transposed else x).contiguous()
     codes, scales = grouped(lambda m: _launch(m, scaling, transposed), memory)
@@ -265,7 +289,7 @@ def fp8_encode(x: Tensor, scaling: Groups = "rows") -> Codes:
 
 def _launch(x: Tensor, scaling: Groups, transposed: bool) -> tuple[Tensor, ...]:
     lines, width = x.shape
-    R, K = (width, lines) if transposed else (lines, width)
+    R, K = (width, lines) if transposed else (lines, width)  # of the matrix; lines are of memory
     codes = x.new_empty((R, K), dtype=torch.uint8)
     shape = {"rows": (R, 1), "blocks": (K // BLOCK, R), "tiles": (R // BLOCK, K // BLOCK)}[scaling]
     scales = x.new_empty(shape, dtype=torch.float32)
@@ -324,23 +348,16 @@ def _warps(tile: Tile, span: int) -> int:
 def builds(kind: str) -> list[Build]:
     """What is compiled for matrices of 7168 and of 12288 columns on a kind of device."""
     rows, blocks, blocks_transposed, tiles, columns = _TILES[kind]
-    found, sizes = [], {"lines": "i32", "width": "i32"}
+    listed = []
+    sizes = {"lines": "i32", "width": "i32"}
     for dtype in ("bf16", "fp32"):
         x = {"x_ptr": f"*{dtype}"}
         out = {"codes_ptr": "*u8", "scales_ptr": "*fp32"}
         for width in (7168, 12288):
             cut = _spans(kind, width)
             tile = rows._replace(warps=_warps(rows, cut["SPAN"]))
-            found.append(
-                Build(
-                    f"fp8_encode_rows {dtype} K{width}",
-                    fp8_encode_rows,
-                    x | out | sizes,
-                    cut,
-                    "forward",
-                    tile,
-                )
-            )
+            name = f"fp8_encode_rows {dtype} K{width}"
+            listed.append(Build(name, fp8_encode_rows, x | out | sizes, cut, "forward", tile))
         for name, kernel, tile, transposed in (
             ("blocks", fp8_encode_blocks, blocks, False),
             ("blocks transposed", fp8_encode_blocks, blocks_transposed, True),
@@ -348,27 +365,17 @@ def builds(kind: str) -> list[Build]:
             ("tiles transposed", fp8_encode_tiles, tiles, True),
         ):
             cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "TRANSPOSED": transposed}
-            found.append(
+            listed.append(
                 Build(f"fp8_encode_{name} {dtype}", kernel, x | out | sizes, cut, "forward", tile)
             )
-        cut, largest = {"ROWS": columns.rows, "COLUMNS": columns.columns}, {"largest_ptr": "*i32"}
+        cut = {"ROWS": columns.rows, "COLUMNS": columns.columns}
+        x_largest = x | {"largest_ptr": "*i32"}
         sizes_part = sizes | {"part": "i32"}
-        found += [
-            Build(
-                f"fp8_encode_largest {dtype}",
-                fp8_encode_largest,
-                x | largest | sizes_part,
-                cut,
-                "forward",
-                columns,
-            ),
-            Build(
-                f"fp8_encode_columns {dtype}",
-                fp8_encode_columns,
-                x | largest | out | sizes_part,
-                {"PARTS": _PARTS, **cut},
-                "forward",
-                columns,
-            ),
-        ]
-    return [build._replace(aligned=("lines", "width", "part")) for build in found]
+        for kernel, signature, constants in (
+            (fp8_encode_largest, x_largest | sizes_part, cut),
+            (fp8_encode_columns, x_largest | out | sizes_part, {"PARTS": _PARTS, **cut}),
+        ):
+            name = f"{kernel.__name__} {dtype}"
+            listed.append(Build(name, kernel, signature, constants, "forward", columns))
+    # a model's sizes are multiples of 16, so loads may be 16 bytes wide
+    return [build._replace(aligned=("lines", "width", "part")) for build in listed]

@@ -17,7 +17,9 @@ def bin_range(
     equal parts.
     """
     wide = upcast(bias)
-    low, high = wide.amin(-1, keepdim=True) - 1, wide.amax(-1, keepdim=True) + 1
+    # scores lie in (0, 1), so no required bias is further than 1 from the biases that there are
+    low = wide.amin(-1, keepdim=True) - 1
+    high = wide.amax(-1, keepdim=True) + 1
     return low, (high - low) / num_bins
 
 
@@ -28,12 +30,13 @@ def required_bias_histogram(
     bias: Float[Tensor, "E"],
     num_bins: int,
 ) -> Int[Tensor, "E num_bins"]:
-    """One addition per token and expert into a flat table."""
+    """Counts of the biases that tokens would need, by one addition per token and expert."""
     num_experts = scores.shape[1]
     low, width = bin_range(bias, num_bins)
     required = cutoff[:, None] - scores
     bins = ((required - low) / width).to(torch.int64).clamp(0, num_bins - 1)
     cells = bins + num_bins * torch.arange(num_experts, device=scores.device)
+    # integers: their sum is the same in any order, so it is deterministic on a GPU too
     counts = torch.zeros(num_experts * num_bins, dtype=torch.int32, device=scores.device)
     ones = valid.to(torch.int32)[:, None].expand(cells.shape)
     return counts.scatter_add(0, cells.flatten(), ones.flatten()).unflatten(

@@ -28,6 +28,7 @@ def head_weighted_scores(
     q: Float[Tensor, "B t JI"], w: Float[Tensor, "B t J"], k: Float[Tensor, "B S I"]
 ) -> Float[Tensor, "B t S"]:
     """:func:`index_scores` on scaled queries with their heads flattened."""
+    # one product for all heads, then relu: the sum over heads cannot be taken before it
     per_head = q.unflatten(-1, (w.shape[-1], -1)).flatten(-3, -2) @ k.transpose(-1, -2)
     opened = torch.relu(per_head).unflatten(-2, (-1, w.shape[-1]))
     return (w[..., None, :] @ opened).squeeze(-2)
@@ -53,10 +54,10 @@ def index_topk(
 
 
 def _tile(q: Tensor, w: Tensor, start: Tensor, stop: Tensor, k: Tensor, *, num: int) -> Tensor:
-    seen = visible_keys(start, stop, k.shape[-2])
+    eligible = visible_keys(start, stop, k.shape[-2])
     if k.shape[-2] <= num:  # all of them; no need to know the scores
-        chosen = torch.where(seen, torch.arange(k.shape[-2], device=k.device), -1)
+        chosen = torch.where(eligible, torch.arange(k.shape[-2], device=k.device), -1)
         chosen = torch.nn.functional.pad(chosen, (0, num - k.shape[-2]), value=-1)
     else:
-        chosen = best(head_weighted_scores(q, w, k), num, eligible=seen, ordered=False)
-    return chosen.to(torch.int32)
+        chosen = best(head_weighted_scores(q, w, k), num, eligible=eligible, ordered=False)
+    return chosen.to(torch.int32)  # half the memory of int64; kept between forward and backward

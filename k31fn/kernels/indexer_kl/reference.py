@@ -24,6 +24,7 @@ def indexer_kl(
     scale: float,
 ) -> Float[Tensor, ""]:
     """``sum_t KL(teacher[t] || softmax(I[t]))`` over the chosen keys of each query."""
+    # the teacher is the main attention, which the indexer follows and must not move
     queries = upcast(q).flatten(-2) * scale, upcast(w), upcast(stop_gradient(teacher)), topk_idx
     sums = map_query_tiles(_tile, queries, (upcast(k),), width=w.shape[0] * w.shape[-1])
     return torch.stack(sums).sum()
@@ -33,4 +34,5 @@ def _tile(q: Tensor, w: Tensor, teacher: Tensor, topk_idx: Tensor, k: Tensor) ->
     index = topk_idx.to(torch.int64)
     scores = head_weighted_scores(q, w, k).gather(-1, index.clamp(min=0))
     log_q = torch.log_softmax(torch.where(index < 0, _MASKED, scores), dim=-1)
+    # xlogy: a probability of 0 has entropy 0, where log would be infinite
     return torch.special.xlogy(teacher, teacher).sum() - (teacher * log_q).sum()

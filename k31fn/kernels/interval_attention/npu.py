@@ -35,4 +35,5 @@ def interval_attention(
 
 
 def _nothing_shared(k: Tensor) -> Tensor:
+    # MLA's attention with no shared part: one adapter serves both operators
     return k.new_zeros((*k.shape[:2], 0))

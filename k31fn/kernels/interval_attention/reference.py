@@ -10,9 +10,8 @@ from k31fn.typing import Float, Int, Tensor
 
 __all__ = ["interval_attention"]
 
-_MASKED = (
-    -1e30
-)  # finite: a row without keys gives no NaN; absorbs any score, so exp gives exactly 0
+# finite: a row without keys gives no NaN; absorbs any score, so exp gives exactly 0
+_MASKED = -1e30
 
 
 def interval_attention(
@@ -26,6 +25,7 @@ def interval_attention(
     """``softmax(scale q k^T) v`` over the keys ``start <= s < stop`` of each query."""
     queries = upcast(q).transpose(1, 2) * scale, start[..., None], stop[..., None]
     keys = upcast(k).transpose(1, 2), upcast(v).transpose(1, 2)
+    # not causal: a query sees later tokens of its own image, so no tile may cut the keys
     tiles = map_query_tiles(_tile, queries, keys, width=q.shape[0] * q.shape[2], causal=False)
     out = torch.cat(tiles, dim=-2).transpose(1, 2)
     return torch.where((start < stop)[..., None, None], out, 0.0)

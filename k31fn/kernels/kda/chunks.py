@@ -36,7 +36,7 @@ __all__ = [
     "SLAB",
     "Masks",
     "Operands",
-    "Run",
+    "Scan",
     "Tiles",
     "accumulate",
     "from_tiles",
@@ -94,7 +94,7 @@ class Operands(NamedTuple):
     out: Float[Tensor, "n B H C K"]  # K*F
 
 
-class Run(NamedTuple):
+class Scan(NamedTuple):
     """Result of a scan: the state that comes into each tile, Y, and the state that leaves the last
     tile.
     """
@@ -108,17 +108,16 @@ def make_masks(ids: Int[Tensor, "B T"], tile: int, dtype: torch.dtype) -> Masks:
     """Masks of every tile; padding, that of the grid included, counts to the document before it but
     is not valid.
     """
-    batch, length = ids.shape
-    ids = torch.nn.functional.pad(ids, (0, -length % tile))
-    padding, document = ids == 0, ids.cummax(dim=1).values
-    valid, document = (
-        x.reshape(batch, -1, tile).transpose(0, 1)[:, :, None] for x in (~padding, document)
-    )
+    ids = torch.nn.functional.pad(ids, (0, -ids.shape[1] % tile))
+    # padding counts to the document before it, so that the state goes on to the end of the row
+    document = _as_tiles(ids.cummax(dim=1).values, tile)
+    valid = _as_tiles(ids != 0, tile)
     last = document[..., -1:]
     incoming = torch.cat([document[:1, ..., :1], last[:-1]])
     earlier = torch.ones(tile, tile, dtype=torch.bool, device=ids.device).tril()
     same = (document[..., :, None] == document[..., None, :]) & valid[..., None, :]
-    leaves, keep = document == last, incoming == last
+    leaves = document == last
+    keep = incoming == last
     return Masks(
         prefix=(same & earlier).to(dtype),
         suffix=(same & ~earlier & leaves[..., None]).to(dtype),
@@ -131,10 +130,16 @@ def make_masks(ids: Int[Tensor, "B T"], tile: int, dtype: torch.dtype) -> Masks:
     )
 
 
+def _as_tiles(x: Tensor, tile: int) -> Tensor:
+    """``[B T]`` as ``[n B 1 C]``."""
+    return x.reshape(x.shape[0], -1, tile).transpose(0, 1)[:, :, None]
+
+
 def to_tiles(x: Float[Tensor, "B T H K"], masks: Masks) -> Float[Tensor, "n B H C K"]:
     """The tokens of a slab as tiles, zeros after the last."""
     n, _, _, tile = masks.valid.shape
-    if short := n * tile - x.shape[1]:
+    short = n * tile - x.shape[1]
+    if short:
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short))
     return x.unflatten(1, (n, tile)).permute(1, 0, 3, 2, 4)
 
@@ -162,13 +167,19 @@ def prepare(rows: tuple[Tensor, ...], v: Tensor, g: Tensor, beta: Tensor, masks:
     beta = to_tiles(upcast(beta)[..., None], masks)[..., 0] * masks.valid
     tile = v.shape[3]
     kq = torch.stack(tiled, dim=3)
+    # a product with 0 and 1 and not a cumulative sum: it begins anew at each document, and under
+    # vmap each sample has its own documents
     total = masks.prefix @ g
-    decay, grow = total.exp(), (-total).exp()
+    decay = total.exp()
+    grow = (-total).exp()  # at most e^(5 x 16), which float32 and bfloat16 hold
     kq_decayed = (kq * decay[:, :, :, None]).flatten(3, 4)
     products = (kq_decayed @ (kq[:, :, :, 0] * grow).mT).unflatten(3, (len(rows), tile))
+    # where and not a factor 0: across documents the decays do not cancel, and 0 times infinity is
+    # NaN
     products = torch.where(masks.strict, products, 0)
     low = products[:, :, :, 0] * beta[..., None]
     eye = torch.eye(tile, dtype=g.dtype, device=g.device).expand_as(low)
+    # by substitution: a Neumann series of powers of L would add up terms that cancel
     inverse = torch.linalg.solve_triangular(low, eye, upper=False, unitriangular=True)
     at_end = decay[..., -1:, :]
     to_end = grow * (masks.leaves * at_end)
@@ -186,17 +197,20 @@ def operands(t: Tiles, masks: Masks) -> Operands:
     return Operands(a, a_read, k, a_read @ k, t.kq[:, :, :, 0] * t.to_end)
 
 
-def scan(t: Tiles, m: Operands, state: Float[Tensor, "B H K V"]) -> Run:
+def scan(t: Tiles, m: Operands, state: Float[Tensor, "B H K V"]) -> Scan:
     """``Y = U - W S; S <- d S + (K*F)^T Y``, tile after tile."""
     u = m.a @ t.v
-    if more := state.shape[-1] - u.shape[-1]:
+    more = state.shape[-1] - u.shape[-1]
+    if more:  # columns that carry the transition; no value is written to them
         u = torch.nn.functional.pad(u, (0, more))
-    heads, s, states, ys = state.shape[:2], state.flatten(0, 1), [], []
+    heads = state.shape[:2]
+    s = state.flatten(0, 1)
+    states, ys = [], []
     for d_i, w_i, out_i, u_i in zip(*map(_each, (t.whole, m.w, m.out.mT, u)), strict=True):
         states.append(s)
         ys.append(torch.baddbmm(u_i, w_i, s, alpha=-1))
         s = torch.addcmul(out_i @ ys[-1], d_i, s)
-    return Run(_joined(states, heads), _joined(ys, heads), s.unflatten(0, heads))
+    return Scan(_joined(states, heads), _joined(ys, heads), s.unflatten(0, heads))
 
 
 def scan_bwd(
@@ -204,21 +218,23 @@ def scan_bwd(
     m: Operands,
     d_state: Float[Tensor, "B H K V"],
     from_outputs: tuple[Tensor, Tensor] | tuple[()] = (),
-) -> Run:
+) -> Scan:
     """The adjoint: ``dU = dY + (K*F) dS; dS <- d dS - W^T dU + (dS from the outputs)``, last tile
     first.
 
     In the result ``y`` is dU and ``states`` are the gradients of the states that leave the tiles.
     ``from_outputs`` are dY and dS as the outputs give them; ``()``: there are none.
     """
-    heads, s, states, d_us = d_state.shape[:2], d_state.flatten(0, 1), [], []
+    heads = d_state.shape[:2]
+    s = d_state.flatten(0, 1)
+    states, d_us = [], []
     tiles = zip(*map(_each, (t.whole, m.w.mT, m.out, *from_outputs)), strict=True)
     for d_i, w_i, out_i, *more in reversed(list(tiles)):
         states.append(s)
         d_us.append(torch.baddbmm(more[0], out_i, s) if more else out_i @ s)
         s = torch.addcmul(more[1], d_i, s) if more else d_i * s
         s = torch.baddbmm(s, w_i, d_us[-1], alpha=-1)
-    return Run(_joined(states[::-1], heads), _joined(d_us[::-1], heads), s.unflatten(0, heads))
+    return Scan(_joined(states[::-1], heads), _joined(d_us[::-1], heads), s.unflatten(0, heads))
 
 
 def _each(x: Float[Tensor, "n B H *rest"]) -> tuple[Float[Tensor, "BH *rest"], ...]:
@@ -231,7 +247,7 @@ def _joined(tiles: list[Tensor], heads: torch.Size) -> Float[Tensor, "n B H *res
 
 
 class TileGradients(NamedTuple):
-    """Of what :func:`prepare` was given, tiled."""
+    """Gradients of what :func:`prepare` was given, tiled."""
 
     rows: list[Tensor]
     v: Float[Tensor, "n B H C V"]
@@ -243,20 +259,22 @@ def state_bwd(
     t: Tiles,
     m: Operands,
     masks: Masks,
-    run: Run,
-    back: Run,
+    run: Scan,
+    back: Scan,
     d_q_decayed: tuple[Tensor, ...] = (),
     d_p: tuple[Tensor, ...] = (),
 ) -> TileGradients:
-    """From a scan and its adjoint to the gradients of k, v, g and beta.
+    """Gradients of k, v, g and beta from a scan and its adjoint.
 
     ``d_q_decayed`` and ``d_p``: those of Q*e^G and of P, one each where there are outputs.
     """
-    d_u, minus_d_w = back.y, back.y @ run.states.mT
-    d_u = d_u[..., : t.v.shape[-1]]
+    minus_d_w = back.y @ run.states.mT
+    d_u = back.y[..., : t.v.shape[-1]]
     d_kq = torch.cat([-m.a_read.mT @ minus_d_w, *d_q_decayed], dim=3)
     d_a = d_u @ t.v.mT - (minus_d_w @ m.k.mT) * masks.enters.mT
-    strict, rows = masks.strict[:, :, :, 0], t.kq.shape[3]
+    strict = masks.strict[:, :, :, 0]
+    rows = t.kq.shape[3]
+    # d(X^-1) = -X^-1 dX X^-1: the inverse is known, nothing is solved again
     minus_d_low = t.inverse.mT @ (d_a * t.beta[..., None, :]) @ t.inverse.mT * strict
     d_beta = (
         (d_a * t.inverse).sum(-2) - (minus_d_low * t.products[:, :, :, 0]).sum(-1)
@@ -269,6 +287,7 @@ def state_bwd(
     d_k_grow = (d_products.mT @ t.kq_decayed) * t.grow
     d_k_out = (run.y @ back.states.mT) * t.to_end
     d_whole = (back.states * run.states).sum(-1) * t.whole[..., 0]
+    # each gradient of a sum of g goes to the g that the sum has, by the mask transposed
     d_g = masks.whole * d_whole[..., None, :]
     for sums, d_sum in (
         (masks.suffix, d_k_out * k),
@@ -281,4 +300,6 @@ def state_bwd(
 
 def accumulate(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``x + a b`` over the leading dims n B H."""
-    return torch.baddbmm(*(y.flatten(0, 2) for y in (x, a, b))).unflatten(0, x.shape[:3])
+    # one operation: a product and a sum would write the product first
+    flat = torch.baddbmm(x.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2))
+    return flat.unflatten(0, x.shape[:3])

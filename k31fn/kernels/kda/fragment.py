@@ -1,4 +1,5 @@
-"""What a fragment of a row does to the state, in plain torch: the scan of ``kda`` without outputs.
+"""Plain torch form of what a fragment of a row does to the state: the scan of ``kda`` without
+outputs.
 
 The scan is affine in the state, so one run from ``[0 | I]``, V + K columns of which only the first
 V read ``v``, ends in ``[S~ | M]``. As in ``kda`` a slab's backward is written by hand and starts
@@ -44,6 +45,7 @@ def kda_fragment(
     tile = min(TILE, length)
     masks = make_masks(ids, tile, island(v.dtype))
     identity = torch.eye(width, dtype=island(v.dtype), device=v.device)
+    # [0 | I]: the columns of v, then those that end in the transition
     both = torch.nn.functional.pad(identity, (v.shape[-1], 0)).expand(batch, heads, -1, -1)
     tokens = zip(*(x.split(SLAB * tile, dim=1) for x in (k, v, g, beta)), strict=True)
     slabs = zip(*(m.split(SLAB) for m in masks), strict=True)
@@ -61,9 +63,11 @@ def _slab_fwd(
 
 def _slab_bwd(residuals: tuple[Any, ...], ct: Tensor) -> tuple[Tensor | None, ...]:
     k, v, g, beta, state, masks = residuals
+    # prepared again: kept, a slab's tiles would be several times its inputs
     t = prepare((k,), v, g, beta, masks)
     m = operands(t, masks)
-    run, back = scan(t, m, state), scan_bwd(t, m, ct)
+    run = scan(t, m, state)
+    back = scan_bwd(t, m, ct)
     d = state_bwd(t, m, masks, run, back)
     d_beta = from_tiles(d.beta[..., None], beta[..., None])[..., 0]
     d_k, d_v = from_tiles(d.rows[0], k), from_tiles(d.v, v)

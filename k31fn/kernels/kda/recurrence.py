@@ -52,17 +52,19 @@ def recurrence(
     :mod:`k31fn.kernels.kda`.
     """
     dtype = v.dtype
-    q, k, v, g, beta = (upcast(x) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = map(upcast, (q, k, v, g, beta))
     batch, length, heads, width = k.shape
-    state = (
-        v.new_zeros(batch, heads, width, v.shape[-1])
-        if isinstance(initial_state, tuple)
-        else upcast(initial_state)
-    )
-    document, outputs = ids[:, 0], []
+    if isinstance(initial_state, tuple):
+        state = v.new_zeros(batch, heads, width, v.shape[-1])
+    else:
+        state = upcast(initial_state)
+    # the initial state belongs to the document that the row begins with
+    document = ids[:, 0]
+    outputs = []
     for t in range(length):
         valid = (ids[:, t] > 0)[:, None, None, None]
         same = (ids[:, t] == document)[:, None, None, None]
+        # padding changes neither the document nor the state
         document = torch.where(ids[:, t] > 0, ids[:, t], document)
         decayed = torch.where(same, g[:, t].exp()[..., None] * state, 0)
         key = k[:, t][..., None]

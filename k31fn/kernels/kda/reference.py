@@ -81,8 +81,10 @@ def _slab_fwd(
 
 def _slab_bwd(residuals: tuple[Any, ...], ct: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
     q, k, v, g, beta, state, masks = residuals
+    # prepared again: kept, a slab's tiles would be several times its inputs
     t = prepare((k, q), v, g, beta, masks)
-    m, (q_read, p) = operands(t, masks), _readers(t, masks)
+    m = operands(t, masks)
+    q_read, p = _readers(t, masks)
     run = scan(t, m, state)
     d_o = to_tiles(upcast(ct[0]), masks)
     back = scan_bwd(t, m, ct[1], (p.mT @ d_o, q_read.mT @ d_o))
@@ -90,9 +92,9 @@ def _slab_bwd(residuals: tuple[Any, ...], ct: tuple[Tensor, Tensor]) -> tuple[Te
     d = state_bwd(t, m, masks, run, back, (masks.enters * (d_o @ run.states.mT),), (d_p,))
     d_diagonal = (d_p.diagonal(dim1=-2, dim2=-1) * masks.valid)[..., None]
     tiled_k, tiled_q = t.kq.unbind(3)
-    d_k, d_q = (
-        torch.addcmul(x, d_diagonal, y) for x, y in zip(d.rows, (tiled_q, tiled_k), strict=True)
-    )
+    # the diagonal of P is <q, k> of one token, on which g has no effect
+    d_k = torch.addcmul(d.rows[0], d_diagonal, tiled_q)
+    d_q = torch.addcmul(d.rows[1], d_diagonal, tiled_k)
     d_beta = from_tiles(d.beta[..., None], beta[..., None])[..., 0]
     d_q, d_k, d_v = (from_tiles(x, like) for x, like in ((d_q, q), (d_k, k), (d.v, v)))
     return d_q, d_k, d_v, grad_of_decay(d.g, g), d_beta, back.last, None
@@ -101,7 +103,7 @@ def _slab_bwd(residuals: tuple[Any, ...], ct: tuple[Tensor, Tensor]) -> tuple[Te
 def _readers(
     t: Tiles, masks: Masks
 ) -> tuple[Float[Tensor, "n B H C K"], Float[Tensor, "n B H C C"]]:
-    """What the outputs read states and Y with: R (Q*e^G) and P."""
+    """Factors by which the outputs read states and Y: R (Q*e^G) and P."""
     k, q = t.kq.unbind(3)
     eye = torch.eye(k.shape[3], dtype=k.dtype, device=k.device)
     p = torch.addcmul(t.products[:, :, :, 1], eye, ((q * k).sum(-1) * masks.valid)[..., None])

@@ -14,7 +14,7 @@ from k31fn.typing import Bool, Float, Int, Tensor
 
 __all__ = ["max_chosen_logits", "max_logits"]
 
-_NONE = -1e30
+_NONE = -1e30  # of a head without any key: finite, and below every logit
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def max_logits(
     stop: Int[Tensor, "B T"],
     scale: float,
 ) -> Float[Tensor, "H"]:
-    """Over the keys ``start <= s < stop`` of each query."""
+    """Largest logit of each head over the keys ``start <= s < stop`` of each query."""
 
     def tile(q: Tensor, start: Tensor, stop: Tensor, k: Tensor) -> Tensor:
         return _largest(q, k, visible_keys(start, stop, k.shape[-2]))
@@ -42,7 +42,7 @@ def max_chosen_logits(
     topk_idx: Int[Tensor, "B T M"],
     scale: float,
 ) -> Float[Tensor, "H"]:
-    """Over the keys ``topk_idx[t]`` of each query."""
+    """Largest logit of each head over the keys ``topk_idx[t]`` of each query."""
 
     def tile(q: Tensor, topk_idx: Tensor, k: Tensor) -> Tensor:
         return _largest(q, k, as_mask(topk_idx, k.shape[-2]))
@@ -58,11 +58,13 @@ def _over_tiles(
     k_shared: Float[Tensor, "B S P"],
     scale: float,
 ) -> Float[Tensor, "H"]:
-    k, k_shared = upcast(k).transpose(1, 2), upcast(k_shared)[:, None]
+    k = upcast(k).transpose(1, 2)
+    k_shared = upcast(k_shared)[:, None]
     keys = torch.cat([k, k_shared.expand(-1, k.shape[1], -1, -1)], dim=-1)
     queries = upcast(q).transpose(1, 2) * scale, *of_queries
-    found = map_query_tiles(tile, queries, (keys,), width=q.shape[0] * q.shape[2], gradient=False)
-    return torch.stack(found).amax(0)
+    # tiled as the attention is: all logits at once are what the attention avoids too
+    largest = map_query_tiles(tile, queries, (keys,), width=q.shape[0] * q.shape[2], gradient=False)
+    return torch.stack(largest).amax(0)
 
 
 def _largest(

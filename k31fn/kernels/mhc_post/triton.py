@@ -17,6 +17,7 @@ from k31fn.kernels.launch import Build, Tile, grouped, programs, step
 
 __all__ = ["builds", "mhc_post", "mhc_post_accepts"]
 
+# chosen by measurement on an H200 (benchmarks/mhc.py --tune); on Ascend by its memory.
 # per device kind: (forward, backward)
 _TILES = {
     "cuda": (
@@ -26,6 +27,8 @@ _TILES = {
     "npu": (Tile(per_core=2, columns=1024, stages=1), Tile(per_core=2, columns=1024, stages=1)),
     "cpu": (Tile(columns=16), Tile(columns=16)),
 }
+
+_ALIGNED = ("width", "x_group", "f_group", "post_group", "res_group")
 
 
 @triton.jit
@@ -64,6 +67,7 @@ def mhc_post_forward(
         res = res_ptr + (group * res_group + token * N * N)
         post = post_ptr + (group * post_group + token * N)
         out = out_ptr + (group * tokens + token) * N * width
+        # a result at a time: N results of a piece at once would take N times the registers
         for j in tl.static_range(N):
             weights = tl.load(res + streams * N + j)
             y = tl.load(post + j) * f + tl.sum(weights[:, None] * x, axis=0)
@@ -102,12 +106,16 @@ def mhc_post_backward(
         written = group * tokens + token
         res = res_ptr + (group * res_group + token * N * N)
         post = post_ptr + (group * post_group + token * N)
+        # a token's coefficients are loaded once, before the pieces of its features; on Ascend with
+        # each piece
         if AHEAD:
             of_x = ()
             of_f = ()
             for j in tl.static_range(N):
                 of_x += (tl.load(res + streams * N + j),)
                 of_f += (tl.load(post + j),)
+        # sums of a few features each, folded at the end: a sum over a piece is exchanged between
+        # all threads
         d_post = tl.zeros((N, BLOCK // FOLD), dtype=tl.float32)
         d_res = tl.zeros((N, N, BLOCK // FOLD), dtype=tl.float32)
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
@@ -164,9 +172,10 @@ def mhc_post_accepts(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> str
     if x.ndim != 4 or not x.shape[-1]:
         return f"streams are [B, T, N, D], got {list(x.shape)}"
     *tokens, n, width = x.shape
-    found = [list(a.shape) for a in (f, h_post, h_res)]
-    if found != (wanted := [[*tokens, width], [*tokens, n], [*tokens, n, n]]):
-        return f"f, h_post and h_res must be {wanted} for streams {list(x.shape)}, got {found}"
+    shapes = [list(a.shape) for a in (f, h_post, h_res)]
+    wanted = [[*tokens, width], [*tokens, n], [*tokens, n, n]]
+    if shapes != wanted:
+        return f"f, h_post and h_res must be {wanted} for streams {list(x.shape)}, got {shapes}"
     if n not in (2, 4, 8):
         return f"it has 2, 4 or 8 streams, got {x.shape[-2]}"
     if f.dtype != x.dtype:
@@ -176,7 +185,8 @@ def mhc_post_accepts(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> str
 
 def mhc_post(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
     """The op."""
-    flat = (a.flatten(0, 1)[None] for a in (x, f, h_post, h_res))
+    # [1 group, tokens, ...]: a vmap around it makes more groups
+    flat = [a.flatten(0, 1)[None] for a in (x, f, h_post, h_res)]
     return _post(*flat).view(x.shape)
 
 
@@ -193,8 +203,9 @@ _post = custom_vjp(_post_fwd, _post_bwd, opaque=True, name="mhc_post (triton)")
 
 
 def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
-    x, f, post, res = (a.contiguous() for a in operands)
-    groups, (_, tokens, n, width) = max(a.shape[0] for a in operands), x.shape
+    x, f, post, res = map(Tensor.contiguous, operands)
+    groups = max(a.shape[0] for a in operands)
+    _, tokens, n, width = x.shape
     out = x.new_empty((groups, tokens, n, width))
     tile = _TILES[x.device.type][0]
     pieces = triton.cdiv(width, tile.columns)
@@ -219,8 +230,10 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
-    x, f, post, res, ct = (a.contiguous() for a in operands)
-    groups, (_, tokens, n, width) = max(a.shape[0] for a in operands), x.shape
+    x, f, post, res, ct = map(Tensor.contiguous, operands)
+    groups = max(a.shape[0] for a in operands)
+    _, tokens, n, width = x.shape
+    # the kernel writes all of them, so nothing is set first
     grads = [a.new_empty((groups, *a.shape[1:])) for a in (x, f, post, res)]
     tile = _TILES[x.device.type][1]
     per_group = programs(x.device, groups, tokens, tile.per_core)
@@ -257,34 +270,27 @@ def _cut(kind: str, tile: Tile, itemsize: int) -> dict[str, int]:
 def builds(kind: str) -> list[Build]:
     """What is compiled for 4 streams of width 5120 on a kind of device."""
     one, other = _TILES[kind]
-    found = []
+    listed = []
     for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
-        given = {
-            "x_ptr": f"*{dtype}",
-            "f_ptr": f"*{dtype}",
-            "post_ptr": "*fp32",
-            "res_ptr": "*fp32",
-        }
-        groups = ("x_group", "f_group", "post_group", "res_group")
-        aligned = ("width", *groups)
-        sizes = dict.fromkeys(("tokens", "width", "pieces", "per_group", *groups), "i32")
-        forward = {**given, "out_ptr": f"*{dtype}", **sizes}
-        grads = {
-            "d_x_ptr": f"*{dtype}",
-            "d_f_ptr": f"*{dtype}",
-            "d_post_ptr": "*fp32",
-            "d_res_ptr": "*fp32",
-        }
-        sizes = dict.fromkeys(("tokens", "width", "per_group", *groups, "ct_group"), "i32")
-        backward = {**given, "ct_ptr": f"*{dtype}", **grads, **sizes}
-        for name, kernel, signature, direction, tile in (
-            ("mhc_post_forward", mhc_post_forward, forward, "forward", one),
-            ("mhc_post_backward", mhc_post_backward, backward, "backward", other),
+        for kernel, direction, tile in (
+            (mhc_post_forward, "forward", one),
+            (mhc_post_backward, "backward", other),
         ):
-            cut = {"N": 4} | {
-                k: v for k, v in _cut(kind, tile, itemsize).items() if k in kernel.arg_names
-            }
-            found.append(
-                Build(f"{name} {dtype} N4 D5120", kernel, signature, cut, direction, tile, aligned)
-            )
-    return found
+            constants: dict[str, int] = {"N": 4}
+            for name, value in _cut(kind, tile, itemsize).items():
+                if name in kernel.arg_names:
+                    constants[name] = value
+            signature = {}
+            for name in kernel.arg_names:
+                if name not in constants:
+                    signature[name] = _type(name, dtype)
+            name = f"{kernel.__name__} {dtype} N4 D5120"
+            listed.append(Build(name, kernel, signature, constants, direction, tile, _ALIGNED))
+    return listed
+
+
+def _type(name: str, dtype: str) -> str:
+    """Coefficients and their gradients are float32, other tensors in the model's dtype."""
+    if not name.endswith("_ptr"):
+        return "i32"
+    return "*fp32" if name.removesuffix("_ptr").endswith(("post", "res")) else f"*{dtype}"

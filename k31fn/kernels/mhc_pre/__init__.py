@@ -58,6 +58,7 @@ mhc_pre.register(
         kernels=_TRITON,
     )
 )
+# second choice on an NPU: Triton's kernels run on every Ascend, these on Ascend 950 alone
 _OPERATORS = (
     "npu_mhc_pre",
     "npu_mhc_pre_backward",

@@ -30,6 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Any]:
+    # the weight in the dtype of x, as the contract's last product is
     y, inverse = torch_npu.npu_rms_norm(x.reshape(-1, x.shape[-1]), weight.to(x.dtype), epsilon=eps)
     return y.view(x.shape), (x, weight, inverse)
 

@@ -18,6 +18,7 @@ def rms_norm(
     """
     x_wide = upcast(x)
     normalised = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
+    # rounded before the weight, as the checkpoints' own code does: another order is other bits
     return normalised.to(x.dtype) * weight.to(x.dtype)
 
 
@@ -26,6 +27,7 @@ def layer_norm(
 ) -> Float[Tensor, "*rows D"]:
     """``weight * (x - mean) * rsqrt(var + eps) + bias``, rounded to the dtype of ``x`` once."""
     x_wide = upcast(x)
+    # two passes: mean(x^2) - mean(x)^2 would cancel where the mean is large
     centred = x_wide - x_wide.mean(-1, keepdim=True)
     normalised = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return (normalised * upcast(weight) + upcast(bias)).to(x.dtype)

@@ -23,15 +23,13 @@ def short_conv(
     """``SiLU(conv(x))``; contract in :mod:`k31fn.kernels.short_conv`."""
     channels, width = weight.shape
     length = x.shape[1]
-    before = (
-        x.new_zeros(x.shape[0], width - 1, channels)
-        if isinstance(history, tuple)
-        else history.to(x.dtype)
-    )
+    if isinstance(history, tuple):  # () is none: the rows begin here
+        before = x.new_zeros(x.shape[0], width - 1, channels)
+    else:
+        before = history.to(x.dtype)
     extended = upcast(torch.cat([before, x], dim=1))
-    taps = upcast(
-        weight
-    ).mT.contiguous()  # [W channels]: a strided factor would cost four times the pass
+    # [W channels]: a strided factor would cost four times the pass
+    taps = upcast(weight).mT.contiguous()
     visible = _visible(ids, width, taps.dtype)
     z = visible[..., -1:] * (extended[:, width - 1 :] * taps[-1])
     for j in range(width - 1):
@@ -40,8 +38,9 @@ def short_conv(
 
 
 def _visible(ids: Int[Tensor, "B T"], width: int, dtype: torch.dtype) -> Float[Tensor, "B T W"]:
-    """[t, j]: 1 where token t - (W-1-j), which tap j meets, is in the document of t; else, and for
-    padding, 0.
+    """Which tokens the taps may see. [t, j] is 1 where token t - (W-1-j), which tap j meets, is in
+    the document of t; else, and for padding, 0.
     """
+    # what lies before the row counts as the first document, which history is of; zeros otherwise
     extended = torch.cat([ids[:, :1].expand(-1, width - 1), ids], dim=1)
     return ((extended.unfold(1, width, 1) == ids[..., None]) & (ids > 0)[..., None]).to(dtype)

@@ -17,6 +17,8 @@ def situ_glu(
     linear_beta: float = 25.0,
 ) -> Float[Tensor, "*rows F"]:
     """``[beta tanh(g / beta) sigmoid(g)] * [linear_beta tanh(u / linear_beta)]``."""
-    g, u = upcast(gate), upcast(up)
+    g = upcast(gate)
+    u = upcast(up)
     bounded = torch.tanh(g / beta) * torch.sigmoid(g) * torch.tanh(u / linear_beta)
+    # the two constants as one factor: a pass over [*rows F] less
     return (bounded * (beta * linear_beta)).to(gate.dtype)

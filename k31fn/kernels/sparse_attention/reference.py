@@ -38,17 +38,19 @@ def sparse_attention(
     tiles = map_query_tiles(
         _tile, (queries, topk_idx), (keys, values), width=q.shape[0] * q.shape[2]
     )
-    out = torch.cat([o for o, _ in tiles], dim=-2).transpose(1, 2)
-    some = (topk_idx >= 0).any(dim=-1)
-    return SparseAttentionOut(
-        out=torch.where(some[..., None, None], out, 0.0),
-        probs=torch.cat([p for _, p in tiles], dim=-2),
-    )
+    outs, probs = zip(*tiles, strict=True)
+    out = torch.cat(outs, dim=-2).transpose(1, 2)
+    # a query that chose no key has a mean over all of them, which is no result
+    has_keys = (topk_idx >= 0).any(dim=-1)
+    out = torch.where(has_keys[..., None, None], out, 0.0)
+    return SparseAttentionOut(out=out, probs=torch.cat(probs, dim=-2))
 
 
 def _tile(q: Tensor, topk_idx: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    # dense and masked: to gather the chosen keys would copy topk x 576 numbers for each query
     p = probabilities(q, k, as_mask(topk_idx, k.shape[-2]))
     index = topk_idx.to(torch.int64)
+    # the probabilities teach the indexer, and its loss must not reach the attention through them
     summed = stop_gradient(p).sum(dim=1).gather(-1, index.clamp(min=0))
     return by_head(p, v), torch.where(index < 0, 0.0, summed)
 

@@ -36,8 +36,8 @@ def topk(
     k = min(k, scores.shape[-1])
     if scores.dtype == torch.float64:
         values, index = torch.sort(scores, dim=-1, descending=True, stable=True)
-        values, index = values[..., :k], index[..., :k]
-        return torch.where(values == -torch.inf, -1, index)
+        return torch.where(values[..., :k] == -torch.inf, -1, index[..., :k])
+    # torch's topk takes any of equal scores, and others on other devices: keys are never equal
     keys = _distinct_keys(scores)
     best = keys.topk(k, dim=-1, sorted=ordered).values
     index = scores.shape[-1] - 1 - (best & ((1 << _POSITION_BITS) - 1))
@@ -45,9 +45,8 @@ def topk(
 
 
 _POSITION_BITS = 31
-_LOWEST_FINITE = (
-    -0x7F800000 << _POSITION_BITS
-)  # keys of -inf lie below: its ordered bits are -0x7F800001
+# keys of -inf lie below: its ordered bits are -0x7F800001
+_LOWEST_FINITE = -0x7F800000 << _POSITION_BITS
 
 
 def _distinct_keys(scores: Float[Tensor, "*rows S"]) -> Int[Tensor, "*rows S"]:

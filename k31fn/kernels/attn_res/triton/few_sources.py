@@ -63,18 +63,20 @@ def attn_res_backward_whole(
 ):
     """Gradients of the sources, and of the key over a program's tokens."""
     group = (tl.program_id(0) // per_group).to(tl.int64)
-    numbers = tl.arange(0, PADDED)
+    numbers = tl.arange(0, PADDED)  # of the sources; N is padded, since tiles are powers of two
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     key = tl.load((query_ptr + group * query_group) + columns, mask=inside, other=0.0).to(
         tl.float32
     )
     key *= tl.load((norm_ptr + group * norm_group) + columns, mask=inside, other=0.0).to(tl.float32)
+    # a column of pointers: one load takes a token's features in all sources
     sources = pick(numbers[:, None], s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, N)
     sources += group * source_group
     d_sources = pick(numbers[:, None], d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11, N)
     here = (numbers < N)[:, None] & inside[None, :]
     d_key = tl.zeros((BLOCK,), dtype=tl.float32)
+    # staged: the next token's sources are on their way while this one is computed
     for t in tl.range(tl.program_id(0) % per_group, tokens, per_group, num_stages=STAGES):
         token = group * 0 + t  # 64 bits
         stats = (group * stat_group + token) + numbers * tokens
@@ -89,7 +91,9 @@ def attn_res_backward_whole(
         d_probs = tl.sum(value * ct[None, :], axis=1)
         probs = tl.exp(scores - tl.max(scores, axis=0))
         probs = probs / tl.sum(probs, axis=0)
+        # the softmax's transpose, times rho: the gradient of a score is d_probs less their mean
         along = probs * (d_probs - tl.sum(probs * d_probs, axis=0)) * rrms
+        # scores of the padding are -1e30, and 0 times that should not be relied on
         shrink = along * tl.where(numbers < N, scores, 0.0) * rrms / width
         d_key += tl.sum(value * along[:, None], axis=0)
         y = probs[:, None] * ct[None, :] + along[:, None] * key[None, :] - shrink[:, None] * value

@@ -62,10 +62,11 @@ from k31fn.kernels.launch import Build, Tile, grouped, programs, step
 
 __all__ = ["attn_res", "attn_res_accepts", "builds"]
 
-_WIDEST = 16384
+_WIDEST = 16384  # features: wider tokens do not fit into a program's registers
 _OF_TILE = 8192  # features for which _TILES has warps and programs per core
 _HELD = 4  # sources of _OF_TILE features that a program of the backward holds, where it does
 
+# chosen by measurement on an H200 (benchmarks/attn_res.py --tune); on Ascend by its memory.
 # per device kind: forward, backward, and, where a program can hold all sources of a token, the
 # backward that does. With columns, a token that is wider is read in pieces of so many features.
 _TILES = {
@@ -120,7 +121,8 @@ def attn_res_forward(
     # what is loaded follows from at, what it is used for from token and i: the compiler's pipeline
     # would carry each number that both need through all of its stages, a move for each stage and
     # number
-    largest = -1.0e30
+    # one loop over tokens times sources, not two nested ones: only a single loop is pipelined
+    largest = -1.0e30  # finite: the first rescaling is exp(-1e30 - s), which is 0 and not NaN
     total = 0.0
     mixed = tl.zeros((BLOCK,), dtype=tl.float32)
     token = group * 0 + first  # 64 bits
@@ -135,6 +137,7 @@ def attn_res_forward(
         score = product * rrms
         tl.store(score_ptr + (group * N + i) * tokens + token, score)
         tl.store(rrms_ptr + (group * N + i) * tokens + token, rrms)
+        # the first source of a token: exp(-1e30 - now) below clears the sums of the last token
         largest = tl.where(i == 0, -1.0e30, largest)
         now = tl.maximum(largest, score)
         before = tl.exp(largest - now)
@@ -239,7 +242,7 @@ def attn_res_backward(
                 probs = tl.exp(scores - tl.max(scores, axis=0))
                 probs = probs / tl.sum(probs, axis=0)
             else:
-                this = numbers == i
+                this = numbers == i  # the i-th number of a vector, by a masked sum
                 of_ct = tl.sum(tl.where(this, probs, 0.0), axis=0)
                 of_value = of_ct * tl.sum(tl.where(this, rrms, 0.0), axis=0)
                 of_key = of_value * (product - mean)
@@ -253,6 +256,7 @@ def attn_res_backward(
                 tl.store(d_source + written + columns, y.to(d_source.dtype.element_ty), mask=inside)
         i += 1
         if i == N:
+            # what the rounding of the result did to <ct, out> is known now, and taken back
             d_key -= excess * along
             token += per_group
             i = first * 0 - 2
@@ -279,7 +283,9 @@ def _mix_fwd(
     sources: tuple[Tensor, ...], query: Tensor, norm: Tensor, eps: float
 ) -> tuple[Tensor, tuple[object, ...]]:
     out, *stats = grouped(functools.partial(_launch_forward, eps), *sources, query, norm)
-    return out, (sources, query, norm, *stats, *(() if _holds(sources) else (out,)))
+    # the result is a residual only where the backward reads it: a tensor [B T D] less to keep
+    result = () if _holds(sources) else (out,)
+    return out, (sources, query, norm, *stats, *result)
 
 
 def _mix_bwd(
@@ -301,16 +307,27 @@ def _holds(sources: Sequence[Tensor]) -> bool:
     return few and len(_TILES[sources[0].device.type]) > 2
 
 
+def _groups(operands: Sequence[Tensor]) -> int:
+    """Samples under ``vmap``; an operand that they share has a group of 1."""
+    return max(x.shape[0] for x in operands)
+
+
 def _key(query: Tensor, norm: Tensor) -> Tensor:
     return query.to(torch.float32) * norm.to(torch.float32)
 
 
 def _launch_forward(eps: float, *operands: Tensor) -> tuple[Tensor, ...]:
     *given, query, norm = operands
-    groups, (_, tokens, width) = max(x.shape[0] for x in operands), given[0].shape
-    sources, n, tile = alike(given), len(given), _TILES[query.device.type][0]
+    groups = _groups(operands)
+    _, tokens, width = given[0].shape
+    n = len(given)
+    sources = alike(given)
+    tile = _TILES[query.device.type][0]
     out = sources[0].new_empty((groups, tokens, width))
-    scores, rrms = (query.new_empty((groups, n, tokens), dtype=torch.float32) for _ in range(2))
+    scores = query.new_empty((groups, n, tokens), dtype=torch.float32)
+    rrms = torch.empty_like(scores)
+    # a program that holds a token makes the key itself, which saves a launch; in pieces it would
+    # make it twice for each token
     weights = (_key(query, norm),) if tile.columns else (query.contiguous(), norm.contiguous())
     per_core, cut = _cut(tile, n, width, out.itemsize, beside=1)
     per_group = programs(query.device, groups, tokens, per_core)
@@ -333,9 +350,11 @@ def _launch_forward(eps: float, *operands: Tensor) -> tuple[Tensor, ...]:
 
 def _launch_backward_whole(*operands: Tensor) -> tuple[Tensor, ...]:
     *given, query, norm, scores, rrms, ct = operands
-    groups, (_, tokens, width) = max(x.shape[0] for x in operands), given[0].shape
-    sources, n = alike(given), len(given)
-    query, norm, scores, rrms, ct = (x.contiguous() for x in (query, norm, scores, rrms, ct))
+    groups = _groups(operands)
+    _, tokens, width = given[0].shape
+    n = len(given)
+    sources = alike(given)
+    query, norm, scores, rrms, ct = map(Tensor.contiguous, (query, norm, scores, rrms, ct))
     d_sources = [s.new_empty((groups, tokens, width)) for s in sources]
     per_core, cut = _held(_TILES[query.device.type][2], n, width, ct.itemsize)
     per_group = programs(query.device, groups, tokens, per_core)
@@ -360,11 +379,12 @@ def _launch_backward_whole(*operands: Tensor) -> tuple[Tensor, ...]:
 
 def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     *given, query, norm, scores, rrms, out, ct = operands
-    groups, (_, tokens, width) = max(x.shape[0] for x in operands), given[0].shape
-    sources, n, tile = alike(given), len(given), _TILES[query.device.type][1]
-    query, norm, out, scores, rrms, ct = (
-        x.contiguous() for x in (query, norm, out, scores, rrms, ct)
-    )
+    groups = _groups(operands)
+    _, tokens, width = given[0].shape
+    n = len(given)
+    sources = alike(given)
+    tile = _TILES[query.device.type][1]
+    query, norm, scores, rrms, out, ct = map(Tensor.contiguous, operands[n:])
     d_sources = [s.new_empty((groups, tokens, width)) for s in sources]
     weights = (_key(query, norm),) if tile.columns else (query, norm)
     pointers = (*padded(sources), *padded(d_sources), *weights, scores, rrms)
@@ -391,6 +411,7 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
         step(ct),
         **cut,
     )
+    # the tokens are split as often as fills the device beside the pieces of the features
     pieces = triton.cdiv(width, tile.columns)
     splits = programs(query.device, groups * pieces, tokens, tile.per_core)
     d_key = scores.new_empty((groups, splits, width))
@@ -406,7 +427,9 @@ def _held(tile: Tile, n: int, width: int, itemsize: int) -> tuple[int, dict[str,
     The tile is that of the largest token. A thread has the features of the sources, and of four
     rows besides.
     """
-    block, rows = power(width), power(n)
+    block = power(width)
+    rows = power(n)
+    # of the largest token's registers: narrower tokens have more programs and fewer warps each
     share = (power(_HELD) + 4) * _OF_TILE // power((rows + 4) * block)
     per_core = tile.per_core * min(8, share)
     stages = staged(tile.stages, per_core, (rows + 1) * block * itemsize)
@@ -428,13 +451,8 @@ def _cut(
     per_core = tile.per_core * max(1, min(8, _OF_TILE // block))
     warps = max(1, min(16, tile.warps * block // _OF_TILE))
     stages = staged(tile.stages, per_core, block * itemsize, beside=beside)
-    return per_core, {
-        "N": n,
-        "PADDED": power(n),
-        "BLOCK": block,
-        "STAGES": stages,
-        "num_warps": warps,
-    }
+    constants = {"N": n, "PADDED": power(n), "BLOCK": block, "STAGES": stages}
+    return per_core, {**constants, "num_warps": warps}
 
 
 def builds(kind: str) -> list[Build]:
@@ -442,26 +460,26 @@ def builds(kind: str) -> list[Build]:
     widest tokens.
     """
     one, other, *held = _TILES[kind]
-    forward = [attn_res_forward_pieces if one.columns else attn_res_forward]
-    backward = (
-        [attn_res_backward_scores, attn_res_backward_sources]
-        if other.columns
-        else [attn_res_backward]
-    )
-    found = []
+    in_pieces = bool(one.columns)
+    forward = attn_res_forward_pieces if in_pieces else attn_res_forward
+    backward = [attn_res_backward]
+    if in_pieces:
+        backward = [attn_res_backward_scores, attn_res_backward_sources]
     shapes = [("bf16", 2, 9, 7168), ("fp32", 4, 2, 7168)]
-    for dtype, itemsize, n, width in shapes if one.columns else [*shapes, ("fp32", 4, 2, _WIDEST)]:
+    if not in_pieces:
+        shapes.append(("fp32", 4, 2, _WIDEST))
+    listed = []
+    for dtype, itemsize, n, width in shapes:
         at = f"{dtype} N{n} D{width}"
-        fixed = {} if one.columns else {"width": width}
-        cuts = (
-            {**fixed, **_cut(t, n, width, itemsize, beside=b)[1]} for t, b in ((one, 1), (other, 0))
-        )
-        ways = zip((forward, backward), cuts, ("forward", "backward"), (one, other), strict=True)
-        found += [build(k, at, cut, way, tile) for kernels, cut, way, tile in ways for k in kernels]
+        fixed = {} if in_pieces else {"width": width}
+        cut = fixed | _cut(one, n, width, itemsize, beside=1)[1]
+        listed.append(build(forward, at, cut, "forward", one))
+        cut = fixed | _cut(other, n, width, itemsize, beside=0)[1]
+        for kernel in backward:
+            listed.append(build(kernel, at, cut, "backward", other))
         for tile in held if width <= _OF_TILE else ():
             few = min(n, _HELD)
-            cut = {**fixed, **_held(tile, few, width, itemsize)[1]}
-            found.append(
-                build(attn_res_backward_whole, f"{dtype} N{few} D{width}", cut, "backward", tile)
-            )
-    return [*found, build_of_weights(kind, "fp32 D7168", 132)]
+            at = f"{dtype} N{few} D{width}"
+            cut = fixed | _held(tile, few, width, itemsize)[1]
+            listed.append(build(attn_res_backward_whole, at, cut, "backward", tile))
+    return [*listed, build_of_weights(kind, "fp32 D7168", 132)]

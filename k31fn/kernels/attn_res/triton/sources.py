@@ -27,6 +27,7 @@ __all__ = [
     "staged",
 ]
 
+# a kernel has so many pointers; K3.1 mixes at most 9 sources (93 layers in blocks of 12, and one)
 MOST_SOURCES = 12
 _SHARED = 200 * 2**10  # bytes of a core for what is on its way
 _ALIGNED = ("width", "source_group", "key_group", "out_group", "ct_group")
@@ -35,7 +36,7 @@ _OF_MODEL = ("out_ptr", "ct_ptr")
 
 @triton.jit
 def add_pairs(a, b, c, d):
-    """How a reduction adds two sums at once."""
+    """How a reduction adds two sums at once: half the passes between threads."""
     return a + c, b + d
 
 
@@ -72,6 +73,8 @@ def at(I: tl.constexpr, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11):
 @triton.jit
 def pick(i, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, N: tl.constexpr):
     """The pointer of number i; 0 to N - 1 are told apart."""
+    # where the number is known only when it runs; a chain of selects, since pointers in an array
+    # would be loaded from memory first
     p = p0
     if N > 1:
         p = tl.where(i == 1, p1, p)
@@ -105,6 +108,7 @@ def padded(tensors: list[Tensor]) -> list[Tensor]:
 
 def alike(sources: list[Tensor]) -> list[Tensor]:
     """Contiguous, and all per group if one is."""
+    # the kernels know one step from group to group for all sources, to have one number, not twelve
     groups = max(s.shape[0] for s in sources)
     same = all(s.shape[0] == groups and s.is_contiguous() for s in sources)
     return sources if same else [s.expand(groups, -1, -1).contiguous() for s in sources]
@@ -114,6 +118,7 @@ def named(kernel: Any, constants: Mapping[str, Any]) -> dict[str, Any]:
     """The constants that the kernel has, and options of the launch, whose names are in small
     letters.
     """
+    # Triton's interpreter wraps a kernel in something that does not tell its names
     names = getattr(kernel, "arg_names", constants)
     return {k: v for k, v in constants.items() if k in names or k.islower()}
 
@@ -139,12 +144,14 @@ def odd_shapes(sources: Sequence[Tensor], weights: Sequence[Tensor]) -> str:
     """Why sources ``[B, T, D]`` and weights ``[D]`` do not go together, or nothing."""
     if not 1 <= len(sources) <= MOST_SOURCES:
         return f"it mixes 1 to {MOST_SOURCES} sources, got {len(sources)}"
-    if len({s.dtype for s in sources}) > 1:
-        return f"the sources have one dtype, got {sorted({str(s.dtype) for s in sources})}"
+    dtypes = {str(s.dtype) for s in sources}
+    if len(dtypes) > 1:
+        return f"the sources have one dtype, got {sorted(dtypes)}"
     shape = sources[0].shape
-    wanted = [shape] * len(sources) + [shape[-1:]] * len(weights)
-    if len(shape) != 3 or not shape[-1] or [x.shape for x in (*sources, *weights)] != wanted:
-        given = ", ".join(str(list(x.shape)) for x in (*weights, *sources))
+    shapes = [x.shape for x in (*weights, *sources)]
+    wanted = [shape[-1:]] * len(weights) + [shape] * len(sources)
+    if len(shape) != 3 or not shape[-1] or shapes != wanted:
+        given = ", ".join(map(str, map(list, shapes)))
         return f"the sources have one shape [B, T, D], query and norm_weight [D], got {given}"
     return ""
 
@@ -162,7 +169,10 @@ def build(
     """
     known = {k: v for k, v in constants.items() if k in kernel.arg_names}
     dtype = shapes.split()[0]
-    signature = {k: _type(k, dtype) for k in kernel.arg_names if k not in known}
+    signature = {}
+    for name in kernel.arg_names:
+        if name not in known:
+            signature[name] = _type(name, dtype)
     return Build(f"{kernel.__name__} {shapes}", kernel, signature, known, direction, tile, _ALIGNED)
 
 

@@ -39,7 +39,7 @@ def attn_res_d_weights(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a piece of the features: the parts summed, times the other of the two."""
+    """Gradients for a piece of the features: the parts summed, times the other of the two."""
     group = (tl.program_id(0) // pieces).to(tl.int64)
     columns = (tl.program_id(0) % pieces) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -48,6 +48,7 @@ def attn_res_d_weights(
         tl.float32
     )
     norm = tl.load((norm_ptr + group * norm_group) + columns, mask=inside, other=0.0).to(tl.float32)
+    # ROWS sums side by side, added at the end: fewer dependent additions, and one order of them
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in range(0, parts, ROWS):
         row = part_ptr + (group * parts + start) * width
@@ -74,7 +75,8 @@ def of_weights(
     groups, count, width = parts.shape
     cut = _cut(_TILES[kind], count)
     pieces = triton.cdiv(width, cut["BLOCK"])
-    d_query, d_norm = query.new_empty((groups, width)), norm.new_empty((groups, width))
+    d_query = query.new_empty((groups, width))
+    d_norm = norm.new_empty((groups, width))
     kernel[(groups * pieces,)](
         parts, query, norm, d_query, d_norm, count, width, pieces, step(query), step(norm), **cut
     )
@@ -82,6 +84,7 @@ def of_weights(
 
 
 def _cut(tile: Tile, count: int) -> dict[str, int]:
+    # the size of the tile is kept: with fewer parts than rows it is wider
     rows = min(tile.rows, power(count))
     return {"ROWS": rows, "BLOCK": tile.columns * tile.rows // rows, "num_warps": tile.warps}
 

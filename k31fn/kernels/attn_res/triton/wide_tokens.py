@@ -44,6 +44,7 @@ def attn_res_forward_pieces(
     """Statistics and result of a token."""
     group = (tl.program_id(0) // per_group).to(tl.int64)
     numbers = tl.arange(0, PADDED)
+    # a program takes every per_group-th token: the grid is as large as the device, not the batch
     for t in range(tl.program_id(0) % per_group, tokens, per_group):
         token = group * 0 + t  # 64 bits
         squares = tl.zeros((PADDED,), dtype=tl.float32)
@@ -53,9 +54,11 @@ def attn_res_forward_pieces(
             inside = columns < width
             row = group * source_group + token * width
             key = tl.load((key_ptr + group * key_group) + columns, mask=inside, other=0.0)
+            # unrolled, with the pointers known when compiled: Ascend has no choice between pointers
             for i in tl.static_range(N):
                 source = at(i, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11)
                 value = tl.load(source + row + columns, mask=inside, other=0.0).to(tl.float32)
+                # the i-th number of a vector is set by a mask: Triton has no indexing of registers
                 squares = tl.where(numbers == i, squares + tl.sum(value * value, axis=0), squares)
                 products = tl.where(numbers == i, products + tl.sum(value * key, axis=0), products)
         rrms = 1.0 / tl.sqrt(squares / width + eps)
@@ -63,9 +66,11 @@ def attn_res_forward_pieces(
         stats = (group * N + numbers) * tokens + token
         tl.store(score_ptr + stats, scores, mask=numbers < N)
         tl.store(rrms_ptr + stats, rrms, mask=numbers < N)
+        # what pads N to a power of two gets the probability 0
         scores = tl.where(numbers < N, scores, -1.0e30)
         probs = tl.exp(scores - tl.max(scores, axis=0))
         probs = probs / tl.sum(probs, axis=0)
+        # the second reading of the sources: the first one's values did not fit
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
@@ -123,6 +128,7 @@ def attn_res_backward_scores(
                 source = at(i, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11)
                 value = tl.load(source + row + columns, mask=inside, other=0.0).to(tl.float32)
                 d_probs = tl.where(numbers == i, d_probs + tl.sum(ct * value, axis=0), d_probs)
+        # probabilities are computed again from the scores, which the forward kept
         scores = tl.load(
             score_ptr + group * stat_group + numbers * tokens + token,
             mask=numbers < N,
@@ -187,6 +193,7 @@ def attn_res_backward_sources(
     inside = columns < width
     numbers = tl.arange(0, PADDED)
     key = tl.load((key_ptr + group * key_group) + columns, mask=inside, other=0.0)
+    # summed over the tokens in registers, over the splits by another kernel: one fixed order
     d_key = tl.zeros((BLOCK,), dtype=tl.float32)
     for t in range(split, tokens, splits):
         token = group * 0 + t  # 64 bits
@@ -203,6 +210,7 @@ def attn_res_backward_sources(
         )
         probs = tl.exp(scores - tl.max(scores, axis=0))
         probs = probs / tl.sum(probs, axis=0)
+        # s_i = rho_i <key, v_i>: along the key, and along v_i through rho_i
         along_key = d_scores * rrms
         along_value = d_scores * scores * rrms * rrms / width
         for i in tl.static_range(N):

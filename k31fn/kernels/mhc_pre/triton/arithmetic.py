@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""What the kernels of the read of hyper-connected streams share: numbers cut in parts, and
-Sinkhorn's iterations.
+"""Arithmetic of the kernels of the read of hyper-connected streams: numbers cut in parts, sigmoid,
+softmax, and Sinkhorn's iterations.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ __all__ = ["back", "cut", "forth", "sigmoid", "softmax"]
 @triton.jit
 def cut(a):
     """The first 8 bits of a's mantissa as bfloat16, and the rest of a; the third rest is 0."""
+    # cut and not rounded: the rest is exact, and has the sign of a
     bits = (a.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
     first = bits.to(tl.bfloat16, bitcast=True)
     return first, a - first.to(tl.float32)
@@ -23,6 +24,7 @@ def cut(a):
 @triton.jit
 def sigmoid(a):
     """``1 / (1 + exp(-a))``, of any a."""
+    # of a magnitude that is not positive: exp never overflows
     e = tl.exp(-tl.abs(a))
     return tl.where(a >= 0.0, 1.0, e) / (1.0 + e)
 
@@ -37,6 +39,7 @@ def softmax(a):
 @triton.jit
 def forth(m, EPS: tl.constexpr):
     """An iteration of Sinkhorn, and the sums by which it divided."""
+    # the sums are kept and not the matrices: with them back() recovers each matrix
     rows = tl.sum(m, axis=2) + EPS
     m = m * (1.0 / rows)[:, :, None]
     columns = tl.sum(m, axis=1) + EPS
@@ -46,6 +49,8 @@ def forth(m, EPS: tl.constexpr):
 @triton.jit
 def back(m, d_m, rows, columns):
     """An iteration undone, and its transpose."""
+    # d(m / s) with s the sum itself: the gradient less its mean under m, over s; columns first,
+    # since they were divided last
     d_m = (d_m - tl.sum(d_m * m, axis=1)[:, None, :]) * (1.0 / columns)[:, None, :]
     m = m * columns[:, None, :]
     d_m = (d_m - tl.sum(d_m * m, axis=2)[:, :, None]) * (1.0 / rows)[:, :, None]

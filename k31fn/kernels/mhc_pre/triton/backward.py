@@ -24,6 +24,7 @@ def _store_halves(pointers, a, mask, PADDED: tl.constexpr, HALVES: tl.constexpr)
     """a, or two bfloat16 numbers whose sum it is but for 2^-17; the second PADDED elements after
     the first.
     """
+    # one bfloat16 would cost the gradient of the streams 2^-9, and float32 the matrix units
     first = a.to(pointers.dtype.element_ty)
     tl.store(pointers, first, mask=mask)
     if HALVES == 2:
@@ -71,6 +72,12 @@ def mhc_pre_backward_mix(
 ):
     """Gradients of ``x phi`` and, per program, of scale and base: of Sinkhorn's part, then of
     ``h_pre``'s.
+
+    The forward's steps are taken again from ``z``: to keep them would be an N x N matrix for each
+    iteration; ``back`` recovers each from the sums by which it was divided. ``h_pre``'s part goes
+    token by token, since it needs a sum along the whole token. ``shrink`` is the way through the
+    norm, along the streams themselves. Scale and base get a column of parts per program, which the
+    last kernel adds in order: no atomics.
     """
     group = (tl.program_id(0) // per_group).to(tl.int64)
     mine = tl.program_id(0) % per_group
@@ -248,6 +255,7 @@ def mhc_pre_backward_streams(
     else:
         high = phi
     row = tl.arange(0, ROWS)
+    # a program keeps its piece of phi and of phi's gradient, and walks over a split's tokens
     d_phi = tl.zeros((BLOCK, PADDED), dtype=tl.float32)
     for p in tl.range(split, tl.cdiv(tokens, ROWS), splits, num_stages=STAGES):
         first = group * 0 + p * ROWS  # 64 bits
@@ -280,9 +288,8 @@ def mhc_pre_backward_streams(
         if WIDE:
             x = x.to(tl.float32)
             d_product = d_product.to(tl.float32)
-        part = tl.zeros(
-            (BLOCK, PADDED), dtype=tl.float32
-        )  # of its own: it is done before its operands are overwritten
+        # of its own: it is done before its operands are overwritten
+        part = tl.zeros((BLOCK, PADDED), dtype=tl.float32)
         if HALVES == 2:
             d_low = tl.load(product + PADDED, mask=known, other=0.0)
             if WIDE:
@@ -324,6 +331,7 @@ def mhc_pre_backward_sums(
     """
     group = (tl.program_id(0) // per_group).to(tl.int64)
     mine = tl.program_id(0) % per_group
+    # few and long, so they go to the programs that have the fewest pieces of phi
     for k in range(per_group - 1 - mine, sums, per_group):
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, summed, BLOCK):

@@ -59,6 +59,7 @@ def _product(a, b, acc, SPLIT: tl.constexpr, WIDE: tl.constexpr):
             high = high.to(tl.float32)
             middle = middle.to(tl.float32)
             low = low.to(tl.float32)
+        # the smallest first, so that its digits are not lost beside the large sum
         acc = tl.dot(a, low, acc, input_precision="ieee")
         acc = tl.dot(a, middle, acc, input_precision="ieee")
         acc = tl.dot(a, high, acc, input_precision="ieee")
@@ -99,6 +100,7 @@ def mhc_pre_project(
         rows = tl.arange(0, ROWS)
         here = rows < tokens - first
         products = tl.zeros((ROWS, PADDED), dtype=tl.float32)
+        # sums of FOLD features each, added up once at the end of the range
         squares = tl.zeros((ROWS, BLOCK // FOLD), dtype=tl.float32)
         for start in range(split * chunk, tl.minimum(flat, split * chunk + chunk), BLOCK):
             columns = start + tl.arange(0, BLOCK)
@@ -172,6 +174,7 @@ def mhc_pre_mix(
     pair = streams[None, :, None] * N + streams[None, None, :]
     of_res = row[:, None, None] * C + 2 * N + pair
     flat = N * width
+    # with many programs only the first `apart` have such a tile; the others begin to mix at once
     for p in range(mine, tl.cdiv(tokens, ROWS), per_group):
         first = group * 0 + p * ROWS  # 64 bits
         here = row < tokens - first
@@ -181,6 +184,7 @@ def mhc_pre_mix(
         z_pre = tl.zeros((ROWS, N), dtype=tl.float32)
         z_post = tl.zeros((ROWS, N), dtype=tl.float32)
         z_res = tl.zeros((ROWS, N, N), dtype=tl.float32)
+        # the parts in ascending order: the same bits whatever the grid
         for s in tl.static_range(SPLITS):
             part = part_ptr + (group * part_group + (s * tokens + first) * C)
             z_pre += tl.load(part + of_pre, mask=there, other=0.0)
@@ -202,6 +206,7 @@ def mhc_pre_mix(
         h_post = 2.0 * sigmoid(tl.load(scale + 1) * z_post + tl.load(base + N + streams)[None, :])
         bias = tl.load(base + 2 * N + streams[:, None] * N + streams[None, :])
         m = softmax(tl.load(scale + 2) * z_res + bias[None, :, :]) + EPS
+        # the first iteration divides by columns alone: a softmax's rows sum to 1
         m = m * (1.0 / (tl.sum(m, axis=1) + EPS))[:, None, :]
         for _ in range(iterations - 1):
             m, _rows, _columns = forth(m, EPS)
@@ -218,6 +223,7 @@ def mhc_pre_mix(
     for t in range(tl.where(mine < apart, tokens, mine - apart), tokens, per_group - apart):
         token = group * 0 + t  # 64 bits
         part = part_ptr + (group * part_group + token * C)
+        # h_pre again, for this token: cheaper than to wait for the program that stores it
         products = tl.sum(tl.load(part + split[:, None] * (tokens * C) + streams[None, :]), axis=0)
         squares = tl.sum(
             tl.load(square_ptr + (group * square_group + token) + split * tokens), axis=0
@@ -243,10 +249,10 @@ def mhc_pre(
     x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int
 ) -> Pre:
     """The op."""
-    weights = (w.to(torch.float32)[None] for w in (phi, scale, base))
-    y, streams, h_post, h_res = _pre(x.flatten(0, 1)[None], *weights, eps, iterations)
-    rows = x.shape[:2]
-    return Pre(*(a.squeeze(0).unflatten(0, rows) for a in (y, streams, h_post, h_res)))
+    weights = [w.to(torch.float32)[None] for w in (phi, scale, base)]
+    # [1 group, tokens, ...]: a vmap around it makes more groups
+    flat = _pre(x.flatten(0, 1)[None], *weights, eps, iterations)
+    return Pre(*(a.squeeze(0).unflatten(0, x.shape[:2]) for a in flat))
 
 
 def _pre_fwd(
@@ -254,8 +260,9 @@ def _pre_fwd(
 ) -> tuple[Pre, tuple[Tensor, ...]]:
     parts = grouped(_launch_project, x, phi)
     mix = functools.partial(_launch_mix, eps, iterations)
-    y, h_post, h_res, *kept = grouped(mix, x, *parts, scale, base)
-    return Pre(y, x, h_post, h_res), (x, phi, scale, base, *kept)
+    y, h_post, h_res, *residuals = grouped(mix, x, *parts, scale, base)
+    # x is a result too: its cotangent comes here, and one kernel adds it to this op's gradient
+    return Pre(y, x, h_post, h_res), (x, phi, scale, base, *residuals)
 
 
 def _pre_bwd(
@@ -274,21 +281,28 @@ def _pre_bwd(
 _pre = custom_vjp(_pre_fwd, _pre_bwd, nondiff_argnums=(4, 5), opaque=True, name="mhc_pre (triton)")
 
 
+def _groups(operands: tuple[Tensor, ...]) -> int:
+    """Samples under ``vmap``; an operand that they share has a group of 1."""
+    return max(a.shape[0] for a in operands)
+
+
 def _launch_project(*operands: Tensor) -> tuple[Tensor, ...]:
-    x, phi = (a.contiguous() for a in operands)
-    groups, (_, tokens, n, width), c = max(a.shape[0] for a in operands), x.shape, phi.shape[-1]
-    tile, flat = _TILES[x.device.type].project, n * width
+    x, phi = map(Tensor.contiguous, operands)
+    groups = _groups(operands)
+    _, tokens, n, width = x.shape
+    c = phi.shape[-1]
+    flat = n * width
+    tile = _TILES[x.device.type].project
     row_tiles = triton.cdiv(tokens, tile.rows)
     free = programs(
         x.device, groups * max(1, row_tiles), triton.cdiv(flat, tile.columns), tile.per_core
     )
+    # a power of two, as the kernel that adds the parts takes them as a tile
     splits = min(MOST_SPLITS, 1 << (free.bit_length() - 1))
     chunk = triton.cdiv(triton.cdiv(flat, splits), tile.columns) * tile.columns
     per_group = programs(x.device, groups, row_tiles * splits, tile.per_core)
-    parts, squares = (
-        phi.new_empty((groups, splits, tokens, c)),
-        phi.new_empty((groups, splits, tokens)),
-    )
+    parts = phi.new_empty((groups, splits, tokens, c))
+    squares = phi.new_empty((groups, splits, tokens))
     mhc_pre_project[(groups * per_group,)](
         x,
         phi,
@@ -308,11 +322,16 @@ def _launch_project(*operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def _launch_mix(eps: float, iterations: int, *operands: Tensor) -> tuple[Tensor, ...]:
-    x, parts, squares, scale, base = (a.contiguous() for a in operands)
-    groups, (_, tokens, n, width), c = max(a.shape[0] for a in operands), x.shape, base.shape[-1]
-    tile, y = _TILES[x.device.type].mix, x.new_empty((groups, tokens, width))
-    shapes = ((n,), (n, n), (n,), (c,), ())
-    h_post, h_res, pre, z, rrms = (base.new_empty((groups, tokens, *rest)) for rest in shapes)
+    x, parts, squares, scale, base = map(Tensor.contiguous, operands)
+    groups = _groups(operands)
+    _, tokens, n, width = x.shape
+    tile = _TILES[x.device.type].mix
+    y = x.new_empty((groups, tokens, width))
+    h_post = base.new_empty((groups, tokens, n))
+    h_res = base.new_empty((groups, tokens, n, n))
+    pre = base.new_empty((groups, tokens, n))
+    z = base.new_empty((groups, tokens, base.shape[-1]))
+    rrms = base.new_empty((groups, tokens))
     per_group, apart = dealt(tile, x, groups)
     mhc_pre_mix[(groups * per_group,)](
         x,
@@ -339,13 +358,16 @@ def _launch_mix(eps: float, iterations: int, *operands: Tensor) -> tuple[Tensor,
 
 
 def _launch_backward_mix(iterations: int, *operands: Tensor) -> tuple[Tensor, ...]:
-    x, ct, ct_post, ct_res, z, rrms, scale, base = (a.contiguous() for a in operands)
-    groups, (_, tokens, n, width), c = max(a.shape[0] for a in operands), x.shape, base.shape[-1]
+    x, ct, ct_post, ct_res, z, rrms, scale, base = map(Tensor.contiguous, operands)
+    groups = _groups(operands)
+    _, tokens, n, width = x.shape
+    c = base.shape[-1]
     tile = _TILES[x.device.type].backward_mix
     constants = given(mhc_pre_backward_mix, tile, x, n, iterations)
     d_product = x.new_empty((groups, tokens, constants["HALVES"] * constants["PADDED"]))
     per_group, apart = dealt(tile, x, groups)
-    shrink, sums = base.new_empty((groups, tokens, 2)), base.new_empty((groups, c + 3, per_group))
+    shrink = base.new_empty((groups, tokens, 2))
+    sums = base.new_empty((groups, c + 3, per_group))  # of base and the three scales
     mhc_pre_backward_mix[(groups * per_group,)](
         x,
         ct,
@@ -370,16 +392,17 @@ def _launch_backward_mix(iterations: int, *operands: Tensor) -> tuple[Tensor, ..
 
 
 def _launch_streams(*operands: Tensor) -> tuple[Tensor, ...]:
-    x, phi, ct, ct_x, pre = (a.contiguous() for a in operands[:5])
-    groups, (_, tokens, n, width), c = max(a.shape[0] for a in operands), x.shape, phi.shape[-1]
+    x, phi, ct, ct_x, pre = map(Tensor.contiguous, operands[:5])
+    groups = _groups(operands)
+    _, tokens, n, width = x.shape
+    c = phi.shape[-1]
+    # these have no step from group to group in the kernel, so each group has its own
     d_product, shrink = (a.expand(groups, *a.shape[1:]).contiguous() for a in operands[5:])
     tile = of_streams(x.device.type, x.itemsize)
     pieces = triton.cdiv(width, tile.columns)
     splits = filling(tile, x, groups * n * pieces)
-    d_x, parts = (
-        x.new_empty((groups, tokens, n, width)),
-        phi.new_empty((groups, splits, n * width, c)),
-    )
+    d_x = x.new_empty((groups, tokens, n, width))
+    parts = phi.new_empty((groups, splits, n * width, c))
     mhc_pre_backward_streams[(groups * splits * n * pieces,)](
         x,
         phi,
@@ -401,10 +424,12 @@ def _launch_streams(*operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def _launch_sums(*operands: Tensor) -> tuple[Tensor, ...]:
-    groups = max(a.shape[0] for a in operands)
+    groups = _groups(operands)
     parts, sums = (a.expand(groups, *a.shape[1:]).contiguous() for a in operands)
-    d_phi, total = parts.new_empty((groups, *parts.shape[2:])), sums.new_empty(sums.shape[:2])
-    tile, size = _TILES[parts.device.type].sums, parts[0, 0].numel()
+    d_phi = parts.new_empty((groups, *parts.shape[2:]))
+    total = sums.new_empty(sums.shape[:2])
+    tile = _TILES[parts.device.type].sums
+    size = parts[0, 0].numel()
     pieces = triton.cdiv(size, tile.columns)
     per_group = programs(parts.device, groups, pieces + sums.shape[1], tile.per_core)
     mhc_pre_backward_sums[(groups * per_group,)](
