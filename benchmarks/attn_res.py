@@ -102,7 +102,9 @@ def main() -> int:
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     where = cuda_device(parser, args.device)
-    errors, rows, tuned = dict[str, float](), list[Row](), True
+    errors = dict[str, float]()
+    rows = list[Row]()
+    tuned = True
     for small in (
         subject(2, 17, 37, where),
         subject(9, 129, 7168, where),

@@ -141,7 +141,8 @@ def with_ranks(state: dict[str, Tensor], folder: Path, ranks: int) -> list[tuple
             time.sleep(PAUSE_S)
             for step in range(1, SAVES + 1):
                 time.sleep(PAUSE_S)
-                began, found = time.perf_counter(), []
+                began = time.perf_counter()
+                found = []
                 there = folder / str(step)
                 looks = threading.Thread(target=_complete, args=(there, began, found), daemon=True)
                 looks.start()

@@ -84,7 +84,8 @@ def main() -> None:
     parser.add_argument("--outer", type=int, default=256, help="width of a product")
     parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()
-    device, dtype = told(parser, lambda: devices.parse(args.device)), getattr(torch, args.dtype)
+    device = told(parser, lambda: devices.parse(args.device))
+    dtype = getattr(torch, args.dtype)
     names = [*grouped_matmul.implementations, "reference"]
     print(
         f"{'experts':>7} {'rows':>5} {'routes':>8} {'batches':>7} {'padding':>7}",
@@ -99,9 +100,10 @@ def main() -> None:
                 buckets = [b for b in split(sizes.tolist()) if b.batch]
                 padding = sum(len(b.experts) * b.batch for b in buckets) / rows.shape[0] - 1
                 times = measure(rows, w, sizes.to(device), args.repeats)
-                shown = [
-                    f"{t:10.2f}" if isinstance(t := times[n], float) else f"{t:>10}" for n in names
-                ]
+                shown = []
+                for name in names:
+                    time = times[name]  # or why there is none
+                    shown.append(f"{time:10.2f}" if isinstance(time, float) else f"{time:>10}")
                 routes = "skewed" if skewed else "balanced"
                 print(
                     f"{num_experts:7} {mean:5} {routes:>8} {len(buckets):7} {padding:7.2f}",

@@ -111,7 +111,9 @@ def main() -> int:
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     where = cuda_device(parser, args.device)
-    errors, rows, tuned = {}, list[Row](), True
+    errors = {}
+    rows = list[Row]()
+    tuned = True
     for shape in ((17, 2, 37), (130, 4, 1000), (33, 8, 264)):
         small = subject(*shape, where)
         errors[small.shape] = check(small)

@@ -74,7 +74,8 @@ def check(subject: Subject, runs: int = 20) -> float:
     Raises:
         AssertionError: two runs on the same inputs differ in a bit.
     """
-    worst, inputs = 0.0, subject.draw()
+    worst = 0.0
+    inputs = subject.draw()
     assert repeats_alike(subject, inputs, cotangents(subject.fused, inputs), runs), (
         "two runs differ"
     )
@@ -92,10 +93,14 @@ def repeats_alike(
     subject: Subject, inputs: Sequence[Tensor], cts: Sequence[Tensor], runs: int = 20
 ) -> bool:
     """Whether all runs give the same bits."""
-    first, *others = (
-        [*outs, *grads] for outs, grads in (_both(subject.fused, inputs, cts) for _ in range(runs))
-    )
-    return all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
+    first: list[Tensor] = []
+    for _ in range(runs):
+        outs, grads = _both(subject.fused, inputs, cts)
+        results = [*outs, *grads]
+        first = first or results
+        if not all(map(torch.equal, results, first)):
+            return False
+    return True
 
 
 def measure(
@@ -183,11 +188,11 @@ def _times(
         for i, kind in enumerate(kinds):
             works[f"{name}, graph|{i}"] = [graphed(lambda some=kind: [w() for w in some], where)]
     times = take_turns(works, where, repeats)
-    found = {
-        f: [times.get(f"{f}|{i}", float("nan")) / runs for i in range(3)]
-        for f, runs in forms.items()
-    }
-    return peak, {form: (some[0], some[1], some[2]) for form, some in found.items()}
+    by_form = {}
+    for form, runs in forms.items():
+        forward, both, inference = (times.get(f"{form}|{i}", float("nan")) / runs for i in range(3))
+        by_form[form] = (forward, both, inference)
+    return peak, by_form
 
 
 def _without_gradients(f: Function, inputs: Sequence[Tensor]) -> Any:
@@ -255,7 +260,8 @@ def tune(
         repeats: timed calls of each.
         slack: how much slower than the best a tile of the table may be.
     """
-    kind, inputs = where.type, subject.draw()
+    kind = where.type
+    inputs = subject.draw()
     cts = cotangents(subject.plain, inputs)
 
     def milliseconds(tiles: Any) -> float:

@@ -230,10 +230,8 @@ def timed(where: torch.device, repeats: int) -> list[Timed]:
         weights = params.init(model.specs(cfg), random.key(0), dtype=torch.float32)
         weights = tree.map(lambda w: w.to(where), weights)
         tokens = (random.bits(random.key(1), (recipe.batch_size, recipe.length)) % 256).to(where)
-        batch, state = (
-            model.make_batch(tokens, vocab_size=cfg.vocab_size),
-            model.init_balance(cfg, device=where),
-        )
+        batch = model.make_batch(tokens, vocab_size=cfg.vocab_size)
+        state = model.init_balance(cfg, device=where)
 
         def gradient(
             policy: Remat, cfg: Any = cfg, batch: Any = batch, state: Any = state, w: Any = weights

@@ -107,7 +107,8 @@ def main() -> int:
     found = [
         json.loads(path.read_text(encoding="utf-8")) for path in sorted(args.results.glob("*.json"))
     ]
-    if not (found := [r for r in found if "rows" in r and "op" in r]):
+    found = [r for r in found if "rows" in r and "op" in r]
+    if not found:
         parser.error(f"--results {args.results}: no result of an operator in it")
     text = args.file.read_text(encoding="utf-8")
     wanted = told(parser, lambda: replaced(text, render(found)))

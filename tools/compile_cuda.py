@@ -13,9 +13,8 @@ import sys
 import time
 
 os.environ.pop("TRITON_INTERPRET", None)
-os.environ.setdefault(
-    "TRITON_DEFAULT_FP_FUSION", "1"
-)  # Triton 3.9 warns where it is not said; this is its default
+# Triton 3.9 warns where it is not said; this is its default
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -38,6 +37,7 @@ def compile_one(build: Build, capability: int) -> str:
     started = time.perf_counter()
     signature = {**build.signature, **dict.fromkeys(build.constants, "constexpr")}
     names = build.kernel.arg_names
+    # as a launch would find pointers and a model's sizes: multiples of 16 bytes
     wide = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in build.aligned]
     attributes = {(i,): [["tt.divisibility", 16]] for i in wide}
     source = ASTSource(
@@ -45,7 +45,8 @@ def compile_one(build: Build, capability: int) -> str:
     )
     options = {"num_warps": build.tile.warps, "num_stages": build.tile.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    if (shared := compiled.metadata.shared) > _SHARED.get(capability, shared):
+    shared = compiled.metadata.shared
+    if shared > _SHARED.get(capability, shared):
         raise ValueError(
             f"{build.name} needs {shared} bytes of shared memory, sm_{capability} has "
             f"{_SHARED[capability]}"

@@ -22,7 +22,7 @@ __all__ = ["KINDS", "builds", "dialect", "files", "modules"]
 
 KINDS = ("cuda", "npu")
 _ROOT = Path(next(iter(k31fn.kernels.__path__)))
-_NAME = 49  # characters: CANN cuts longer names of kernels
+_LONGEST_NAME = 49  # characters: CANN cuts longer names of kernels
 _ABSENT = {
     "make_block_ptr": "gone in Triton 3.9; use pointers and masks",
     "make_tensor_descriptor": "of one vendor; use pointers and masks",
@@ -39,20 +39,19 @@ _ABSENT = {
 
 def files() -> list[Path]:
     """Every file of Triton kernels; one that only uses triton has none."""
-    found = [*_ROOT.glob("*/triton.py"), *_ROOT.glob("*/triton/*.py")]
-    return sorted(path for path in found if _kernels(path))
+    paths = [*_ROOT.glob("*/triton.py"), *_ROOT.glob("*/triton/*.py")]
+    return sorted(filter(_kernels, paths))
 
 
 def modules() -> dict[str, Any]:
     """The imported module of each op with kernels, which lists them; some may be in other files."""
     load_all()
-    named = {
-        op.name: impl.kernels
-        for op in OPS.values()
-        for impl in op.implementations.values()
-        if impl.kernels
-    }
-    return {op: importlib.import_module(name) for op, name in sorted(named.items())}
+    imported = {}
+    for op in sorted(OPS.values(), key=lambda op: op.name):
+        for impl in op.implementations.values():
+            if impl.kernels:
+                imported[op.name] = importlib.import_module(impl.kernels)
+    return imported
 
 
 def builds(kind: str) -> list[Build]:
@@ -64,15 +63,18 @@ def builds(kind: str) -> list[Build]:
     found: list[Build] = []
     listed: set[str] = set()
     for op, module in modules().items():
+        # of all kinds: a kernel that one kind does not use has to be in another's list
         by_kind = {k: module.builds(k) for k in KINDS}
         for direction in ("forward", "backward") if OPS[op].differentiable else ("forward",):
             if not any(b.direction == direction for b in by_kind[kind]):
                 raise ValueError(f"op {op!r}: its builds({kind!r}) have no {direction} kernel")
-        listed |= {b.kernel.__name__ for some in by_kind.values() for b in some}
+        for some in by_kind.values():
+            listed |= {build.kernel.__name__ for build in some}
         found += by_kind[kind]
     if not found:
         raise ValueError("no kernel is registered")
-    if missing := set().union(*map(_kernels, files())) - listed:
+    missing = set().union(*map(_kernels, files())) - listed
+    if missing:
         raise ValueError(
             f"{sorted(missing)} are in no device's builds of a module that an implementation names "
             "(Implementation.kernels); helpers start with _ or return something"
@@ -84,15 +86,13 @@ def _kernels(path: Path) -> set[str]:
     """Names of the file's ``@triton.jit`` functions that are not helpers: a kernel returns
     nothing.
     """
-    functions = [
-        n
-        for n in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(n, ast.FunctionDef)
-    ]
-    jitted = [f for f in functions if any(ast.unparse(d) == "triton.jit" for d in f.decorator_list)]
-    return {
-        f.name for f in jitted if not f.name.startswith("_") and not any(map(_returns, ast.walk(f)))
-    }
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            jitted = "triton.jit" in map(ast.unparse, node.decorator_list)
+            if jitted and not any(map(_returns, ast.walk(node))):
+                names.add(node.name)
+    return names
 
 
 def _returns(node: ast.AST) -> bool:
@@ -102,27 +102,19 @@ def _returns(node: ast.AST) -> bool:
 def dialect(path: Path, source: str | None = None) -> list[str]:
     """What the file has that not every backend can do, as ``line: what, why``."""
     tree = ast.parse(path.read_text(encoding="utf-8") if source is None else source)
-    found = [
-        (0, f"{name}: {len(name)} characters, at most {_NAME}")
-        for name in _kernels(path)
-        if len(name) > _NAME
-    ]
+    found = []
+    for name in _kernels(path):
+        if len(name) > _LONGEST_NAME:
+            found.append((0, f"{name}: {len(name)} characters, at most {_LONGEST_NAME}"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in (
-            "tl",
-            "triton",
-            "tl.extra",
-        ):
-            reason = _ABSENT.get(node.attr)
+        if isinstance(node, ast.Attribute):
+            of_triton = ast.unparse(node.value) in ("tl", "triton", "tl.extra")
+            reason = _ABSENT.get(node.attr) if of_triton else None
             if reason:
                 found.append((node.lineno, f"{ast.unparse(node)}: {reason}"))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot":
             given = {k.arg: ast.unparse(k.value) for k in node.keywords}
             if given.get("input_precision") != "'ieee'":
-                found.append(
-                    (
-                        node.lineno,
-                        "tl.dot: input_precision='ieee', or float32 is cut to tf32 on CUDA",
-                    )
-                )
+                fault = "tl.dot: input_precision='ieee', or float32 is cut to tf32 on CUDA"
+                found.append((node.lineno, fault))
     return [f"{line}: {what}" for line, what in sorted(found)]

@@ -55,7 +55,9 @@ def _options() -> argparse.Namespace:
 
 def main() -> None:
     """See the package."""
-    options, rank, size = _options(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    options = _options()
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     device = devices.of_rank(torch.device(options.device), int(os.environ["LOCAL_RANK"]))
     start_processes(device.type, timeout=180.0)
     axes, _ = axes_of_process(Mesh(dp=size))

@@ -41,15 +41,17 @@ def measure(trace: Mapping[str, Any]) -> Exposed:
             communication.setdefault(kind[0] if kind else event["name"], []).append(span)
         else:
             compute.append(span)
-    busy, all_kinds = union(compute), union(s for spans in communication.values() for s in spans)
+    busy = union(compute)
+    all_kinds = union(s for spans in communication.values() for s in spans)
+    by_kind = {}
+    for kind, spans in communication.items():
+        of_kind = union(spans)
+        by_kind[kind] = _length(of_kind) - _shared(of_kind, busy)
     return Exposed(
         compute=_length(busy),
         communication=_length(all_kinds),
         exposed=_length(all_kinds) - _shared(all_kinds, busy),
-        by_kind={
-            kind: _length(u := union(spans)) - _shared(u, busy)
-            for kind, spans in communication.items()
-        },
+        by_kind=by_kind,
     )
 
 

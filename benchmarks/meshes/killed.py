@@ -98,11 +98,9 @@ def main() -> None:
         run = kill(
             arguments, Path(folder), ranks=options.ranks, victim=options.victim, after=options.after
         )
-        alone = [
-            word
-            for view in ("pp", "dp", "fsdp", "cp", "tp", "ep")
-            for word in (f"--mesh.{view}", "1")
-        ]
+        alone = []
+        for view in ("pp", "dp", "fsdp", "cp", "tp", "ep"):
+            alone += [f"--mesh.{view}", "1"]
         again = subprocess.run(
             [sys.executable, "train.py", str(run / "config.json"), *alone],
             cwd=ROOT,

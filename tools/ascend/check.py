@@ -127,7 +127,8 @@ def run_all(found: dict[str, Any]) -> int:
                     f"error {worst:.1e} of at most {case.tolerance:.1e}",
                 )
             except CompileError as e:
-                good, told = False, str(e)
+                good = False
+                told = str(e)
             failed += not good
             told = f"{'' if good else 'FAILED: '}{told}, {time.perf_counter() - started:.1f} s"
             print(f"run  {name:20}  {told}", flush=True)
@@ -204,7 +205,8 @@ def main() -> int:
     args = parser.parse_args()
     kernels = [b for b in builds("npu") if args.only in b.name]
     found = {op: module for op, module in modules().items() if args.only in op}
-    if missing := set(found) - set(CASES):
+    missing = set(found) - set(CASES)
+    if missing:
         print(f"no case in tools/ascend/cases.py for {sorted(missing)}")
         return 1
     failed = compile_all(kernels, tuple(args.target or TARGETS))
