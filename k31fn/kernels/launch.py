@@ -113,10 +113,12 @@ def programs(where: torch.device, groups: int, work: int, per_core: int) -> int:
         )
     # groups share the cores: with many samples under vmap each has fewer programs
     wanted = max(1, device.num_cores(where) * per_core // groups)
+    # at least one, which does nothing where there is no work: a grid may not be empty
     return max(1, min(work, wanted, _MOST_PROGRAMS // groups))
 
 
 def step(x: Tensor) -> int:
+    # read from the shape: a tensor of one group may have any stride there
     """Elements from one group's part of a contiguous operand to the next's; 0 if they share one."""
     return 0 if x.shape[0] == 1 else x.stride(0)
 

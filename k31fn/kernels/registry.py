@@ -240,6 +240,7 @@ def use_impl(**names: str) -> Iterator[None]:
 def record_impls() -> Iterator[Counter[tuple[str, str]]]:
     """Counts ``(op, implementation)`` of every call made inside, replays of ``remat`` included."""
     counter: Counter[tuple[str, str]] = Counter()
+    # beside those outside: an inner block does not hide its calls from an outer one
     token = _RECORDS.set((*_RECORDS.get(), counter))
     try:
         yield counter

@@ -56,7 +56,7 @@ __all__ = [
 LEAST_PROBES = 6
 REVERSED = "on side a with the rows reversed"
 
-_BLOCKS = 12
+_BLOCKS = 12  # more would be too short for a median to pass over a flipped route
 # the smallest scale and error that count: below half a percent a training run does not care
 SMALLEST_SCALE = 0.004
 _ERROR = 0.005

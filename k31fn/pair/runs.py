@@ -105,6 +105,7 @@ class _SideRun:
 
 
 def _reversed(rows: data.Example) -> data.Example:
+    # whole rows: their tokens stay in order, and every sum over rows runs the other way
     return tree.map(lambda x: x.flip(0), rows)
 
 

@@ -129,6 +129,7 @@ class Ranks:
             ValueError: an argument cannot be sent.
             RuntimeError: a rank failed (with its traceback), died or did not answer in time.
         """
+        # a folder for each job: an answer that comes too late is not taken for the next job's
         self._jobs += 1
         job = self._folder / f"job{self._jobs}"
         job.mkdir()

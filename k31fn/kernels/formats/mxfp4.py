@@ -63,6 +63,7 @@ def encode(
     """
     scaled, scale = _scaled(weight)
     size = scaled.abs()
+    # codes count halves up to 2, ones up to 4 and twos to 6; round() takes ties to the even code
     code = torch.where(
         size < 2,
         (2 * size).round(),

@@ -62,6 +62,7 @@ def fp8_encode(x: Float[Tensor, "R K"], scaling: Groups = "rows") -> Codes:
     # a group with an infinity or a NaN becomes NaN as a whole: the step is then skipped
     finite = largest.isfinite()
     scales = scale_of(torch.where(finite, largest, _LARGEST).clamp_min(_SMALLEST), E4M3)
+    # a power of two, so bfloat16 holds it, and a product with it rounds nothing
     inverse = torch.where(finite, scales.reciprocal(), math.nan).to(x.dtype)
     codes = (groups * inverse[:, None, :, None]).to(E4M3)  # exact but for the last rounding
     return Codes(codes.flatten(2, 3).flatten(0, 1).contiguous(), scales)

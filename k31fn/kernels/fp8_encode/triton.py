@@ -342,6 +342,7 @@ def _spans(kind: str, width: int) -> dict[str, int | bool]:
 
 def _warps(tile: Tile, span: int) -> int:
     """At least 32 numbers a thread."""
+    # fewer would wait for one another more than they load
     return max(1, min(tile.warps, span // 1024))
 
 

@@ -259,6 +259,7 @@ def _cut(kind: str, tile: Tile, itemsize: int) -> dict[str, int]:
     """On Ascend each piece is summed at once; elsewhere a thread keeps sums of the 16 bytes that it
     loads.
     """
+    # 16 bytes are one load of a thread, so these sums need no exchange between threads
     return {
         "BLOCK": tile.columns,
         "FOLD": tile.columns if kind == "npu" else 16 // itemsize,

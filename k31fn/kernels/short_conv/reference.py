@@ -32,6 +32,7 @@ def short_conv(
     taps = upcast(weight).mT.contiguous()
     visible = _visible(ids, width, taps.dtype)
     z = visible[..., -1:] * (extended[:, width - 1 :] * taps[-1])
+    # one pass over the tokens for each tap: torch's conv1d takes no mask and no history
     for j in range(width - 1):
         z = torch.addcmul(z, visible[..., j, None], extended[:, j : j + length] * taps[j])
     return (z * torch.sigmoid(z)).to(x.dtype)

@@ -44,7 +44,7 @@ def topk(
     return torch.where(best < _LOWEST_FINITE, -1, index)
 
 
-_POSITION_BITS = 31
+_POSITION_BITS = 31  # what 32 bits of score leave of an int64, but for the sign
 # keys of -inf lie below: its ordered bits are -0x7F800001
 _LOWEST_FINITE = -0x7F800000 << _POSITION_BITS
 

@@ -103,11 +103,12 @@ def pick(i, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, N: tl.constexpr):
 
 def padded(tensors: list[Tensor]) -> list[Tensor]:
     """As many pointers as the kernels have; those past the sources are not read."""
+    # a kernel's arguments are fixed in number; one kernel for each count would compile twelve
     return tensors + [tensors[0]] * (MOST_SOURCES - len(tensors))
 
 
 def alike(sources: list[Tensor]) -> list[Tensor]:
-    """Contiguous, and all per group if one is."""
+    """The sources, contiguous, and all per group if one is."""
     # the kernels know one step from group to group for all sources, to have one number, not twelve
     groups = max(s.shape[0] for s in sources)
     same = all(s.shape[0] == groups and s.is_contiguous() for s in sources)
