@@ -34,7 +34,7 @@ TUNED = {
         {"warps": (8, 16), "stages": (2, 3)},
     ),
 }
-"""What the tuner may choose, per op and kernel of its table."""
+"""Values that the tuner may choose, per op and kernel of its table."""
 
 
 def plain(query: Tensor, norm: Tensor, *sources: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def plain(query: Tensor, norm: Tensor, *sources: Tensor) -> Tensor:
 
 
 def fused(query: Tensor, norm: Tensor, *sources: Tensor) -> Tensor:
-    """By the kernels."""
+    """The op by its Triton kernels."""
     with use_impl(attn_res="triton"):
         return attn_res(sources, query, norm, EPS)
 

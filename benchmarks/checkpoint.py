@@ -126,8 +126,8 @@ def _complete(step: Path, began: float, found: list[float]) -> None:
 
 
 def with_ranks(state: dict[str, Tensor], folder: Path, ranks: int) -> list[tuple[float, float]]:
-    """Of each save, seconds that the slowest rank was blocked and until it was on disk; rows are
-    split over them.
+    """Times of each save: seconds that the slowest rank was blocked and until it was on
+    disk; rows are split over them.
     """
     mesh = Mesh(fsdp=ranks)
     held = {name: Holders(P("fsdp")) for name, x in state.items() if x.ndim}

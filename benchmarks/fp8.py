@@ -56,7 +56,7 @@ TUNED = (
     {"warps": (8, 16)},
     {"warps": (4, 8), "rows": (64, 128), "columns": (32, 64)},
 )
-"""What the tuner may choose, per kernel of the encoder's table."""
+"""Values that the tuner may choose, per kernel of the encoder's table."""
 _TUNED_ON: tuple[tuple[Groups, bool], ...] = (
     ("rows", False),
     ("blocks", False),

@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 def told(parser: argparse.ArgumentParser, call: Callable[[], T]) -> T:
-    """What ``call`` returns; its ValueError is said in the parser's line, and ends the program."""
+    """The result of ``call``; its ValueError is said in the parser's line, and ends the program."""
     try:
         return call()
     except ValueError as e:
@@ -165,7 +165,7 @@ def _hardware(where: torch.device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that matter here, as far as they are installed."""
+    """Versions of the packages that matter here, as far as they are installed."""
     found = {}
     for package in ("torch", "triton", "fla-core"):
         with contextlib.suppress(PackageNotFoundError):

@@ -36,7 +36,7 @@ TUNED = {
     ),
     "mhc_post": ({**_STREAMED, "per_core": (16, 32)}, {**_STREAMED, "stages": (2, 3)}),
 }
-"""What the tuner may choose, per module and kernel of its table."""
+"""Values that the tuner may choose, per module and kernel of its table."""
 
 
 def plain(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def plain(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, base: Tensor) -> tup
 
 
 def fused(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """By the kernels."""
+    """The op by its Triton kernels."""
     with use_impl(mhc_pre="triton", mhc_post="triton"):
         pre = mhc_pre(x, phi, scale, base, EPS, ITERATIONS)
         return pre.y, mhc_post(pre.x, f, pre.h_post, pre.h_res)

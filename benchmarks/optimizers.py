@@ -94,7 +94,7 @@ def in_process(path: str, run: Run) -> dict[str, Any]:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """At each step the mean of the last ones."""
+    """Mean of the last losses at each step."""
     parts = (values[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(values)))
     return [statistics.fmean(part) for part in parts]
 

@@ -208,7 +208,7 @@ class Reduction(NamedTuple):
 
 
 def reductions(rows: Sequence[Kept]) -> list[Reduction]:
-    """Of each policy against none, for forms of mHC; the two outputs are 4 bytes per B*S*D."""
+    """Ratios of each policy against none, for forms of mHC; two outputs are 4 bytes per B*S*D."""
     found = {(r.scheme, r.policy): r.kept for r in rows}
     outputs, plain = 2 * 2, found["plain", "none"]
     return [

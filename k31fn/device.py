@@ -49,7 +49,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 class PeakRates(NamedTuple):
-    """What a device can do at most, measured, in SI units per second (FLOP/s of a bfloat16 matmul,
+    """Most that a device can do, measured, in SI units per second (FLOP/s of a bfloat16 matmul,
     bytes/s).
     """
 
@@ -206,7 +206,7 @@ def num_cores(device: torch.device) -> int:
 
 
 def num_devices(kind: str) -> int:
-    """How many devices of a kind this machine has."""
+    """Number of devices of a kind on this machine."""
     if kind == "cpu":
         return 1
     try:
@@ -236,7 +236,7 @@ def missing_operators(*names: str) -> str:
 
 
 def name(device: torch.device) -> str:
-    """What its driver calls the device, such as ``NVIDIA H200``; ``cpu`` for the CPU."""
+    """The driver's name of the device, such as ``NVIDIA H200``; ``cpu`` for the CPU."""
     return "cpu" if device.type == "cpu" else _module(device.type).get_device_name(device)
 
 

@@ -113,7 +113,7 @@ Initializer = Constant | Normal | TruncatedNormal | Uniform | SoftplusInverse
 TAGS = frozenset({"matrix", "per_head", "no_decay", "expert", "frozen", "as_declared"})
 
 Format = Literal["scaled", "fp8", "mxfp4"]
-"""What the codes of a :class:`Quantized` leaf are."""
+"""Format of the codes of a :class:`Quantized` leaf."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from k31fn.typing import Float, Tensor
 __all__ = ["Precision", "Products", "island", "storage_dtype", "upcast"]
 
 Products = Literal["exact", "fp8_rows", "fp8_blocks"]
-"""How linear layers multiply: in the dtype of compute, or in FP8 with scales by row or by blocks.
+"""Products of linear layers: in the dtype of compute, or in FP8 with scales by row or by blocks.
 """
 
 # float16 would need loss scaling, which k31fn has not

@@ -28,4 +28,4 @@ from torch import Tensor
 __all__ = ["Bool", "Float", "Int", "Leaf", "Tensor"]
 
 Leaf = TypeVar("Leaf")
-"""What a parameter tree holds: tensors, ParamSpecs, gradients, names."""
+"""The leaves of a parameter tree: tensors, ParamSpecs, gradients, names."""

@@ -55,7 +55,7 @@ def modules() -> dict[str, Any]:
 
 
 def builds(kind: str) -> list[Build]:
-    """What is compiled for a kind of device.
+    """Kernels to compile for a kind of device.
 
     Raises:
         ValueError: something would be left out.
@@ -100,7 +100,7 @@ def _returns(node: ast.AST) -> bool:
 
 
 def dialect(path: Path, source: str | None = None) -> list[str]:
-    """What the file has that not every backend can do, as ``line: what, why``."""
+    """Uses in the file that not every backend can do, as ``line: what, why``."""
     tree = ast.parse(path.read_text(encoding="utf-8") if source is None else source)
     found = []
     for name in _kernels(path):

@@ -24,7 +24,7 @@ __all__ = ["timing"]
 
 
 def timing(recipe: config.Recipe, here: Here) -> dict[str, Any]:
-    """Of one GPU and of each mesh."""
+    """Costs of one GPU and of each mesh."""
     found: dict[str, Any] = {}
     for name, made in {ONE: recipe, **dict(here.meshes(recipe))}.items():
         time_it = functools.partial(_time, made, here)
@@ -35,7 +35,7 @@ def timing(recipe: config.Recipe, here: Here) -> dict[str, Any]:
 
 
 def _time(made: config.Recipe, here: Here) -> dict[str, Any]:
-    """Of the rank that needs most: medians, peaks."""
+    """Costs of the rank that needs most: medians, peaks."""
     axes = axes_of(made)
     state, step = (
         trainer.init_state(trainer.lay_out(made, axes), here.device),
@@ -77,7 +77,7 @@ def _time(made: config.Recipe, here: Here) -> dict[str, Any]:
 
 
 def _profile(once: Callable[[], None], seconds: list[float]) -> dict[str, Any]:
-    """Of one step on this rank's GPU."""
+    """Exposed communication of one step on this rank's GPU."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         once()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:

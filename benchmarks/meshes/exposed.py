@@ -29,7 +29,7 @@ class Exposed(NamedTuple):
 
 
 def measure(trace: Mapping[str, Any]) -> Exposed:
-    """Of a Chrome trace as ``torch.profiler`` exports it, of one process."""
+    """Times of a Chrome trace as ``torch.profiler`` exports it, of one process."""
     compute: list[Span] = []
     communication: dict[str, list[Span]] = {}
     for event in trace["traceEvents"]:
@@ -67,7 +67,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _length(spans: list[Span]) -> float:
-    """In seconds; the trace has microseconds."""
+    """Length in seconds; the trace has microseconds."""
     return 1e-6 * sum(end - begin for begin, end in spans)
 
 

@@ -132,5 +132,5 @@ def alone(recipe: config.Recipe) -> config.Recipe:
 
 
 def axes_of(recipe: config.Recipe) -> MeshAxes:
-    """Of this process on the recipe's mesh; of one device, none."""
+    """The axes of this process on the recipe's mesh; of one device, none."""
     return axes_of_process(recipe.mesh)[0] if recipe.mesh.world_size > 1 else Mesh().axes()

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def rank_of(process: Path) -> int:
-    """By the environment that torchrun gave it; -1: none."""
+    """The rank in the environment that torchrun gave it; -1: none."""
     with contextlib.suppress(OSError):
         for entry in (process / "environ").read_bytes().split(b"\0"):
             if entry.startswith(b"RANK="):
@@ -32,7 +32,7 @@ def rank_of(process: Path) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Of a process, those that run now."""
+    """Children of a process that run now."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

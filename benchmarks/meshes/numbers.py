@@ -1,4 +1,4 @@
-"""What comes out: gradients, training, checkpoints."""
+"""Numbers that come out: gradients, training, checkpoints."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def gradient(recipe: config.Recipe, here: Here, axes: MeshAxes) -> dict[str, Ten
 def distance(
     found: dict[str, Tensor], other: dict[str, Tensor], recipe: config.Recipe, here: Here
 ) -> dict[str, Any]:
-    """Of this rank's parts from the whole tensors of one device, or from the same parts; over all
-    ranks.
+    """Distance of this rank's parts from the whole tensors of one device, or from the same
+    parts; over all ranks.
 
     ``loss`` and ``largest`` are relative: the largest difference in a leaf over the largest entry
     of it, in the worst leaf. ``indexer`` is the same of the indexers' leaves, whose gradients are
@@ -96,8 +96,8 @@ def distance(
 
 
 def equality(recipe: config.Recipe, here: Here) -> dict[str, Any]:
-    """Of each mesh: how far from one GPU, from the mesh's threads on one GPU, and these from the
-    one.
+    """Distances of each mesh: how far from one GPU, from the mesh's threads on one GPU, and
+    these from the one.
     """
     found: dict[str, Any] = {}
     one, what = (
@@ -227,7 +227,7 @@ def _same_bits(
 def _next_loss(
     made: config.Recipe, state: Any, axes: MeshAxes, device: torch.device, here: Here
 ) -> float:
-    """Of the third step."""
+    """Numbers of the third step."""
     rows = trainer.rows_at(dataset_of(made, here), 2, axes)
     return float(
         trainer.make_step(trainer.lay_out(made, axes))(

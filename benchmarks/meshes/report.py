@@ -1,4 +1,4 @@
-"""What ``benchmarks.meshes`` wrote, as tables and a plot: ``python -m benchmarks.meshes.report
+"""The results of ``benchmarks.meshes``, as tables and a plot: ``python -m benchmarks.meshes.report
 FILES --plot a.png``.
 """
 
@@ -16,7 +16,7 @@ Found = dict[str, Any]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,4 +1,4 @@
-"""How a person names implementations: ``reference``, ``triton``,
+"""Names of implementations on a command line: ``reference``, ``triton``,
 ``attn_res:triton,mhc_pre:reference``.
 
 Python chooses with :func:`k31fn.kernels.registry.use_impl`; command lines read the same choice with

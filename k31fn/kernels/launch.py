@@ -1,4 +1,4 @@
-"""How kernels are launched: where they can run, how large their grid is, and what ``vmap`` makes of
+"""Launches of kernels: where they can run, how large their grid is, and what ``vmap`` makes of
 them.
 
 This file does not import triton; the kernels themselves, in ``<op>/triton.py``, are imported when
@@ -37,13 +37,13 @@ Set ``TRITON_INTERPRET=1`` before the process starts.
 """
 
 ON_REQUEST = ("cpu",) if INTERPRETED else ()
-"""Where Triton kernels run besides CUDA and Ascend devices."""
+"""Devices that Triton kernels run on besides CUDA and Ascend."""
 
 _MOST_PROGRAMS = 65535  # Ascend's limit for a grid
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut for a kind of device.
+    """Cut of a kernel for a kind of device.
 
     Attributes:
         warps: per program (CUDA).

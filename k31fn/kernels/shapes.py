@@ -39,8 +39,8 @@ _ONLY: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def shapes_only(*names: str) -> Iterator[None]:
-    """Inside, the ops of these names (of all, if none is given) do nothing on meta tensors but have
-    their shapes.
+    """Lets the ops of these names (all, if none is given) do nothing on meta tensors but have their
+    shapes.
 
     That is: shapes, dtypes and first derivatives of their results.
     """

@@ -1,4 +1,4 @@
-"""How operators of torch_npu become implementations: what an adapter in ``<op>/npu.py`` is
+"""Operators of torch_npu as implementations: what an adapter in ``<op>/npu.py`` is
 registered as.
 
 An adapter calls vendor operators by the schemas that torch_npu 2.13.0 publishes, forward and

@@ -193,7 +193,7 @@ def _steps(runs: Runs, dataset: object, stop: int, file: Path) -> list[Step]:
 
 
 def _progress(step: Step, line: dict[str, Any]) -> str:
-    """What the screen shows of a step."""
+    """The line of a step on the screen."""
     loss_a = step.losses["a"]
     text = f"step {step.number}: loss {loss_a:.4f}  b - a {step.losses['b'] - loss_a:+.1e}"
     if "noise" in step.losses:

@@ -70,7 +70,7 @@ _LOSS = 0.05
 
 
 class Leaf(NamedTuple):
-    """What the probes say of one parameter (or of all together).
+    """The probes' judgement of one parameter (or of all together).
 
     Attributes:
         path: of the parameter.
@@ -205,7 +205,7 @@ def loss_differs(losses: Sequence[tuple[float, float, float]], rounding: float) 
 def losses_apart(
     a: Sequence[float], b: Sequence[float], again: Sequence[float]
 ) -> tuple[float, float, str]:
-    """How far two runs are apart in their last half, and how far one is from itself with its sums
+    """Distance of two runs in their last half, and how far one is from itself with its sums
     in another order.
 
     Args:
@@ -234,7 +234,7 @@ def losses_apart(
 def not_finite(
     rows: Sequence[Sequence[float]] | np.ndarray, of: str, third: str = "by the references"
 ) -> str:
-    """Where numbers are infinite or NaN, and in how many rows; "" if none is.
+    """Places where numbers are infinite or NaN, and in how many rows; "" if none is.
 
     Args:
         rows: a number of side a, of side b and of a third in each.
@@ -248,7 +248,7 @@ def not_finite(
 
 
 def size(x: float) -> float:
-    """How far a number is from 0; NaN is as far as can be."""
+    """Distance of a number from 0; NaN is as far as can be."""
     return math.inf if math.isnan(x) else abs(x)
 
 

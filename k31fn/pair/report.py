@@ -1,4 +1,4 @@
-"""What a paired run found, as lines of text, as records and as a picture."""
+"""Results of a paired run as lines of text, as records and as a picture."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def _draw_losses(losses: Any, gaps: Any, runs: Runs, steps: Sequence[Step]) -> N
 
 
 def _draw_gradients(axes: Any, runs: Runs, steps: Sequence[Step]) -> None:
-    """How far the gradients of all parameters, and those of the worst, are apart at each probe."""
+    """Draws how far the gradients of all parameters, and of the worst, are apart at each probe."""
     numbers, together, worst = [], [], []
     for step in steps:
         if step.probe:

@@ -172,7 +172,7 @@ class Runs:
         return self._a.recipe.model
 
     def milliseconds(self, name: str) -> float:
-        """Of a step of a run, the median; 0 if none was timed."""
+        """Median of a run's steps; 0 if none was timed."""
         seconds = self.runs[name].seconds
         return 1e3 * statistics.median(seconds) if seconds else 0.0
 

@@ -78,7 +78,7 @@ class Side:
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """Inside, its operators are computed as it says."""
+        """Computes operators inside as the side says."""
         with use_impl(**self.kernels):
             yield
 

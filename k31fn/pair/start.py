@@ -1,5 +1,5 @@
-"""Where the two sides of a paired run begin: the same parameters, and each its own optimiser's
-state.
+"""The state in which the sides of a paired run begin: the same parameters, and each its own
+optimiser's state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What k31fn is tested with, for testing your own layers.
+"""The checks that k31fn is tested with, for testing your own layers.
 
 * :func:`check_grads`: gradients, first and second, against finite differences.
 * :func:`assert_close_trees`: two trees of tensors, the worst leaf named first.

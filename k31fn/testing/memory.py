@@ -45,7 +45,7 @@ class _Storage:
 
 
 class LiveBytes:
-    """What :func:`live_bytes` measures.
+    """Measurement of :func:`live_bytes`.
 
     Attributes:
         peak: largest sum of bytes of the tensors alive at once, so far.

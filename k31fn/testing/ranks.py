@@ -44,7 +44,7 @@ def import_path(f: Callable[..., Any]) -> str:
 
 
 def import_target(path: str) -> Any:
-    """What :func:`import_path` named."""
+    """The object that :func:`import_path` named."""
     module, _, name = path.partition(":")
     target: Any = importlib.import_module(module)
     for part in name.split("."):

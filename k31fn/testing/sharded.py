@@ -27,7 +27,7 @@ __all__ = ["ShardedReport", "assert_sharded_equals_dense"]
 
 
 class ShardedReport(NamedTuple):
-    """What :func:`assert_sharded_equals_dense` did.
+    """Account of what :func:`assert_sharded_equals_dense` did.
 
     Attributes:
         backends: those that ran.
@@ -124,7 +124,7 @@ def assert_sharded_equals_dense(
 
 
 class _Results(NamedTuple):
-    """What a backend computed, and what its ranks did for it."""
+    """Results of a backend, and what its ranks did for it."""
 
     outputs: list[Tensor]
     grads: list[Tensor]

@@ -1,4 +1,4 @@
-"""For each op with kernels, arguments that take a CPU seconds, and how near the float64 reference
+"""Arguments for each op with kernels that take a CPU seconds, and how near the float64 reference
 its kernels come.
 """
 

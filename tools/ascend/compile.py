@@ -47,7 +47,7 @@ class CompileError(RuntimeError):
 
 
 class Hivm(NamedTuple):
-    """What the compiler made of a kernel.
+    """Result of the compiler for a kernel.
 
     Attributes:
         mode: which cores: ``aiv`` (vector), ``aic`` (cube) or ``mix``.

@@ -70,7 +70,7 @@ class OnCpu:
         self.built: dict[Any, Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        """What one call with this grid does."""
+        """A launch with this grid."""
 
         def launch(*args: Any, **given: Any) -> None:
             names = self.kernel.arg_names

@@ -13,7 +13,7 @@ __all__ = ["Statistics", "cross_entropy"]
 
 
 class Statistics(NamedTuple):
-    """Per token, ``[*rows]`` each, in float32 (float64 for float64 logits)."""
+    """Statistics of each token, ``[*rows]`` each, in float32 (float64 for float64 logits)."""
 
     lse: Tensor
     picked: Tensor

@@ -75,8 +75,8 @@ def encode(
 
 
 def fake_quantise(weight: Float[Tensor, "*rows C"]) -> Float[Tensor, "*rows C"]:
-    """What MXFP4 holds of ``weight`` in bfloat16, as checkpoints are written, in the dtype that
-    ``weight`` has.
+    """Values that MXFP4 holds of ``weight`` in bfloat16, as checkpoints are written, in the dtype
+    that ``weight`` has.
 
     ``decode(*encode(weight.to(bfloat16)))``; the gradient is that of the identity.
 

@@ -341,13 +341,13 @@ def _spans(kind: str, width: int) -> dict[str, int | bool]:
 
 
 def _warps(tile: Tile, span: int) -> int:
-    """At least 32 numbers a thread."""
+    """Warps of a row's program: at least 32 numbers a thread."""
     # fewer would wait for one another more than they load
     return max(1, min(tile.warps, span // 1024))
 
 
 def builds(kind: str) -> list[Build]:
-    """What is compiled for matrices of 7168 and of 12288 columns on a kind of device."""
+    """Kernels to compile for matrices of 7168 and of 12288 columns on a kind of device."""
     rows, blocks, blocks_transposed, tiles, columns = _TILES[kind]
     listed = []
     sizes = {"lines": "i32", "width": "i32"}

@@ -68,7 +68,7 @@ class Masks(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What a slab is made of before any state is known. ``rows``: k, and q where outputs are asked
+    """Parts of a slab before any state is known. ``rows``: k, and q where outputs are asked
     for.
     """
 

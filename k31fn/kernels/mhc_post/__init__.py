@@ -1,5 +1,5 @@
-"""How a sublayer's output joins the streams of a manifold-constrained hyper-connection (mHC, arXiv
-2512.24880).
+"""The step by which a sublayer's output joins the streams of a manifold-constrained
+hyper-connection (mHC, arXiv 2512.24880).
 
 ``mhc_post(x [B T N D], f [B T D], h_post [B T N], h_res [B T N N]) -> [B T N D]``, per token::
 

@@ -256,8 +256,8 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def _cut(kind: str, tile: Tile, itemsize: int) -> dict[str, int]:
-    """On Ascend each piece is summed at once; elsewhere a thread keeps sums of the 16 bytes that it
-    loads.
+    """Constants of the kernels. On Ascend each piece is summed at once; elsewhere a thread keeps
+    sums of the 16 bytes that it loads.
     """
     # 16 bytes are one load of a thread, so these sums need no exchange between threads
     return {
@@ -269,7 +269,7 @@ def _cut(kind: str, tile: Tile, itemsize: int) -> dict[str, int]:
 
 
 def builds(kind: str) -> list[Build]:
-    """What is compiled for 4 streams of width 5120 on a kind of device."""
+    """Kernels to compile for 4 streams of width 5120 on a kind of device."""
     one, other = _TILES[kind]
     listed = []
     for dtype, itemsize in (("bf16", 2), ("fp32", 4)):

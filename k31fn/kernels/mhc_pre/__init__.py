@@ -1,4 +1,4 @@
-"""What a sublayer reads of the streams of a manifold-constrained hyper-connection (mHC), and how
+"""A sublayer's read of the streams of a manifold-constrained hyper-connection (mHC), and how
 they are mixed.
 
 For N streams ``x [B T N D]``, per token in float32 (float64 for float64 streams), with ``xf [N D]``

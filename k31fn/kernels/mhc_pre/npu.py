@@ -45,7 +45,7 @@ def mhc_pre_accepts(
 def mhc_pre(
     x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int
 ) -> Pre:
-    """What the sublayer reads, the streams handed through, and how they go on."""
+    """The sublayer's input, the streams handed through, and how they go on."""
     return _pre(x, phi, scale, base, eps, iterations)
 
 

@@ -17,7 +17,7 @@ SINKHORN_EPS = 1e-6
 
 
 class Pre(NamedTuple):
-    """What :func:`mhc_pre` gives; the last three are the arguments of ``mhc_post`` beside the
+    """Result of :func:`mhc_pre`; the last three are the arguments of ``mhc_post`` beside the
     sublayer's output.
     """
 
@@ -35,7 +35,7 @@ def mhc_pre(
     eps: float,
     iterations: int,
 ) -> Pre:
-    """What the sublayer reads, the streams handed through, and how they go on.
+    """The sublayer's input, the streams handed through, and how they go on.
 
     Raises:
         ValueError: ``phi``, ``scale`` or ``base`` is not that of so many streams.

@@ -53,13 +53,14 @@ class Compilers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes."""
+        """Process ids of the processes."""
         return [process.pid for process in self._processes]
 
     def compile(
         self, wanted: Sequence[Any], progress: Callable[[str], object] = lambda state: None
     ) -> list[str]:
-        """How each was made, in order: ``"found"`` in the cache, ``"compiled"`` or ``"rebuilt"``.
+        """Compiles kernels and says how each was made, in order: ``"found"`` in the cache,
+        ``"compiled"`` or ``"rebuilt"``.
 
         Args:
             wanted: the launches.

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""What :mod:`k31fn.kernels.warmup` needs of Triton: its hooks, its cache, and a driver for where
+"""Triton as :mod:`k31fn.kernels.warmup` needs it: its hooks, its cache, and a driver for where
 there is no device.
 
 Uses ``triton.knobs``, ``JITFunction.preload`` and ``runtime.driver.set_active``; with triton 3.6
@@ -37,7 +37,7 @@ _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, StopIterat
 
 
 def folder(device: str) -> Path:
-    """Where kernels of a device are kept: below Triton's cache, or ``TRITON_CACHE_DIR``."""
+    """The folder of a device's kernels: below Triton's cache, or ``TRITON_CACHE_DIR``."""
     name = f"{device}-torch-{torch.__version__}-triton-{triton.__version__}"
     return _BASE / "k31fn" / re.sub(r"[^\w.+-]", "-", name)
 
@@ -114,8 +114,8 @@ class _Ahead:
 
 
 def ahead_of_time(target: tuple[str, int | str, int]) -> None:
-    """From now on this process compiles for ``target``, whether it has such a device or not, and
-    launches nothing.
+    """Makes this process compile from now on for ``target``, whether it has such a device or
+    not, and launch nothing.
     """
     stand_in: Any = _Ahead(GPUTarget(*target))
     driver.set_active(stand_in)

@@ -456,7 +456,7 @@ def _cut(
 
 
 def builds(kind: str) -> list[Build]:
-    """What is compiled on a kind of device: for K3.1 (hidden size 7168, up to 9 sources), and the
+    """Kernels to compile on a kind of device: for K3.1 (hidden size 7168, up to 9 sources), and the
     widest tokens.
     """
     one, other, *held = _TILES[kind]

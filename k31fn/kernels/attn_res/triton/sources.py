@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false
-"""What kernels over several sources share: pointers, what they refuse, and how they are listed."""
+"""Parts of kernels over several sources: pointers, what they refuse, and how they are listed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_MODEL = ("out_ptr", "ct_ptr")
 
 @triton.jit
 def add_pairs(a, b, c, d):
-    """How a reduction adds two sums at once: half the passes between threads."""
+    """Reduction of two sums at once: half the passes between threads."""
     return a + c, b + d
 
 
@@ -102,7 +102,7 @@ def pick(i, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, N: tl.constexpr):
 
 
 def padded(tensors: list[Tensor]) -> list[Tensor]:
-    """As many pointers as the kernels have; those past the sources are not read."""
+    """The tensors, as many as the kernels have pointers; those past the sources are not read."""
     # a kernel's arguments are fixed in number; one kernel for each count would compile twelve
     return tensors + [tensors[0]] * (MOST_SOURCES - len(tensors))
 

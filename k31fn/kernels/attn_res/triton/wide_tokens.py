@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportGeneralTypeIssues=false
-"""Where a token is too wide to be held (Ascend): it is read in pieces of its features, and twice,
-each way.
+"""Kernels for a token that is too wide to be held (Ascend): it is read in pieces of its
+features, and twice, each way.
 """
 
 from __future__ import annotations

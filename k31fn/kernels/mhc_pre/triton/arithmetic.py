@@ -31,7 +31,7 @@ def sigmoid(a):
 
 @triton.jit
 def softmax(a):
-    """Over the last of three dims."""
+    """Softmax over the last of three dims."""
     e = tl.exp(a - tl.max(a, axis=2)[:, :, None])
     return e / tl.sum(e, axis=2)[:, :, None]
 

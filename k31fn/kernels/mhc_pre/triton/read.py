@@ -447,7 +447,7 @@ def _launch_sums(*operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def builds(kind: str) -> list[Build]:
-    """What is compiled for 4 streams of width 5120 and 20 iterations on a kind of device."""
+    """Kernels to compile for 4 streams of width 5120 and 20 iterations on a kind of device."""
     forward = (mhc_pre_project, mhc_pre_mix)
     backward = (mhc_pre_backward_mix, mhc_pre_backward_streams, mhc_pre_backward_sums)
     return listed(kind, forward, backward)

@@ -1,4 +1,4 @@
-"""How the kernels of the read of hyper-connected streams are cut, and the constants that they are
+"""Tiles of the kernels of the read of hyper-connected streams, and the constants that they are
 compiled with.
 """
 
