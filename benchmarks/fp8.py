@@ -254,10 +254,8 @@ def recipe(kind: Products, steps: int, small: bool) -> config.Recipe:
 
 def curve(made: config.Recipe, where: torch.device) -> tuple[list[float], float]:
     """Losses of all steps, and seconds of a step (without the first)."""
-    state, step = (
-        trainer.init_state(trainer.lay_out(made), where),
-        trainer.make_step(trainer.lay_out(made)),
-    )
+    state = trainer.init_state(trainer.lay_out(made), where)
+    step = trainer.make_step(trainer.lay_out(made))
     dataset, losses = trainer.load_corpus(made).dataset, []
     started = time.perf_counter()
     for i in range(made.steps):

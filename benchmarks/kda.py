@@ -38,7 +38,8 @@ def draw(tokens: int, heads: int, gate: str, where: torch.device) -> list[Tensor
     q, k, v, noise = (torch.randn(shape, device=where) for _ in range(4))
     beta = torch.sigmoid(2 * torch.randn(shape[:3], device=where))
     if gate == "alike":
-        k, beta = torch.randn(heads, WIDTH, device=where) + 0.1 * k, torch.full_like(beta, 0.999)
+        k = torch.randn(heads, WIDTH, device=where) + 0.1 * k
+        beta = torch.full_like(beta, 0.999)
     if gate == "initial":
         base = torch.exp(torch.rand(heads, WIDTH, device=where) * 4.2 - 4.6)
         g = (-base * torch.exp(0.3 * noise)).clamp(min=MIN_LOG_DECAY)
@@ -98,7 +99,8 @@ def errors(gate: str, where: torch.device) -> dict[str, float]:
     cts = [torch.randn_like(xs[2]), torch.randn_like(xs[6])]
     wide = [x.double() if x.is_floating_point() else x for x in xs]
     names = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-    ours, exact = gradients(by_op("triton"), xs, cts), gradients(by_op("reference"), wide, cts)
+    ours = gradients(by_op("triton"), xs, cts)
+    exact = gradients(by_op("reference"), wide, cts)
     return {n: error(a, b) for n, a, b in zip(names, ours, exact, strict=True)}
 
 

@@ -60,11 +60,9 @@ def losses(path: str, run: Run) -> list[float]:
     )
     rows = trainer.load_corpus(recipe).dataset
     assert isinstance(rows, data.Dataset)
-    state, step, found = (
-        trainer.init_state(trainer.lay_out(recipe), CPU),
-        trainer.make_step(trainer.lay_out(recipe)),
-        [],
-    )
+    state = trainer.init_state(trainer.lay_out(recipe), CPU)
+    step = trainer.make_step(trainer.lay_out(recipe))
+    found = []
     for i in range(run.steps):
         batches = trainer.make_batches(recipe, rows.batch_at(i), CPU)
         state, numbers = step(state, batches, learning_rate(recipe, i))
@@ -111,7 +109,8 @@ def curves(results: list[dict[str, Any]]) -> dict[tuple[str, float, int], list[f
 
 def report(results: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     """Prints the table and the answers."""
-    found, short = curves(results), round(SHARE * steps)
+    found = curves(results)
+    short = round(SHARE * steps)
     print(
         f"\n{'optimiser':10} {'peak lr':>9} {'steps':>6} {'final loss':>11} "
         f"{'spread over seeds':>19}"
@@ -152,7 +151,9 @@ def report(results: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         f"{shorter:.4f}"
     )
     for kind in KINDS:
-        if (edge := best[kind][1]) in (min(lrs := sorted({r["lr"] for r in results})), lrs[-1]):
+        lrs = sorted({r["lr"] for r in results})
+        edge = best[kind][1]
+        if edge in (lrs[0], lrs[-1]):
             print(
                 f"note: {kind}'s best learning rate {edge:.1e} is the first or last of those tried"
             )
@@ -198,17 +199,16 @@ def main() -> None:
         print(json.dumps(losses(args.config, Run(*json.loads(args.run)))))
         return
     told(parser, lambda: config.load_recipe(args.config))
+    # the longest first, so that none is left alone at the end
     lengths = [
         ("muon", args.steps),
         ("adamw", args.steps),
         ("muon", round(SHARE * args.steps)),
-    ]  # the longest first
-    runs = [
-        Run(kind, lr, seed, n)
-        for kind, n in lengths
-        for lr in args.lrs
-        for seed in range(args.seeds)
     ]
+    runs = []
+    for kind, steps in lengths:
+        for lr in args.lrs:
+            runs += [Run(kind, lr, seed, steps) for seed in range(args.seeds)]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(lambda run: in_process(args.config, run), runs))
     answer = report(results, args.steps)

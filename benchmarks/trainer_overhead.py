@@ -46,10 +46,8 @@ def bare(recipe: config.Recipe, weights: Any) -> Callable[[model.Batch], Any]:
 
 def full(recipe: config.Recipe, dataset: data.Rows, folder: Path) -> Iterator[None]:
     """The trainer's steps."""
-    state, step_fn = (
-        trainer.init_state(trainer.lay_out(recipe), CPU),
-        trainer.make_step(trainer.lay_out(recipe)),
-    )
+    state = trainer.init_state(trainer.lay_out(recipe), CPU)
+    step_fn = trainer.make_step(trainer.lay_out(recipe))
     view = View(Console(file=io.StringIO(), soft_wrap=True, highlight=False))
     view.begin(recipe, folder, 0, dataset)
     log = Log(folder / "metrics.jsonl", trackers.tensorboard(folder / "events", warn=print), view)
@@ -64,7 +62,8 @@ def full(recipe: config.Recipe, dataset: data.Rows, folder: Path) -> Iterator[No
 def optimiser(recipe: config.Recipe, weights: Any, grads: Any) -> Callable[[], Any]:
     """One update, in place, that is never skipped."""
     transform = trainer.make_optimizer(recipe, trainer.trained_specs(recipe))
-    state, skip = transform.init(weights), torch.tensor(False)
+    state = transform.init(weights)
+    skip = torch.tensor(False)
     return lambda: transform.update(grads, state, weights, lr=1e-6, skip=skip)
 
 

@@ -37,10 +37,8 @@ def timing(recipe: config.Recipe, here: Here) -> dict[str, Any]:
 def _time(made: config.Recipe, here: Here) -> dict[str, Any]:
     """Costs of the rank that needs most: medians, peaks."""
     axes = axes_of(made)
-    state, step = (
-        trainer.init_state(trainer.lay_out(made, axes), here.device),
-        trainer.make_step(trainer.lay_out(made, axes)),
-    )
+    state = trainer.init_state(trainer.lay_out(made, axes), here.device)
+    step = trainer.make_step(trainer.lay_out(made, axes))
     held = devices.memory_allocated(here.device)
     batches = trainer.make_batches(
         made, trainer.rows_at(dataset_of(made, here), 0, axes), here.device, axes

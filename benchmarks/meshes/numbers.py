@@ -24,10 +24,8 @@ __all__ = ["equality", "restoring", "training"]
 
 def gradient(recipe: config.Recipe, here: Here, axes: MeshAxes) -> dict[str, Tensor]:
     """Sums of a step over all ranks, and by path the gradients of this rank's parts."""
-    layout, state = (
-        trainer.lay_out(recipe, axes),
-        trainer.init_state(trainer.lay_out(recipe, axes), here.device),
-    )
+    layout = trainer.lay_out(recipe, axes)
+    state = trainer.init_state(trainer.lay_out(recipe, axes), here.device)
     state = dataclasses.replace(state, opt_state=())  # twice the parameters
     rows = trainer.rows_at(dataset_of(recipe, here), 0, axes)
     batches = trainer.make_batches(recipe, rows, here.device, axes)
@@ -62,7 +60,8 @@ def distance(
         whole = other[path]
         if whole.shape != part.shape:
             whole = whole[tile(split[path], whole.shape, recipe.mesh, coordinate)]
-        apart, like = (part - whole).double(), whole.double()
+        apart = (part - whole).double()
+        like = whole.double()
         sums = (
             apart.abs().max(),
             like.abs().max(),
@@ -100,14 +99,10 @@ def equality(recipe: config.Recipe, here: Here) -> dict[str, Any]:
     these from the one.
     """
     found: dict[str, Any] = {}
-    one, what = (
-        gradient(recipe, here, Mesh().axes()),
-        f"equality of {recipe.name} in {recipe.compute} on",
-    )
-    two, apart = (
-        dataclasses.replace(recipe, micro_batches=2),
-        functools.partial(distance, here=here),
-    )
+    one = gradient(recipe, here, Mesh().axes())
+    what = f"equality of {recipe.name} in {recipe.compute} on"
+    two = dataclasses.replace(recipe, micro_batches=2)
+    apart = functools.partial(distance, here=here)
     found[HALVES] = here.attempt(
         f"{what} {HALVES}", lambda: {ONE: apart(gradient(two, here, axes_of(two)), one, two)}
     )
@@ -139,11 +134,11 @@ def training(recipe: config.Recipe, here: Here) -> dict[str, Any]:
 
         def steps(made: config.Recipe = made) -> dict[str, Any]:
             axes = axes_of(made)
-            state, step = (
-                trainer.init_state(trainer.lay_out(made, axes), here.device),
-                trainer.make_step(trainer.lay_out(made, axes)),
-            )
-            o, rows, numbers = made.optimizer, dataset_of(made, here), []
+            state = trainer.init_state(trainer.lay_out(made, axes), here.device)
+            step = trainer.make_step(trainer.lay_out(made, axes))
+            o = made.optimizer
+            rows = dataset_of(made, here)
+            numbers = []
             for i in range(made.steps):
                 warmup = min(o.warmup_steps, made.steps)
                 lr = optim.warmup_cosine(
@@ -175,10 +170,8 @@ def restoring(recipe: config.Recipe, here: Here) -> dict[str, Any]:
 
 def _restore(made: config.Recipe, other: config.Recipe, here: Here) -> dict[str, Any]:
     axes = axes_of(made)
-    state, step = (
-        trainer.init_state(trainer.lay_out(made, axes), here.device),
-        trainer.make_step(trainer.lay_out(made, axes)),
-    )
+    state = trainer.init_state(trainer.lay_out(made, axes), here.device)
+    step = trainer.make_step(trainer.lay_out(made, axes))
     for i in range(2):
         rows = trainer.rows_at(dataset_of(made, here), i, axes)
         state, _ = step(state, trainer.make_batches(made, rows, here.device, axes), 1e-3)
@@ -190,7 +183,8 @@ def _restore(made: config.Recipe, other: config.Recipe, here: Here) -> dict[str,
             2, trainer.abstract_state(trainer.lay_out(made)), device=here.device
         )
 
-    cpu, others = torch.device("cpu"), axes_of(other)
+    cpu = torch.device("cpu")
+    others = axes_of(other)
     with checkpoint.Checkpointer(folder, read_only=True, axes=others) as reading:
         on_cpu = reading.restore(
             2,
@@ -214,8 +208,10 @@ def _same_bits(
     state: trainer.TrainState, whole: trainer.TrainState, made: config.Recipe, here: Here
 ) -> list[bool]:
     """Whether each tensor that this rank holds is its part of the whole one."""
-    held, complete = trainer.held_by(made), dict(tree.flatten_with_paths(whole))
-    coordinate, equal = made.mesh.coordinate(here.rank), []
+    held = trainer.held_by(made)
+    complete = dict(tree.flatten_with_paths(whole))
+    coordinate = made.mesh.coordinate(here.rank)
+    equal = []
     for path, part in tree.flatten_with_paths(state):
         own = complete[path]
         if path in held:
