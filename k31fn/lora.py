@@ -185,7 +185,7 @@ def init(
         if isinstance(node, Quantized):
             codes_tile = tile_of(f"{adapted_path}.codes", node.codes)
             scales_tile = tile_of(f"{adapted_path}.scales", node.scales)
-            # Encoded on the device, which is faster than reading is.
+            # On the device, where encoding is quick.
             return _encode_tiles(
                 node, codes_tile, scales_tile, lambda part: read(path, part).to(key.device)
             )

@@ -68,7 +68,7 @@ class BackgroundSaver:
         self._pending = None
 
     def prepare(self, state: Any, layout: StateLayout | None) -> None:
-        """As :meth:`Checkpointer.prepare`."""
+        """Starts the writer and provides memory (:meth:`Checkpointer.prepare`)."""
         self.wait()
         self._ranks.run_on_all(lambda: self._provide_memory(state, layout))
 
@@ -81,7 +81,7 @@ class BackgroundSaver:
         layout: StateLayout | None,
         scores: Mapping[int, float],
     ) -> None:
-        """As :meth:`Checkpointer.save`."""
+        """Copies a state and starts its writing (:meth:`Checkpointer.save`)."""
         self.wait()
         header = self._ranks.run_on_all(lambda: self._copy(step, state, metadata, layout))
         complete = step_folders.complete_steps(self._directory)
@@ -98,7 +98,7 @@ class BackgroundSaver:
             self._session.then("will", awaited=False, step=step, **pending.commit)
 
     def wait(self) -> None:
-        """As :meth:`Checkpointer.wait`."""
+        """Waits for the save under way (:meth:`Checkpointer.wait`)."""
         began = time.monotonic()
         while self._pending is not None:
             if self._ranks.size == 1:
@@ -110,7 +110,7 @@ class BackgroundSaver:
             time.sleep(pause if self._pending else 0.0)
 
     def poll(self) -> None:
-        """As :meth:`Checkpointer.poll`."""
+        """Goes on with the save under way, without waiting (:meth:`Checkpointer.poll`)."""
         while self._pending is not None:
             ready = not self._awaits_writer(self._pending) or self._session.answered()
             if not all(self._ranks.gather(ready)):
@@ -120,7 +120,7 @@ class BackgroundSaver:
     def _provide_memory(self, state: Any, layout: StateLayout | None) -> None:
         named = state_tree.named_tensors(state, "state")
         owned = state_tree.owned(named, layout, self._ranks.axes)
-        self._session.hold(pack({name: (x.dtype, box) for name, (x, box) in owned.items()}), {})
+        self._session.hold(pack(owned), {})
         self._session.begin("touch", awaited=False)
 
     def _copy(
@@ -139,8 +139,7 @@ class BackgroundSaver:
         if self._ranks.first:
             whole = named if layout is None else dict(tree.flatten_with_paths(layout.whole))
             header["tensors"] = {name: state_tree.declared(x) for name, x in whole.items()}
-        slots = pack({name: (x.dtype, box) for name, (x, box) in owned.items()})
-        copies, place = self._session.hold(slots, header)
+        copies, place = self._session.hold(pack(owned), header)
         # The caller may change its tensors as soon as we return, so the writer never sees them.
         for name, copy in copies.items():
             copy.copy_(owned[name][0].detach())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ class Box(NamedTuple):
         return Box(tuple(start), tuple(shape))
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
-        """Where it lies in an array that holds ``outer``."""
+        """Its slices of an array that holds ``outer``."""
         first = _minus(self.start, outer.start)
         return tuple(slice(a, a + n) for a, n in zip(first, self.shape, strict=True))
 
@@ -70,8 +71,8 @@ def cut(box: Box, itemsize: int, most: int) -> Iterator[Box]:
 
 
 def _plus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+    return tuple(map(operator.add, a, b))
 
 
 def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
+    return tuple(map(operator.sub, a, b))

@@ -308,7 +308,7 @@ class Checkpointer:
             whole = {name: whole[name] for name in wanted}
         saved = self._manifest(step)["tensors"]
         state_tree.check_alike(self.directory / str(step), saved, whole, partial)
-        slots = pack({name: (x.dtype, parts[name].box) for name, x in wanted.items()})
+        slots = pack({name: (x, parts[name].box) for name, x in wanted.items()})
         read, header = self._session.hold(slots, {})
         self._ask("read", step, header=header)
         return read
@@ -336,7 +336,10 @@ class Checkpointer:
         if not self._ranks.first or not self._token:
             return ""
         # The same step may have been set aside before, by a run that was started again.
-        names = (f"{step}.damaged{n or ''}" for n in range(1000))
-        name = next(n for n in names if not (self.directory / n).exists())
+        name = f"{step}.damaged"
+        number = 0
+        while (self.directory / name).exists():
+            number += 1
+            name = f"{step}.damaged{number}"
         os.rename(self.directory / str(step), self.directory / name)
         return f"; set aside as {name}"

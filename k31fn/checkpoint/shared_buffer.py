@@ -29,13 +29,13 @@ class BufferSlot(NamedTuple):
     nbytes: int
 
 
-def pack(parts: Mapping[str, tuple[torch.dtype, Box]]) -> dict[str, BufferSlot]:
-    """A place in the buffer for each part."""
+def pack(parts: Mapping[str, tuple[Tensor, Box]]) -> dict[str, BufferSlot]:
+    """A place in the buffer for each part: the box that it is of a tensor of this dtype."""
     slots: dict[str, BufferSlot] = {}
     end = 0
-    for name, (dtype, box) in parts.items():
-        nbytes = box.numel * dtype.itemsize
-        dtype_name = str(dtype).removeprefix("torch.")
+    for name, (x, box) in parts.items():
+        nbytes = box.numel * x.dtype.itemsize
+        dtype_name = str(x.dtype).removeprefix("torch.")
         slots[name] = BufferSlot(dtype_name, box.start, box.shape, end, nbytes)
         end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return slots

@@ -74,7 +74,7 @@ class Retention(NamedTuple):
 
 
 def unfinished(directory: Path, step: int, token: str) -> Path:
-    """Where a step is written."""
+    """The folder in which a step is written."""
     return directory / f"{step}.{token}.unfinished"
 
 
@@ -170,10 +170,15 @@ def commit(
 def kept_steps(steps: Sequence[int], scores: Mapping[int, float], keep: Retention) -> set[int]:
     """Which of ``steps``, ascending, stay."""
     stay = set(steps[-keep.last :])
-    if keep.every:
-        stay.update(s for s in steps if s % keep.every == 0)
-    known = [s for s in steps if s in scores and not math.isnan(scores[s])]
-    stay.update(sorted(known, key=lambda s: (scores[s], -s))[: keep.best])
+    scored: list[int] = []
+    for step in steps:
+        if keep.every and step % keep.every == 0:
+            stay.add(step)
+        # NaN, as of a run that diverged, is less than nothing and would sort anywhere.
+        if not math.isnan(scores.get(step, math.nan)):
+            scored.append(step)
+    # Of equal scores the newer step.
+    stay.update(sorted(scored, key=lambda step: (scores[step], -step))[: keep.best])
     return stay
 
 

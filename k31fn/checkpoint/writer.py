@@ -130,7 +130,7 @@ def _commit(setup: WriterSetup, step: int, header: list[int], scores: dict[str, 
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     # Only now, when the new step is complete: at no moment are there fewer than `keep.last`.
-    score_of = {int(s): score for s, score in scores.items()}
+    score_of = {int(s): score for s, score in scores.items()}  # JSON has no numbers as keys
     step_folders.retire(setup.path, step, score_of, step_folders.Retention(*setup.keep))
 
 

@@ -63,7 +63,7 @@ class WriterProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
-                bufsize=0,  # what is read is there: `answered` asks the descriptor for more
+                bufsize=0,  # `answered` polls the descriptor, which knows no bytes in a buffer
                 pass_fds=(setup["buffer"], *inherited),
                 env={**os.environ, **_ENVIRONMENT},
                 start_new_session=True,  # nor does it end with the terminal

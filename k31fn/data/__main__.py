@@ -58,19 +58,19 @@ def main(arguments: list[str] | None = None) -> int:
         "--on-bad", choices=("refuse", "skip"), default="refuse", help="what a bad image does"
     )
     command.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        cfg = _config(given)
+        cfg = _config(args)
         # On stderr, so that what was prepared can be piped on.
         with bar(sys.stderr.write, terminal=sys.stderr.isatty()) as report:
-            result = prepare(cfg, given.folder, workers=given.workers, report=report)
+            result = prepare(cfg, args.folder, workers=args.workers, report=report)
     except (ValueError, ImportError, OSError) as e:
         print(f"k31fn.data: {e}", file=sys.stderr)
         return 2
     skipped = ", ".join(f"{n} {reason}" for reason, n in result.skipped.items()) or "none"
     totals = "{documents:,} documents, {tokens:,} tokens, {images:,} images"
-    print(f"{totals.format_map(result.counts)} in {given.folder}; documents left out: {skipped}")
-    if given.chat:
+    print(f"{totals.format_map(result.counts)} in {args.folder}; documents left out: {skipped}")
+    if args.chat:
         print(
             "learnt: {learnt:,} tokens; {shortened:,} conversations shortened, "
             "{dropped:,} messages dropped".format_map(result.counts)
@@ -78,18 +78,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _config(given: argparse.Namespace) -> Config:
+def _config(args: argparse.Namespace) -> Config:
     return Config(
-        given.source,
-        given.tokenizer,
-        given.end,
-        given.text,
-        given.images,
-        given.chat,
-        given.max_length,
-        heldout_fraction=given.heldout,
+        args.source,
+        args.tokenizer,
+        args.end,
+        args.text,
+        args.images,
+        args.chat,
+        args.max_length,
+        heldout_fraction=args.heldout,
         image=images.Config(
-            max_patches=given.max_patches, max_side=given.max_side, on_bad=given.on_bad
+            max_patches=args.max_patches, max_side=args.max_side, on_bad=args.on_bad
         ),
     )
 

@@ -317,6 +317,7 @@ def _content(content: Any, learnt: bool, where: str) -> list[MessagePiece]:
 
 
 def _text(text: str, learnt: bool) -> list[MessagePiece]:
+    # An empty text has no tokens, so no piece either: contents may be empty.
     return [MessagePiece("text", text, learnt)] if text else []
 
 

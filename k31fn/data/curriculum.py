@@ -47,7 +47,7 @@ class Curriculum:
     @property
     def num_tokens(self) -> int:
         """Tokens of the text."""
-        return self.parts[0].num_tokens
+        return self.parts[0].num_tokens  # all parts are of one text
 
     @property
     def fingerprint(self) -> str:

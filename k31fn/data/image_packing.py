@@ -222,6 +222,7 @@ def _images(rows: Sequence[Row], tokens: Tensor, shape: Shape, store: Store) -> 
     pixels = torch.zeros(len(rows), shape.patches, store.patch_width)
     for line, row in zip(pixels, rows, strict=True):
         if row.patches:
+            # Bytes until here: a store of float32 would be four times as large.
             values = normalise(np.concatenate(row.patches))
             assert len(values) == sum(map(num_patches, row.grids)), (
                 "a store's grids and patches disagree"

@@ -119,8 +119,9 @@ def _join(documents: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _grams(data: np.ndarray, order: int) -> Iterator[np.ndarray]:
-    """For 1, 2, ... ``order``: the bytes up to and with each position, packed; wrong where they
-    cross a start.
+    """Grams of 1, 2, ... ``order``: the bytes up to and with each position, packed.
+
+    They are wrong where they cross the start of a document.
     """
     packed = np.zeros(len(data), np.uint32)
     for k in range(order):
@@ -139,6 +140,6 @@ def _count(grams: np.ndarray) -> _Counts:
 
 
 def _find(table: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each value is in a sorted table that is not empty, and whether it is there."""
+    """The place of each value in a sorted table that is not empty, and whether it is there."""
     index = np.searchsorted(table, values).clip(max=len(table) - 1)
     return index, table[index] == values

@@ -37,7 +37,7 @@ from k31fn.typing import Int, Tensor
 
 __all__ = ["Corpus", "Dataset", "Example", "draw", "permute", "pieces"]
 
-_ROUNDS = 8  # of the Feistel network, four for each half: fewer leave neighbours near each other
+_ROUNDS = 8  # of the Feistel network, four for each half
 
 
 @tree.dataclass

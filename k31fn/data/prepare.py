@@ -145,14 +145,14 @@ def prepare(
     # Last, since a store without its index is none: nobody trains on half of the data by mistake.
     for split in SPLITS:
         _write_index(root / split, split, names, cfg, tokenizer)
-    held: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
     for name, count in counts.items():
         if name.startswith(_SKIPPED):
             skipped[name.removeprefix(_SKIPPED)] = count
         else:
-            held[name] = count
-    return PrepareResult(held, skipped)
+            totals[name] = count
+    return PrepareResult(totals, skipped)
 
 
 def _keep_plan(root: Path, cfg: Config, work: list[Unit]) -> None:
@@ -196,7 +196,7 @@ def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
 
     They are moved to their places together, so a killed process leaves none or all.
     """
-    # Opened in each process: the packages behind it have threads, and cannot be sent.
+    # Opened here, from its name: what goes to a process is the settings alone.
     tokenizer = open_tokenizer(cfg.tokenizer, end=cfg.end)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts: Counter[str] = Counter()

@@ -133,8 +133,8 @@ def _as_json(messages: Any) -> bytes:
 
 
 def position(unit: Unit, place: str) -> str:
-    """Where a record is, for a person: file and line of ``@byte`` in a ``.jsonl`` file, else file
-    and row.
+    """The place of a record, for a person: file and line of ``@byte`` in a ``.jsonl`` file, else
+    file and row.
     """
     if not place.startswith("@"):
         return f"{unit.path}{place}"

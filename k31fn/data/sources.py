@@ -1,4 +1,4 @@
-"""Where documents come from: files on this machine, as bytes. Nothing is downloaded, executed or
+"""Sources of documents: files on this machine, as bytes. Nothing is downloaded, executed or
 unpickled.
 
 What a ``path`` may be:
@@ -213,7 +213,7 @@ def _line_text(where: str, line: bytes, field: str) -> bytes:
 def text_bytes(where: str, field: str, value: Any) -> bytes:
     """The text of a record's field; ``where`` names the record in errors."""
     if isinstance(value, bytes):
-        return value
+        return value  # of a binary column; what it is not as UTF-8 is the tokenizer's to say
     if not isinstance(value, str):
         raise ValueError(
             f"{where}: data.field={field!r} is of type {type(value).__name__}; it must be text"

@@ -88,6 +88,7 @@ class ByteTokenizer:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The bytes; of a str its UTF-8, where a lone surrogate becomes ``?``."""
+        # uint8 and a view of the text: a corpus of bytes takes no more memory than its text.
         data = text.encode("utf-8", errors="replace") if isinstance(text, str) else text
         return np.frombuffer(data, dtype=np.uint8)
 

@@ -1,4 +1,4 @@
-"""Which tokenizer a path means."""
+"""The tokenizer that a path means."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def open_tokenizer(path: str | Path, *, end: str = "") -> Tokenizer:
 def _file(path: Path) -> Path:
     if path.is_file():
         return path
-    # The ranks file first: where a folder has both, the other was made from it.
+    # The ranks file first: it is what Kimi's checkpoints come with.
     for name in ("tiktoken.model", "tokenizer.json"):
         if (path / name).is_file():
             return path / name

@@ -34,10 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     0: done. 1: what ``verify`` looked at is not right, or reading or writing failed. 2: a wrong
     call, of which nothing was written.
     """
-    given = _parser().parse_args(arguments)
-    command = {"verify": _verify, "import": _import, "export": _export}[given.command]
+    args = _parser().parse_args(arguments)
+    command = {"verify": _verify, "import": _import, "export": _export}[args.command]
     try:
-        return command(given)
+        return command(args)
     except (ValueError, RuntimeError, OSError) as error:
         # A line instead of a traceback: what these say is meant for the one who typed the command.
         print(f"k31fn.hf: {error}", file=sys.stderr)
@@ -73,38 +73,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _verify(given: argparse.Namespace) -> int:
-    if not given.folder.is_dir():
+def _verify(args: argparse.Namespace) -> int:
+    if not args.folder.is_dir():
         raise ValueError(
-            f"{str(given.folder)!r} is no folder; give one of safetensors files and config.json"
+            f"{str(args.folder)!r} is no folder; give one of safetensors files and config.json"
         )
-    report = hf.verify(given.folder)
+    report = hf.verify(args.folder)
     tensors = f"{report.num_tensors:,} tensors ({report.num_quantised:,} of them MXFP4 codes)"
-    print(
-        f"{given.folder}: {report.num_weights:,} weights in {tensors} in {report.num_files} files"
-    )
+    print(f"{args.folder}: {report.num_weights:,} weights in {tensors} in {report.num_files} files")
     # Counts first, also of what does not fit: they often say what the folder is instead.
     print(report.problems or "fits its config")
     return 1 if report.problems else 0
 
 
-def _import(given: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace) -> int:
     """The checkpoint's model, trained as the recipe says: what a config file cannot keep is the
     recipe's.
     """
-    recipe = load_recipe(given.config)
+    recipe = load_recipe(args.config)
     # A run of adapters saves only them and reads their base at each start: nothing to import.
     if recipe.lora:
         raise ValueError(
-            f"{given.config} trains adapters, and a checkpoint is what they are of: python "
-            f"train.py {given.config} --lora.base {given.folder}"
+            f"{args.config} trains adapters, and a checkpoint is what they are of: python "
+            f"train.py {args.config} --lora.base {args.folder}"
         )
-    recipe = dataclasses.replace(recipe, model=hf.config_from_hf(given.folder))
-    weights, biases = hf.load(given.folder, recipe.model, dtype=recipe.precision.param)
+    # The checkpoint's sizes, whatever the recipe's model has.
+    recipe = dataclasses.replace(recipe, model=hf.config_from_hf(args.folder))
+    weights, biases = hf.load(args.folder, recipe.model, dtype=recipe.precision.param)
     # The state before step 0: training goes on from it as from any checkpoint.
     state = trainer.first_state(trainer.lay_out(recipe), weights, biases)
-    run = folder.new(given.runs, recipe)
-    # The optimiser's state, too, though it is empty: a run's checkpoint is never a part of one.
+    run = folder.new(args.runs, recipe)
+    # The whole state, with an optimiser that has taken no step: what a run restores is never less.
     with Checkpointer(run / "checkpoints", keep=recipe.keep) as checkpoints:
         checkpoints.save(0, state)
     print(f"run: {run}")
@@ -112,17 +111,17 @@ def _import(given: argparse.Namespace) -> int:
     return 0
 
 
-def _export(given: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> int:
     # The target is looked at before the model is read, which may take an hour.
-    run, step = folder.resolve_step(given.run)
-    check_new(given.folder)
+    run, step = folder.resolve_step(args.run)
+    check_new(args.folder)
     recipe, weights, biases = sample.load(run, where=torch.device("cpu"), step=step)
     # Adapters are merged in float32, then rounded once; what the specs keep wide stays so.
     weights = params.cast(
-        lora.merge(weights), model.specs(recipe.model), getattr(torch, given.dtype)
+        lora.merge(weights), model.specs(recipe.model), getattr(torch, args.dtype)
     )
-    hf.export(weights, biases, recipe.model, given.folder, quantise=given.quantise)
-    print(f"{given.run if step is not None else run} written to {given.folder}")
+    hf.export(weights, biases, recipe.model, args.folder, quantise=args.quantise)
+    print(f"{args.run if step is not None else run} written to {args.folder}")
     return 0
 
 

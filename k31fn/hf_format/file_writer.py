@@ -35,7 +35,7 @@ __all__ = [
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies: its file and the first byte in it."""
+    """The place of a tensor: its file and the first byte in it."""
 
     file: str
     begin: int

@@ -211,7 +211,7 @@ class Entry(NamedTuple):
         return "expert" in self.spec.tags
 
     def stored_tile(self, tile: Tile) -> Tile:
-        """Where a tile of what one tensor stands for lies in the tensor."""
+        """The place in the tensor of a tile of what it stands for."""
         # The first dimension is the one that thirds are taken along, whatever the transform.
         first, *rest = self.row.transform.stored_tile(tile, self.shape)
         if self.row.third is not None:
@@ -234,6 +234,7 @@ def specs(cfg: model.Config) -> Weights:
             f"model.Config.mtp={cfg.mtp}: K3's checkpoint format has no MTP layer; set it to (), "
             "and for an export replace params.mtp by () and leave out the last row of the balance"
         )
+    # One row of the balance for each MoE layer; without any, no leaf: an empty tensor has no name.
     bias = (len(model.moe_layers(cfg)), model.experts(cfg).num_experts)
     balance = ParamSpec(bias, ("", ""), Constant(0.0), torch.float32) if bias[0] else ()
     return Weights(model.specs(cfg), balance)

@@ -44,15 +44,15 @@ def whole(shape: Shape) -> Tile:
 
 
 @dataclass(frozen=True)
-class Same:
-    """Stored as it is."""
+class Transform:
+    """The transform of a weight that is stored as it is, which the others refine."""
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Unchanged."""
         return shape
 
     def sliced_shape(self, shape: Shape) -> Shape:
-        """As it is stored."""
+        """The shape in the checkpoint."""
         return self.stored_shape(shape)
 
     def stored_tile(self, tile: Tile, shape: Shape) -> Tile:
@@ -72,7 +72,7 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Transposed(Same):
+class _Transposed(Transform):
     """Stored ``[out, in]``, used as ``[in, out]``."""
 
     def stored_shape(self, shape: Shape) -> Shape:
@@ -96,7 +96,7 @@ class Transposed(Same):
 
 
 @dataclass(frozen=True)
-class Kernel(Transposed):
+class _Kernel(_Transposed):
     """The kernel of a convolution, stored ``[out, C, P, P]``, used as a matrix ``[C P P, out]``."""
 
     channels: int
@@ -112,7 +112,7 @@ class Kernel(Transposed):
 
 
 @dataclass(frozen=True)
-class Inserted(Same):
+class _Inserted(Transform):
     """Stored with one more dimension of size 1: ``[C, 1, W]`` for ``[C, W]``, ``[1, D]`` for
     ``[D]``.
     """
@@ -120,27 +120,27 @@ class Inserted(Same):
     dim: int
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """With the dimension."""
+        """Adds the dimension."""
         return (*shape[: self.dim], 1, *shape[self.dim :])
 
     def stored_tile(self, tile: Tile, shape: Shape) -> Tile:
-        """With the dimension."""
+        """Adds the dimension."""
         del shape
         return (*tile[: self.dim], slice(0, 1), *tile[self.dim :])
 
     def load(self, stored: Tensor, tile: Tile) -> Tensor:
-        """Without the dimension."""
+        """Leaves the dimension out."""
         del tile
         return stored.squeeze(self.dim)
 
     def export(self, part: Tensor, tile: Tile, shape: Shape) -> Tensor:
-        """With the dimension."""
+        """Adds the dimension."""
         del tile, shape
         return part.unsqueeze(self.dim)
 
 
 @dataclass(frozen=True)
-class Padded(Same):
+class _Padded(Transform):
     """A vector stored with zeros up to a multiple of ``multiple`` elements; what stands there
     counts for nothing.
     """
@@ -158,19 +158,18 @@ class Padded(Same):
         return (slice(rows.start, stop),)
 
     def load(self, stored: Tensor, tile: Tile) -> Tensor:
-        """Without the zeros."""
+        """Leaves the zeros out."""
         return stored[: tile[0].stop - tile[0].start]
 
     def export(self, part: Tensor, tile: Tile, shape: Shape) -> Tensor:
-        """With the zeros, if it is the last tile."""
+        """Adds the zeros, if it is the last tile."""
         (rows,) = self.stored_tile(tile, shape)
         return torch.cat([part, part.new_zeros(rows.stop - rows.start - part.shape[0])])
 
 
-Transform = Same  # the plainest of them, which the others refine
-SAME = Same()
-TRANSPOSED = Transposed()  # torch.nn.Linear's layout
-KERNEL = Kernel(3)  # of colours
-DEPTHWISE = Inserted(1)  # torch.nn.Conv1d's layout with one channel per group
-ROW = Inserted(0)  # torch.nn.Linear's layout of a map onto one number
-HEADS_PADDED = Padded(128)  # K3 stores A_log so, for the kernel that reads it
+SAME = Transform()
+TRANSPOSED = _Transposed()  # torch.nn.Linear's layout
+KERNEL = _Kernel(3)  # of colours
+DEPTHWISE = _Inserted(1)  # torch.nn.Conv1d's layout with one channel per group
+ROW = _Inserted(0)  # torch.nn.Linear's layout of a map onto one number
+HEADS_PADDED = _Padded(128)  # as K3 stores A_log

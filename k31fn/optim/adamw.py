@@ -91,7 +91,7 @@ def adamw(
     ) -> tuple[Any, AdamWState]:
         masters = leaves.masters(params, state.master)
         numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
-        gradients = [g.to(p.dtype) for g, p in zip(leaves.of_grads(grads), masters, strict=True)]
+        gradients = leaves.of_grads(grads)
         mus = tree.leaves(state.mu)
         nus = tree.leaves(state.nu)
         step = state.step + 1
@@ -106,7 +106,7 @@ def adamw(
                     p = masters[i]
                     mu = storage.fetch(mus[i], p)
                     nu = storage.fetch(nus[i], p)
-                    rows.append((p, gradients[i], mu, nu, decays[i]))
+                    rows.append((p, gradients[i].to(p.dtype), mu, nu, decays[i]))
                 new_rows = take_steps(rows, step, numbers, skip)
                 for i, (new_p, new_mu, new_nu) in zip(group, new_rows, strict=True):
                     stepped.append(new_p)
@@ -187,7 +187,9 @@ def _step_in_place(
     """
     # The kernel takes tensors of one device and dtype, and one decay.
     kinds: dict[tuple[Any, ...], list[_Row]] = {}
+    stepped: list[_New] = []  # the tensors that were given, which then hold what is new
     for p, g, mu, nu, decay in rows:
+        stepped.append((p, mu, nu))
         if _fused.supports(p) and mu.is_contiguous() and nu.is_contiguous():
             row = (p, g.contiguous(), mu, nu, decay)
             kinds.setdefault((p.device, p.dtype, decay), []).append(row)
@@ -202,8 +204,7 @@ def _step_in_place(
         _fused.adamw_(
             params, grads, mus, nus, step, weight_decay=decay, skip=skip_number, **numbers
         )
-    # The tensors that were given, which now hold what is new.
-    return [(p, mu, nu) for p, _, mu, nu, _ in rows]
+    return stepped
 
 
 def _unless(skip: Tensor | None, new: Any, old: tuple[Tensor, ...]) -> Any:

@@ -82,11 +82,12 @@ class MatrixOwners:
         self.groups: list[GroupRounds] = []
         self.cost: dict[tuple[int, ...], int] = dict.fromkeys(_indices(axes), 0)
         self._axes = axes
-        self._limit = max(_LEAST, *(math.prod(leaf.shape) for leaf in leaves), 0)
+        self._limit = _LEAST
         coordinate = {axis.name: own_index(axis) for axis in axes}
         leaves_of: dict[tuple[Axis, ...], list[int]] = defaultdict(list)
         for number, leaf in enumerate(self.leaves):
             leaves_of[leaf.group].append(number)
+            self._limit = max(self._limit, math.prod(leaf.shape))
         # Small groups first: their blocks have few owners to choose from, and the large ones level
         # out what that leaves uneven. Names make the order the same on every rank.
         for group in sorted(leaves_of, key=lambda g: (num_ranks(g), [axis.name for axis in g])):
@@ -171,7 +172,10 @@ class MatrixOwners:
 def _coordinates(axes: tuple[Axis, ...]) -> list[dict[str, int]]:
     """The indices of all ranks of these axes, in the order of ranks."""
     names = [axis.name for axis in axes]
-    return [dict(zip(names, index, strict=True)) for index in _indices(axes)]
+    coordinates: list[dict[str, int]] = []
+    for index in _indices(axes):
+        coordinates.append(dict(zip(names, index, strict=True)))
+    return coordinates
 
 
 def _indices(axes: tuple[Axis, ...]) -> list[tuple[int, ...]]:

@@ -19,6 +19,7 @@ import torch
 
 from k31fn.optim.matrices import Matrices, MatrixBlock
 from k31fn.optim.matrix_owners import GroupRounds, MatrixOwners
+from k31fn.parallel.axis import Axis
 from k31fn.parallel.collectives import all_gather_invariant, pslice, ragged_all_to_all
 from k31fn.parallel.overlap import Pending, start, wait
 from k31fn.typing import Float, Tensor
@@ -61,10 +62,11 @@ def on_every_rank(
 ) -> Float[Tensor, "batch rows columns"]:
     """``f`` of the matrices of one leaf, on every rank: this rank's part of the result."""
     # The innermost axis first: parts that lie side by side are joined before larger ones.
-    moves = [(axis, 1) for axis in reversed(matrices.row_axes)]
-    moves += [(axis, 2) for axis in reversed(matrices.column_axes)]
-    for axis, dim in moves:
-        x = all_gather_invariant(x, axis, dim)
+    moves: list[tuple[Axis, int]] = []
+    for dim, axes in ((1, matrices.row_axes), (2, matrices.column_axes)):
+        for axis in reversed(axes):
+            x = all_gather_invariant(x, axis, dim)
+            moves.append((axis, dim))
     y = matrices.join_heads(f(matrices.split_heads(x)), x.shape[0])
     # Undone in the opposite order, so that each cut finds what its gather had joined.
     for axis, dim in reversed(moves):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,9 +140,8 @@ class _Muon:
                 old = self.storage.fetch(stored, p)
                 m = _unless(skip, old, self.momentum * old + g)
                 new_momenta.append(self.storage.store(stored, m, donate=donate))
-                # From ``m`` before it is rounded for storage: the numbers of this step do not
-                # depend on how momenta are stored. Rounded here already to the dtype of
-                # Newton-Schulz, so that ranks exchange half the bytes.
+                # From ``m`` with the digits that storage may drop. Rounded here already to the
+                # dtype of Newton-Schulz, so that ranks exchange half the bytes.
                 directions.append((g + self.momentum * m).to(_working_dtype(p, self.ns_dtype)))
             new_masters = list(masters)
             for i, y in self.orthogonal(directions):
@@ -183,20 +182,31 @@ class _Orthogonal:
         for x, head_dim, place in zip(parts, self._heads, self._places, strict=True):
             matrices.append(Matrices.of(x.shape, head_dim, place, self._axes))
             flat.append(x.reshape(-1, *x.shape[-2:]))  # what comes before is a batch of matrices
-        # A token: the mesh is simulated by vmap, whose ranks cannot do different things.
-        if any(a.host is not None and a.host.token(a.name) is not None for a in self._axes):
-            results: Iterable[tuple[int, Tensor]] = (
-                (i, on_every_rank(self._work, x, matrices[i])) for i, x in enumerate(flat)
-            )
-        else:
-            # Once: parts have the same shapes at every step.
-            if self._owners is None:
-                self._owners = MatrixOwners(matrices, self._axes)
-            results = on_owners(self._work, flat, self._owners)
-        for i, y in results:
+        for i, y in self._results(flat, matrices):
             # The longer side of the whole matrix, not of this rank's part.
             scale = _RMS * math.sqrt(max(matrices[i].shape))
             yield i, scale * precision.upcast(y).reshape(parts[i].shape)
+
+    def _results(
+        self, flat: list[Tensor], matrices: list[Matrices]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Parts of the orthogonalised matrices, by the number of their leaf."""
+        if self._simulated:
+            for i, x in enumerate(flat):
+                yield i, on_every_rank(self._work, x, matrices[i])
+            return
+        # Once: parts have the same shapes at every step.
+        if self._owners is None:
+            self._owners = MatrixOwners(matrices, self._axes)
+        yield from on_owners(self._work, flat, self._owners)
+
+    @property
+    def _simulated(self) -> bool:
+        """Whether vmap stands for the ranks, which then cannot do different things."""
+        for axis in self._axes:
+            if axis.host is not None and axis.host.token(axis.name) is not None:
+                return True
+        return False
 
 
 def orthogonalize(

@@ -150,12 +150,13 @@ class Leaves:
     def __init__(self, specs: Any, where: Where | None) -> None:
         """Chooses those whose ``where(path, spec)`` holds (None: all) and that are not frozen."""
         pairs = tree.flatten_with_paths(specs)
-        self._all = [path for path, _ in pairs]
+        self._all: list[str] = []
         self._structure = tree.flatten(specs)[1]
         self._index: list[int] = []  # of the chosen ones among all leaves
         self.paths: list[str] = []
         self.specs: list[ParamSpec] = []
         for i, (path, spec) in enumerate(pairs):
+            self._all.append(path)
             if "frozen" not in spec.tags and (where is None or where(path, spec)):
                 self._index.append(i)
                 self.paths.append(path)
@@ -189,7 +190,7 @@ class Leaves:
         else:
             # Paths take longer than positions, so only where positions do not agree.
             by_path = dict(tree.flatten_with_paths(grads, allow_none=True))
-            candidates = [by_path.get(path) for path in self.paths]
+            candidates = list(map(by_path.get, self.paths))
         gradients: list[Tensor] = []
         missing: list[str] = []
         for path, gradient in zip(self.paths, candidates, strict=True):
