@@ -15,24 +15,19 @@ placements=places)`` and ``clip_by_global_norm(grads, 1.0, placements=places)``,
 those of :mod:`k31fn.parallel.fsdp`.
 """
 
-from k31fn.optim.adamw import AdamWState, adamw
+from k31fn.optim.adamw import adamw
 from k31fn.optim.clip import clip_by_global_norm, global_norm
-from k31fn.optim.muon import MuonState, muon, orthogonalize
-from k31fn.optim.rounding import RoundedState, rounded
+from k31fn.optim.muon import muon, orthogonalize
+from k31fn.optim.rounding import rounded
 from k31fn.optim.schedule import warmup_cosine, warmup_stable_decay
 from k31fn.optim.spikes import SpikeState, init_spikes, is_spike, remember
 from k31fn.optim.storage import Storage
-from k31fn.optim.transform import Transform, Update, Where, combine, non_finite, select
+from k31fn.optim.transform import Transform, combine, non_finite, select
 
 __all__ = [
-    "AdamWState",
-    "MuonState",
-    "RoundedState",
     "SpikeState",
     "Storage",
     "Transform",
-    "Update",
-    "Where",
     "adamw",
     "clip_by_global_norm",
     "combine",
