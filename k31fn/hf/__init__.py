@@ -16,12 +16,12 @@ names, one row per kind of weight.
 
 from k31fn.hf_format.checkpoint import export, load, to_names
 from k31fn.hf_format.config import config_from_hf
-from k31fn.hf_format.rank_part import Part, part_of
+from k31fn.hf_format.rank_part import RankPart, part_of
 from k31fn.hf_format.reader import open_checkpoint
 from k31fn.hf_format.verification import verify
 
 __all__ = [
-    "Part",
+    "RankPart",
     "config_from_hf",
     "export",
     "load",

@@ -10,7 +10,7 @@ import torch
 from k31fn import balance, model, tree
 from k31fn.hf_format import config
 from k31fn.hf_format.leaves import SHARD_BYTES, pieces, read_leaves, tile_of, write_folder
-from k31fn.hf_format.rank_part import ALONE, Part
+from k31fn.hf_format.rank_part import ALONE, RankPart
 from k31fn.hf_format.table import Weights, entries, specs
 from k31fn.typing import Tensor
 
@@ -22,7 +22,7 @@ def load(
     cfg: model.Config,
     *,
     dtype: torch.dtype | None = None,
-    part: Part = ALONE,
+    part: RankPart = ALONE,
 ) -> tuple[model.Params[Tensor], balance.State]:
     """The parameters and the routers' balance of a checkpoint in K3's names.
 
@@ -57,7 +57,7 @@ def export(
     *,
     quantise: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    part: Part = ALONE,
+    part: RankPart = ALONE,
 ) -> None:
     """Writes a checkpoint in K3's names into a new folder: all of it, or nothing.
 

@@ -25,7 +25,7 @@ from k31fn.hf_format.file_writer import (
 )
 from k31fn.hf_format.files import DTYPES, TensorSource, open_source
 from k31fn.hf_format.problems import PACKED, SCALE, find_problems, is_quantised, listed
-from k31fn.hf_format.rank_part import ALONE, Part
+from k31fn.hf_format.rank_part import ALONE, RankPart
 from k31fn.hf_format.table import Entry
 from k31fn.hf_format.transforms import Tile, tile_shape
 from k31fn.typing import Tensor
@@ -45,7 +45,7 @@ _PARAMS = "params."
 
 
 def read_leaves(
-    table: list[Entry], directory: Path, *, dtype: torch.dtype | None = None, part: Part = ALONE
+    table: list[Entry], directory: Path, *, dtype: torch.dtype | None = None, part: RankPart = ALONE
 ) -> list[Tensor]:
     """This rank's tile of each entry's leaf; of each tensor only its bytes are read. MXFP4 is
     decoded.
@@ -72,7 +72,7 @@ def write_folder(
     *,
     quantise: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    part: Part = ALONE,
+    part: RankPart = ALONE,
 ) -> None:
     """Writes a new folder with the leaves' tensors and some JSON files: all of it, or nothing.
 
@@ -131,7 +131,7 @@ def _nothing() -> None:
     """The stage of a rank that only waits for the first one."""
 
 
-def tile_of(entry: Entry, part: Part) -> Tile:
+def tile_of(entry: Entry, part: RankPart) -> Tile:
     """What the rank holds of a leaf; the balance is whole everywhere."""
     if not entry.path.startswith(_PARAMS):
         return ALONE.tile(entry.path, entry.spec)
@@ -154,7 +154,7 @@ def pieces(entry: Entry, leaf: Tensor, tile: Tile) -> Iterator[tuple[str, Tile, 
 
 # ------------------------------------------------------------------------------------------ reading
 def _read_all(
-    table: list[Entry], directory: Path, dtype: torch.dtype | None, part: Part
+    table: list[Entry], directory: Path, dtype: torch.dtype | None, part: RankPart
 ) -> list[Tensor]:
     with open_source(directory) as source:
         problems = find_problems(table, source.tensors)
@@ -226,7 +226,7 @@ def _read_quantised(source: TensorSource, name: str, place: Tile, dtype: torch.d
 
 
 # ------------------------------------------------------------------------------------------ writing
-def _check_shapes(table: list[Entry], leaves: list[Tensor], part: Part) -> None:
+def _check_shapes(table: list[Entry], leaves: list[Tensor], part: RankPart) -> None:
     for entry, leaf in zip(table, leaves, strict=True):
         shape = tile_shape(tile_of(entry, part))
         if tuple(leaf.shape) != shape:
@@ -250,7 +250,7 @@ def _announced(
     return announced
 
 
-def _check_groups(table: list[Entry], part: Part) -> None:
+def _check_groups(table: list[Entry], part: RankPart) -> None:
     for entry in table:
         if not entry.quantisable:
             continue
@@ -270,7 +270,7 @@ def _write(
     leaves: list[Tensor],
     layout: FileLayout,
     folder: Path,
-    part: Part,
+    part: RankPart,
     quantise: bool,
 ) -> None:
     with open_writer(folder, layout) as writer:

@@ -17,11 +17,11 @@ from k31fn.parallel.mesh import Coordinate, Mesh, MeshAxes
 from k31fn.parallel.partition import Partition, broadcast, resolve, tiles
 from k31fn.params import ParamSpec
 
-__all__ = ["ALONE", "Part", "part_of"]
+__all__ = ["ALONE", "RankPart", "part_of"]
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """A rank's part of the weights.
 
     Attributes:
@@ -60,7 +60,7 @@ class Part:
         return result
 
 
-ALONE = Part(lambda _, spec: whole(spec.shape), lambda _: True, True, lambda error: [error])
+ALONE = RankPart(lambda _, spec: whole(spec.shape), lambda _: True, True, lambda error: [error])
 """One process that holds everything."""
 
 
@@ -72,7 +72,7 @@ def part_of(
     coordinate: Coordinate,
     *,
     device: torch.device | str = "cpu",
-) -> Part:
+) -> RankPart:
     """A rank's part of parameters split over a mesh. Of the ranks that hold the same tile, the
     first writes.
 
@@ -99,4 +99,4 @@ def part_of(
 
     tile = tiles(specs, partition, mesh, coordinate)
     # A path without a spec is the balance, which is whole on every rank.
-    return Part(tile, lambda path: writes.get(path, first), first, meet)
+    return RankPart(tile, lambda path: writes.get(path, first), first, meet)

@@ -20,7 +20,7 @@ from k31fn.optim.clip import clip_by_global_norm, global_norm
 from k31fn.optim.muon import muon, orthogonalize
 from k31fn.optim.rounding import rounded
 from k31fn.optim.schedule import warmup_cosine, warmup_stable_decay
-from k31fn.optim.spikes import SpikeState, init_spikes, is_spike, remember
+from k31fn.optim.spikes import SpikeState, init_spikes, is_spike, update_spikes
 from k31fn.optim.storage import Storage
 from k31fn.optim.transform import Transform, combine, non_finite, select
 
@@ -37,9 +37,9 @@ __all__ = [
     "muon",
     "non_finite",
     "orthogonalize",
-    "remember",
     "rounded",
     "select",
+    "update_spikes",
     "warmup_cosine",
     "warmup_stable_decay",
 ]

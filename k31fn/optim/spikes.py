@@ -10,7 +10,7 @@ import torch
 from k31fn import tree
 from k31fn.typing import Bool, Float, Int, Tensor
 
-__all__ = ["SpikeState", "init_spikes", "is_spike", "remember"]
+__all__ = ["SpikeState", "init_spikes", "is_spike", "update_spikes"]
 
 _WINDOW = 64  # steps
 _FEWEST = 32  # of which a median is taken
@@ -59,7 +59,7 @@ def is_spike(
     return (new > limit).any() & (state.count >= _FEWEST)
 
 
-def remember(
+def update_spikes(
     state: SpikeState,
     loss: Float[Tensor, ""],
     norm: Float[Tensor, ""],

@@ -208,7 +208,7 @@ def _judge(
     # a step that is skipped anyway is no spike: its loss says nothing
     spike = optim.is_spike(state.guard, loss, norm, deviations) & ~skip
     skip = skip | spike
-    guard = optim.remember(state.guard, loss, norm, spike, skip)
+    guard = optim.update_spikes(state.guard, loss, norm, spike, skip)
     return _Verdict(bad, spike, skip), guard
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from k31fn import balance, config, hf, model, params, random, tree
 from k31fn.hf_format.leaves import read_leaves, write_folder
-from k31fn.hf_format.rank_part import ALONE, Part, part_of
+from k31fn.hf_format.rank_part import ALONE, RankPart, part_of
 from k31fn.hf_format.table import VISION, Weights, entries_of
 from k31fn.layers import projector, vision, vision_block
 from k31fn.parallel import AxisRules, Mesh, each_rank, partition
@@ -59,7 +59,7 @@ def locals_of(mesh: Mesh, coordinate: dict[str, int]) -> Any:
     )
 
 
-def part(mesh: Mesh, axes: Any, coordinate: dict[str, int]) -> Part:
+def part(mesh: Mesh, axes: Any, coordinate: dict[str, int]) -> RankPart:
     return part_of(SPECS, partition(SPECS, AxisRules(), mesh), mesh, axes, coordinate)
 
 

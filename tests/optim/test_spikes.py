@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from k31fn.optim import init_spikes, is_spike, remember
+from k31fn.optim import init_spikes, is_spike, update_spikes
 
 NORM = torch.tensor(1.0)
 
@@ -19,7 +19,7 @@ def feed(values, threshold=6.0, norms=None, state=None):
             NORM if norms is None else torch.tensor(float(norms[i])),
         )
         spike = is_spike(state, loss, norm, threshold)
-        state = remember(state, loss, norm, spike, spike)
+        state = update_spikes(state, loss, norm, spike, spike)
         found.append(bool(spike))
     return found, state
 
@@ -66,7 +66,7 @@ def test_a_level_that_stays_is_no_spike():
 def test_a_step_skipped_for_another_reason_is_not_remembered():
     _, state = feed(noise(40))
     bad = torch.tensor(float("nan"))
-    after = remember(state, bad, bad, is_spike(state, bad, bad, 6.0), torch.tensor(True))
+    after = update_spikes(state, bad, bad, is_spike(state, bad, bad, 6.0), torch.tensor(True))
     assert torch.equal(after.values, state.values)
     assert int(after.count) == int(state.count)
 
