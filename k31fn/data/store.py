@@ -223,7 +223,7 @@ class Store:
 
     def find(self, number: int) -> tuple[dict[str, np.ndarray], int]:
         """The shard of a document, and its number in it."""
-        # From the right: of shards without documents the last one begins at the same number.
+        # From the right: of shards that begin at one number, all but the last are empty.
         shard = int(np.searchsorted(self.first, number, side="right")) - 1
         return self.shards[shard], number - int(self.first[shard])
 

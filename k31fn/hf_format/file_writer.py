@@ -25,7 +25,6 @@ from k31fn.typing import Tensor
 
 __all__ = [
     "FileLayout",
-    "TensorPlace",
     "TensorWriter",
     "create",
     "lay_out",
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 
-class TensorPlace(NamedTuple):
+class _TensorPlace(NamedTuple):
     """The place of a tensor: its file and the first byte in it."""
 
     file: str
@@ -53,7 +52,7 @@ class FileLayout(NamedTuple):
         listing: the index of the shards; None if all fits in one file.
     """
 
-    places: dict[str, TensorPlace]
+    places: dict[str, _TensorPlace]
     headers: dict[str, bytes]
     lengths: dict[str, int]
     listing: dict[str, Any] | None
@@ -113,7 +112,7 @@ def _lay_out_file(
     layout.lengths[file] = 8 + len(text) + end
     for name in order:
         begin = 8 + len(text) + header[name]["data_offsets"][0]
-        layout.places[name] = TensorPlace(file, begin, *tensors[name])
+        layout.places[name] = _TensorPlace(file, begin, *tensors[name])
 
 
 def create(folder: Path, layout: FileLayout) -> None:

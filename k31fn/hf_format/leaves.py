@@ -111,7 +111,7 @@ def write_folder(
         part.stage(lambda: _write(table, leaves, layout, partial, part, quantise))
         part.stage(finish if part.first else _nothing)
     except BaseException:
-        # Another rank may still write into it: it learns of the failure at the end of its stage.
+        # No rank writes any more: a failed stage raises once it has ended on all of them.
         if part.first:
             shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -103,8 +103,9 @@ class MatrixOwners:
         members = _coordinates(group)
         for others in _coordinates(tuple(axis for axis in self._axes if axis not in group)):
             dealt = self._deal_among(members, others, blocks)
+            # Sets that this rank is not of are dealt out for their cost, from which later groups go
+            # on.
             if all(coordinate[name] == index for name, index in others.items()):
-                # Other sets are dealt out only for their cost, which later groups go on from.
                 rank = members.index({axis.name: coordinate[axis.name] for axis in group})
                 rounds = list(map(self._pack, dealt))
                 self.groups.append(GroupRounds(group, members, rank, rounds))
