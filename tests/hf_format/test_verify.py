@@ -221,6 +221,7 @@ def test_an_index_of_k31_size(tmp_path: Path):
     import dataclasses
 
     from k31fn import tree
+    from k31fn.hf_format.config import describe
     from k31fn.hf_format.file_writer import create, lay_out, write_json
     from k31fn.hf_format.files import DTYPES
     from k31fn.hf_format.leaves import read_leaves
@@ -239,9 +240,8 @@ def test_an_index_of_k31_size(tmp_path: Path):
             else:
                 tensors[name] = shape, torch.float32 if entry.row.wide else torch.bfloat16
     create(tmp_path / "k31", lay_out(tensors, 15_600_000_000))
-    write_json(
-        tmp_path / "k31" / "config.json", hf.config.describe(cfg, torch.bfloat16, quantised=True)
-    )
+    described = describe(cfg, torch.bfloat16, quantised=True)
+    write_json(tmp_path / "k31" / "config.json", described)
     report = verify(tmp_path / "k31")
     assert report.problems == ""
     assert report.num_files == pytest.approx(96, abs=6)
