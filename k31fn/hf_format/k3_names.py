@@ -25,31 +25,43 @@ def with_k3_names(cfg: model.Config) -> model.Config:
     Raises:
         ValueError: layers that K3's format has no name for, or no config of one that it states.
     """
-    named: dict[str, str] = {}
-    for name in (*cfg.used(), *cfg.sublayers):  # unused ones only where K3 states one all the same
+    used = cfg.used()
+    named: dict[str, str] = {}  # K3's name of a layer: ours
+    # Used ones first. Of the others K3's file may state one all the same, as a model without dense
+    # layers states their size.
+    for name in (*used, *cfg.sublayers):
         kind = kinds.kind_of(cfg.sublayers[name]).name
-        if name in cfg.used() and (kind not in _NAMES or named.get(_NAMES[kind], name) != name):
+        k3_name = _NAMES.get(kind)
+        taken = k3_name is not None and named.get(k3_name, name) != name
+        if name in used and (k3_name is None or taken):
             raise ValueError(
                 f"K3's config.json has no place for layers of kind {kind} (model.{name}): it has "
                 "one KDA, one MLA or DSA, one dense MLP and one LatentMoE; such a model cannot be "
                 "exported"
             )
-        if kind in _NAMES:
-            named.setdefault(_NAMES[kind], name)
-    if absent := sorted(set(_NAMES.values()) - named.keys()):
+        if k3_name is not None:
+            named.setdefault(k3_name, name)
+    absent = sorted(set(_NAMES.values()) - named.keys())
+    if absent:
         raise ValueError(
             f"K3's config.json states the sizes of {', '.join(absent)} too, which model.Config."
             "sublayers does not have; add them, used or not"
         )
-    ours = {name: k3 for k3, name in named.items()}
-    layers = tuple((ours[mixer], ours[ffn]) for mixer, ffn in cfg.layers)
-    mtp = tuple(ours[name] for name in cfg.mtp)
-    sublayers = {k3: cfg.sublayers[named[k3]] for k3 in ("kda", "full_attention", "dense", "moe")}
-    return dataclasses.replace(cfg, sublayers=model.Sublayers(**sublayers), layers=layers, mtp=mtp)
+    k3_names = {name: k3_name for k3_name, name in named.items()}
+    layers = tuple((k3_names[mixer], k3_names[ffn]) for mixer, ffn in cfg.layers)
+    mtp = tuple(k3_names[name] for name in cfg.mtp)
+    # In the order of config_from_hf, so that the two can be compared field by field.
+    sublayers = model.Sublayers(
+        kda=cfg.sublayers[named["kda"]],
+        full_attention=cfg.sublayers[named["full_attention"]],
+        dense=cfg.sublayers[named["dense"]],
+        moe=cfg.sublayers[named["moe"]],
+    )
+    return dataclasses.replace(cfg, sublayers=sublayers, layers=layers, mtp=mtp)
 
 
 def block_size(cfg: model.Config) -> int | None:
-    """Of AttnRes; None: the residual is plain."""
+    """The block size of AttnRes; None: the residual is plain."""
     scheme = kinds.kind_of(cfg.residual)
     if scheme not in (attn_res.KIND, plain_residual.KIND):
         raise ValueError(
