@@ -9,22 +9,3 @@ runs. This package lies below: the trainer reads the weights that adapters are o
 * Files: :mod:`~k31fn.hf_format.files` and :mod:`~k31fn.hf_format.file_writer`.
 * ``config.json``: :mod:`~k31fn.hf_format.config` and :mod:`~k31fn.hf_format.vision_config`.
 """
-
-from k31fn.hf_format.checkpoint import export, load, to_names
-from k31fn.hf_format.config import config_from_hf
-from k31fn.hf_format.leaves import check_new
-from k31fn.hf_format.rank_part import RankPart, part_of
-from k31fn.hf_format.reader import open_checkpoint
-from k31fn.hf_format.verification import verify
-
-__all__ = [
-    "RankPart",
-    "check_new",
-    "config_from_hf",
-    "export",
-    "load",
-    "open_checkpoint",
-    "part_of",
-    "to_names",
-    "verify",
-]

@@ -32,7 +32,7 @@ def load(
 
     Args:
         directory: of the checkpoint.
-        cfg: the model; :func:`k31fn.hf_format.config_from_hf` gives the one that ``config.json``
+        cfg: the model; :func:`k31fn.hf.config_from_hf` gives the one that ``config.json``
             describes.
         dtype: of the model. None: each weight as it is stored, MXFP4 as bfloat16. Either way
             float32 islands are at least float32.

@@ -88,25 +88,6 @@ _LINEAR = (
     "gate_lower_bound",
 )
 _DSA = ("index_n_heads", "index_head_dim", "index_topk", "full_attn_layers")
-_MXFP4 = {  # of the package compressed-tensors: weights of routed experts only
-    "quant_method": "compressed-tensors",
-    "format": "mxfp4-pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "format": "mxfp4-pack-quantized",
-            "targets": [r"re:.*block_sparse_moe\.experts\.\d+\.w[123]$"],
-            "weights": {
-                "num_bits": 4,
-                "type": "float",
-                "strategy": "group",
-                "group_size": mxfp4.GROUP,
-                "symmetric": True,
-                "dynamic": False,
-                "scale_dtype": "torch.uint8",
-            },
-        }
-    },
-}
 _LATENT_EPS = "latent_norm_eps"  # ours: K3's file does not say, and its readers differ (1e-6, 1e-5)
 
 # Fields of our configs that a checkpoint need not keep: how it was, or will be, trained. They are
@@ -165,7 +146,7 @@ def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) 
     sparse = "dsa_config" in text
     # Only now: it says how weights are stored, which `_parse` has no use for.
     if quantised:
-        text["quantization_config"] = _MXFP4
+        text["quantization_config"] = mxfp4.CONFIG
     family = "KimiK31" if sparse else "KimiK3"
     return {
         "architectures": [f"{family}ForConditionalGeneration"],

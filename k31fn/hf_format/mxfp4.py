@@ -11,7 +11,29 @@ from k31fn.kernels.formats import mxfp4
 from k31fn.kernels.formats.mxfp4 import GROUP
 from k31fn.typing import Float, Tensor
 
-__all__ = ["GROUP", "decode", "encode"]
+__all__ = ["CONFIG", "GROUP", "decode", "encode"]
+
+# What ``config.json`` says of it, in the words of the package compressed-tensors: weights of routed
+# experts only.
+CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "format": "mxfp4-pack-quantized",
+            "targets": [r"re:.*block_sparse_moe\.experts\.\d+\.w[123]$"],
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "group",
+                "group_size": GROUP,
+                "symmetric": True,
+                "dynamic": False,
+                "scale_dtype": "torch.uint8",
+            },
+        }
+    },
+}
 
 _NAN = 255  # the scale that E8M0 keeps for it
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31fn import balance, hf_format, lora, model, params, tree
+from k31fn import balance, lora, model, params, tree
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.config.recipe import Recipe
+from k31fn.hf_format.reader import open_checkpoint
 from k31fn.trainer import folder
 
 __all__ = ["check_base", "check_source", "fingerprint", "init_adapted"]
@@ -106,7 +107,7 @@ def check_source(recipe: Recipe) -> None:
     if _is_run(Path(recipe.lora.base)):
         _matching_run(Path(recipe.lora.base), recipe)
     else:
-        with hf_format.open_checkpoint(recipe.lora.base, recipe.model):
+        with open_checkpoint(recipe.lora.base, recipe.model):
             pass
 
 
@@ -124,7 +125,7 @@ def _open_base(recipe: Recipe, key: Tensor) -> Iterator[tuple[lora.Read, balance
         weights, biases = _read_run(Path(base), recipe)
         yield lambda path, tile: weights[path][tile], biases
     else:
-        with hf_format.open_checkpoint(base, recipe.model) as reader:
+        with open_checkpoint(base, recipe.model) as reader:
             yield reader.read, reader.balance()
 
 
