@@ -148,7 +148,7 @@ class _CollectiveFunction(torch.autograd.Function):
                 f"cotangent of psum over {collective.names} varies: a pvary is missing downstream",
             )
         if op in ("pvary", "psum_transpose"):
-            return x.view_as(x)  # a Function that returns its input as it is loses its node
+            return x.view_as(x)  # another tensor than the operand, and no copy
         with scopes.scope(f"collective {op}"):
             wait = collective.channel.start(op, collective.cast(x), collective.kw)
             return wait()

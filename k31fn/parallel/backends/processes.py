@@ -244,7 +244,8 @@ class _ProcessChannel:
                 return _then(work, lambda: torch.cat(y.unbind(0), kw["concat"]))
             case "ragged_all_to_all":
                 y = x.new_empty(sum(kw["recv"]), *x.shape[1:])
-                recv, send = list(kw["recv"]), list(kw["send"])
+                recv = list(kw["recv"])
+                send = list(kw["send"])
                 work = dist.all_to_all_single(y, x, recv, send, group=self.group, async_op=True)
                 return _then(work, lambda: y)
             case "ppermute":

@@ -117,7 +117,7 @@ def _over_axis(
 
         def inner(tokens: tuple[Tensor, ...], xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             outputs[:] = f(tokens, xs)
-            # The token goes out too, for vmap wants an output that it batches.
+            # The token goes out too: vmap wants an output, and those of f may all be equal.
             varying = [tokens[i]]
             for y, spec, dims in zip(outputs, traced.specs, traced.dims, strict=True):
                 if _is_split_by(dims, names[i]):

@@ -1,4 +1,4 @@
-"""PendingTree the weights of a layer without waiting, small ones together.
+"""Gathers of a layer's weights that are waited for later, small weights together.
 
 A layer has dozens of weights, most of them small: each of its own would cost a collective's
 latency, not its bytes. The parts of small weights are laid end to end, travel as one, and are taken
@@ -143,8 +143,7 @@ def start_gather(params: Any, placements: Placements) -> PendingTree:
         ValueError: ``placements`` is not a tree like ``params``.
     """
     values, structure = tree.flatten(params)
-    # By the structure of params, whose absent leaves have a placement too; map refuses a tree that
-    # does not fit.
+    # By map, which refuses a tree that does not fit: leaves alone could pair wrongly.
     places = tree.leaves(tree.map(lambda _, place: place, params, placements))
     bundles = _bundles(values, places)
     pending: list[Pending] = []

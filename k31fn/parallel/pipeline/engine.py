@@ -25,7 +25,7 @@ from k31fn.parallel.collectives import axis_size
 from k31fn.parallel.pipeline.actions import Action, Schedule
 from k31fn.parallel.pipeline.carry import StageCarry, WireFormat
 from k31fn.parallel.pipeline.mailbox import Mailbox
-from k31fn.parallel.pipeline.messages import sent_by, taken_by
+from k31fn.parallel.pipeline.messages import Message
 from k31fn.parallel.pipeline.timeline import check
 from k31fn.parallel.scan.kept_layers import rebuilds
 
@@ -162,7 +162,7 @@ class _Rank:
         s = action.stage
         chunk = s // self.schedule.num_ranks
         blocks = self.blocks.setdefault(i, [])
-        message = taken_by(action, self.schedule)
+        message = Message.taken_by(action, self.schedule)
         stream, fresh = self.wire.parts(s, self.mail.take(message) if message else [])
         blocks += fresh
         num_taken = len(blocks)
@@ -190,7 +190,7 @@ class _Rank:
         self.loss = _combine(torch.add, self.loss, loss)
         self.sums[chunk] = _combine(torch.add, self.sums[chunk], sums)
         self.largest[chunk] = _combine(torch.maximum, self.largest[chunk], largest)
-        answer = sent_by(action, self.schedule)
+        answer = Message.sent_by(action, self.schedule)
         if answer:
             tensors = tree.leaves(stream)
             tensors += [blocks[j] for j in self.wire.fresh(s + 1)]
@@ -229,7 +229,7 @@ class _Rank:
         """A stage's pullback, and what it takes: the cotangents of its stream, its new blocks and
         its loss.
         """
-        message = taken_by(action, self.schedule)
+        message = Message.taken_by(action, self.schedule)
         deposits = self.deposits.setdefault(action.micro_batch, {})
         stage_rebuilds = self.rebuilds.pop(_forward(action))
         if stage_rebuilds:
@@ -256,7 +256,7 @@ class _Rank:
         s = action.stage
         deposits = self.deposits[i]
         _deposit(deposits, range(len(block_cts)), block_cts)
-        answer = sent_by(action, self.schedule)
+        answer = Message.sent_by(action, self.schedule)
         if answer:
             tensors = tree.leaves(stream_ct)
             tensors += [deposits.pop(j) for j in self.wire.fresh(s)]

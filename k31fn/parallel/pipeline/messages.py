@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from k31fn.parallel.pipeline.actions import Action, Schedule
 from k31fn.parallel.pipeline.timeline import timeline
 
-__all__ = ["Message", "messages", "sent_by", "taken_by"]
+__all__ = ["Message", "messages"]
 
 
 class Message(NamedTuple):
@@ -26,7 +26,35 @@ class Message(NamedTuple):
     source: int
     to: int
 
+    @classmethod
+    def sent_by(cls, action: Action, schedule: Schedule) -> Message | None:
+        """The message to another stage that an action gives."""
+        i = action.micro_batch
+        s = action.stage
+        match action.kind:
+            case "forward":
+                return cls("forward", i, s, s + 1) if s + 1 < schedule.num_stages else None
+            case "backward" | "backward_input":
+                # Of a split backward the input's part sends, at once; nobody needs the weight's.
+                return cls("backward", i, s, s - 1) if s else None
+            case "backward_weight":
+                return None
 
+    @classmethod
+    def taken_by(cls, action: Action, schedule: Schedule) -> Message | None:
+        """The message from another stage that an action needs."""
+        i = action.micro_batch
+        s = action.stage
+        match action.kind:
+            case "forward":
+                return cls("forward", i, s - 1, s) if s else None
+            case "backward" | "backward_input":
+                return cls("backward", i, s + 1, s) if s + 1 < schedule.num_stages else None
+            case "backward_weight":
+                return None
+
+
+# Cached as the check of a schedule is: each step asks again.
 @functools.lru_cache(maxsize=16)
 def messages(schedule: Schedule) -> tuple[Message, ...]:
     """Everything that travels between ranks, in an order in which every rank can issue its part of
@@ -42,35 +70,8 @@ def messages(schedule: Schedule) -> tuple[Message, ...]:
     by_end: list[tuple[float, int, Message]] = []
     for rank, row in enumerate(timeline(schedule)):
         for action, _, end in row:
-            message = sent_by(action, schedule)
+            message = Message.sent_by(action, schedule)
             if message is not None:
                 by_end.append((end, rank, message))
     # The rank breaks ties: every rank sorts for itself, and all must find the same order.
     return tuple(message for *_, message in sorted(by_end))
-
-
-def sent_by(action: Action, schedule: Schedule) -> Message | None:
-    """The message to another stage that an action gives."""
-    i = action.micro_batch
-    s = action.stage
-    match action.kind:
-        case "forward":
-            return Message("forward", i, s, s + 1) if s + 1 < schedule.num_stages else None
-        case "backward" | "backward_input":
-            # Of a split backward the input's part sends at once; the weight's is in nobody's way.
-            return Message("backward", i, s, s - 1) if s else None
-        case "backward_weight":
-            return None
-
-
-def taken_by(action: Action, schedule: Schedule) -> Message | None:
-    """The message from another stage that an action needs."""
-    i = action.micro_batch
-    s = action.stage
-    match action.kind:
-        case "forward":
-            return Message("forward", i, s - 1, s) if s else None
-        case "backward" | "backward_input":
-            return Message("backward", i, s + 1, s) if s + 1 < schedule.num_stages else None
-        case "backward_weight":
-            return None

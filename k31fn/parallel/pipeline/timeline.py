@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from k31fn.parallel.pipeline.actions import Action, Kind, Schedule
 
-__all__ = ["DURATIONS", "Timed", "bubble", "check", "timeline"]
+__all__ = ["DURATIONS", "bubble", "check", "timeline"]
 
 DURATIONS: dict[Kind, float] = {
     "forward": 1.0,
@@ -19,7 +19,7 @@ DURATIONS: dict[Kind, float] = {
 """Every product of a forward has two in the backward: one for its input, one for its weight."""
 
 
-class Timed(NamedTuple):
+class _Timed(NamedTuple):
     """An action with its start and its end."""
 
     action: Action
@@ -46,7 +46,7 @@ def _dependencies(action: Action, schedule: Schedule) -> list[tuple[Action, ...]
 
 def timeline(
     schedule: Schedule, durations: Mapping[Kind, float] = DURATIONS, *, transfer: float | int = 0.0
-) -> tuple[tuple[Timed, ...], ...]:
+) -> tuple[tuple[_Timed, ...], ...]:
     """The actions of each rank in time: each starts when its rank is free and what it needs is
     there.
 
@@ -59,7 +59,7 @@ def timeline(
         ValueError: the ranks wait for each other for ever; names where each stands.
     """
     ends: dict[Action, float] = {}
-    rows: list[list[Timed]] = [[] for _ in schedule.rows]
+    rows: list[list[_Timed]] = [[] for _ in schedule.rows]
 
     def ready(action: Action) -> float | None:
         """The time at which what the action needs is there; None: nobody knows yet."""
@@ -86,7 +86,7 @@ def timeline(
                     break
                 start = max(at, rows[rank][-1].end if rows[rank] else 0.0)
                 ends[action] = start + durations[action.kind]
-                rows[rank].append(Timed(action, start, ends[action]))
+                rows[rank].append(_Timed(action, start, ends[action]))
                 moved = True
     stuck: list[str] = []
     for rank, row in enumerate(schedule.rows):
@@ -97,7 +97,7 @@ def timeline(
     return tuple(map(tuple, rows))
 
 
-def bubble(timed: tuple[tuple[Timed, ...], ...]) -> float:
+def bubble(timed: tuple[tuple[_Timed, ...], ...]) -> float:
     """The share of the ranks' time in which they do nothing."""
     busy = 0.0
     end = 0.0
