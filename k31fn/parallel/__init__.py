@@ -3,7 +3,7 @@
     mesh = Mesh(fsdp=2, tp=2)
 
     def layer(axes, params, x):                     # one rank's arrays
-        return mlp.apply(params, x, cfg, sh=Sharding.on(axes))
+        return mlp.apply(params, x, cfg, sh=Sharding.on(axes)).y
 
     specs = partition(mlp.specs(cfg), AxisRules(spread=()), mesh)
     y = shard_map(layer, mesh, (specs, P("fsdp", "tp")), P("fsdp", "tp"))(params, x)
