@@ -1,7 +1,8 @@
 """Text from a trained run: ``python -m k31fn.sample RUN --prompt "def "``.
 
 Decodes token by token with the model's functional state. A run's ``config.json`` and newest
-checkpoint are all that is read; no code of the run is executed.
+checkpoint are all that is read; no code of the run is executed. If the run has layers that are not
+the library's, ``--recipe`` names the file that registers them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from k31fn import balance, data, device, model, random, trainer, tree
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.checkpoint.errors import CheckpointError
+from k31fn.config import files
 from k31fn.config.recipe import Recipe
 from k31fn.data import chat, images, media
 from k31fn.data.store import INDEX
@@ -227,6 +229,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--device", default="", help="cpu, cuda, npu; if empty, the best of this machine"
     )
     parser.add_argument(
+        "--recipe",
+        type=Path,
+        help="the recipe file that registers layers of the run's that are not the library's",
+    )
+    parser.add_argument(
         "--threads",
         type=int,
         default=1,
@@ -253,6 +260,8 @@ def _run(args: argparse.Namespace) -> None:
     where = device.parse(args.device) if args.device else device.default()
     keys = [random.key(args.seed + i, device=where) for i in range(args.count)]
     run = folder.resolve(args.run)
+    if args.recipe is not None:
+        files.load(args.recipe)  # for what it registers: the run has its own config
     recipe, params, state = load(run, where=where)
     texts = []
     for i, key in enumerate(keys):

@@ -216,3 +216,58 @@ class TestLoad:
         file.write_text("def model():\n    return 1 / 0\n")
         with pytest.raises(ZeroDivisionError):
             config.load(file)
+
+
+class TestKinds:
+    """Layers in a ``config.json``, by the names of their registered kinds."""
+
+    def test_a_run_from_before_layers_had_names_still_loads(self, tmp_path):
+        """It had a slot each for linear attention, full attention, dense and MoE layers."""
+        recipe = config.load_recipe(CONFIGS / "tiny.py")
+        cfg = small.replace(recipe.model, num_mtp_layers=1)
+        recipe = dataclasses.replace(recipe, model=cfg)
+        data = json.loads(json.dumps(config.to_dict(recipe)))
+        slots = data["model"].pop("sublayers")
+        for name in ("kda", "dense", "moe"):
+            del slots[name]["kind"]
+        del data["model"]["layers"], data["model"]["mtp"]
+        counts = {"num_layers": 4, "num_dense_layers": 1, "num_mtp_layers": 1}
+        data["model"] |= {**slots, **counts, "full_attention_layers": [3]}
+        (tmp_path / "config.json").write_text(json.dumps(data))
+        assert config.load_recipe(tmp_path / "config.json") == recipe
+
+    def test_an_unknown_kind_is_refused_by_name(self):
+        data = config.to_dict(config.load(CONFIGS / "tiny.py"))
+        data["sublayers"]["kda"]["kind"] = "retention"
+        with pytest.raises(
+            ValueError, match=r"sublayers\.kda\.kind='retention' is no registered kind; .* kda, mla"
+        ):
+            config.from_dict(model.Config, data)
+        data["sublayers"]["kda"]["kind"] = "attn_res"
+        with pytest.raises(ValueError, match=r"sublayers\.kda\.kind='attn_res' is no registered"):
+            config.from_dict(model.Config, data)
+
+    def test_a_config_of_another_class_is_not_written(self):
+        """It would be read back as what the field declares."""
+
+        @dataclass(frozen=True)
+        class Linear:
+            steps: int = 1
+
+        with pytest.raises(
+            ValueError, match=r"Example\.schedule is a .*Linear, which is not among"
+        ):
+            config.to_dict(dataclasses.replace(FULL, schedule=Linear()))
+        with pytest.raises(ValueError, match=r"Example\.extra is a .*Linear, which is not among"):
+            config.to_dict(dataclasses.replace(FULL, extra=Linear()))
+
+    def test_two_sublayers_of_one_kind(self):
+        cfg = small.config()
+        wide = dataclasses.replace(cfg.sublayers["kda"], head_dim=8)
+        two = dataclasses.replace(
+            cfg.with_sublayers(wide=wide), layers=(("kda", "moe"), ("wide", "dense"))
+        )
+        assert config.from_dict(model.Config, config.to_dict(two)) == two
+        assert two.used() == ("kda", "dense", "moe", "wide")
+        got = config.override(two, ["--wide.head-dim", "16"], prog="x")
+        assert (got.sublayers["wide"].head_dim, got.sublayers["kda"].head_dim) == (16, 4)

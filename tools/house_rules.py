@@ -83,7 +83,7 @@ def check_user_code(path: str, source: str) -> list[Finding]:
     findings: set[Finding] = set()  # a statement of several names is one
     for line, module, _ in _imports(ast.parse(source, path)):
         if module.split(".")[0] == "k31fn" and not _DOOR.fullmatch(module):
-            fix = "import from k31fn, k31fn.<package> or k31fn.layers.<layer>"
+            fix = "import from k31fn, k31fn.<package>, k31fn.layers.<layer> or k31fn.kernels.<op>"
             findings.add(Finding(path, line, f"{module} lies behind a door", fix))
     return sorted(findings)
 
@@ -104,7 +104,7 @@ def doors_of(sources: Mapping[str, str]) -> Doors:
     return doors
 
 
-_DOOR = re.compile(r"k31fn(\.\w+|\.layers\.\w+)?")
+_DOOR = re.compile(r"k31fn(\.\w+|\.(layers|kernels)\.\w+)?")
 
 
 _Found = tuple[int, str, str]

@@ -193,9 +193,9 @@ def _decode_layer(value: Any, at: str, *roles: type[Kind]) -> Any:
     if not isinstance(kind, roles):
         known = ", ".join(n for role in roles for n in kinds.names(role))
         raise ValueError(
-            f"{_join(at, _KIND)}={name!r} is no registered kind; registered here are {known}. This "
-            "data runs no code: go on from the recipe that registers the kind, train.py RECIPE.py "
-            "--resume auto"
+            f"{_join(at, _KIND)}={name!r} is no registered kind; registered here are {known}. A "
+            "config.json runs no code: go on from the recipe that registers the kind, with "
+            "train.py RECIPE.py --resume auto, or sample with --recipe RECIPE.py"
         )
     return _decode_dataclass(kind.config, {n: v for n, v in value.items() if n != _KIND}, at)
 

@@ -10,12 +10,14 @@ library is resumed through the recipe that registers it (``train.py RECIPE.py --
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from k31fn.layers import attn_res, dsa, kda, latent_moe, mhc, mla, mlp, plain_residual
 from k31fn.layers.kind import ChannelMixer, Kind, ResidualScheme, Sublayer, TokenMixer
 
 __all__ = [
+    "added",
     "channel_mixer_of",
     "kind_of",
     "named",
@@ -94,6 +96,11 @@ def kind_of(config: Any) -> Kind:
             f"({', '.join(_BY_NAME)}); call k31fn.layers.kinds.register(KIND) in the recipe"
         )
     return kind
+
+
+def added(configs: Iterable[Any]) -> list[str]:
+    """The names of those kinds of the configs that are not the library's."""
+    return [kind.name for kind in map(kind_of, configs) if kind not in _LIBRARY]
 
 
 def named(name: Any) -> Kind | None:

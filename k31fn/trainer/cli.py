@@ -22,6 +22,7 @@ from k31fn.config.recipe import Recipe
 from k31fn.kernels import choice
 from k31fn.kernels.registry import use_impl
 from k31fn.kernels.warmup.pool import WarmUpError
+from k31fn.layers import kinds
 from k31fn.trainer import folder
 from k31fn.trainer.console import View
 from k31fn.trainer.corpus import load_corpus
@@ -219,7 +220,7 @@ def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process:
         alike = isinstance(error, NonFiniteError) and not ranks.first
         return 1 if alike else _fail(error, 1)
     if ranks.first:
-        _report(outcome, recipe, where, stop, process)
+        _report(outcome, recipe, where, config, stop, process)
     return 0
 
 
@@ -244,16 +245,18 @@ def _existing(recipe: Recipe, options: _Options, config: Path) -> str:
     return str(found or "")
 
 
-def _report(outcome: Outcome, recipe: Recipe, where: Path, stop: Stop, process: Process) -> None:
+def _report(
+    outcome: Outcome, recipe: Recipe, where: Path, config: Path, stop: Stop, process: Process
+) -> None:
+    added = kinds.added((*recipe.model.sublayers.values(), recipe.model.residual))
     if outcome.complete:
         print(f"curve:   {where / 'loss.png'}")
         print(f"metrics: {where / 'metrics.jsonl'}")
         if isinstance(recipe.data, data.Config):
             python = Process().command().removesuffix(" train.py")
-            print(
-                f"sample:  {python} "
-                f"{shlex.join(['-m', 'k31fn.sample', str(where), '--prompt', 'def '])}"
-            )
+            registers = ["--recipe", str(config)] if added else []
+            words = ["-m", "k31fn.sample", str(where), *registers, "--prompt", "def "]
+            print(f"sample:  {python} {shlex.join(words)}")
     else:
         print(
             f"stopped by {stop.cause} after {outcome.step} steps{', saved' * (outcome.step > 0)}; "
@@ -265,7 +268,9 @@ def _report(outcome: Outcome, recipe: Recipe, where: Path, stop: Stop, process: 
             for k, v in dataclasses.asdict(recipe.mesh).items()
             if v != began[k]
         ]
-        arguments = [str(where / folder.CONFIG), *(word for pair in changed for word in pair)]
+        # A config.json registers no kinds of layers: where the run has some, the recipe does.
+        source = [str(config), "--resume", str(where)] if added else [str(where / folder.CONFIG)]
+        arguments = [*source, *(word for pair in changed for word in pair)]
         print(f"{process.command()} {shlex.join(arguments)}")
 
 
