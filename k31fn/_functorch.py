@@ -1,5 +1,8 @@
 """The private torch API that k31fn needs, in one place.
 
+functorch is the name that torch.func had: its C++ part still has it. The package of that name on
+PyPI is not meant and must not be installed.
+
 Tested with torch 2.11.0 and 2.13.0. Besides, tree.py registers pytree nodes with torch and
 testing/memory.py watches operations and storages; everything else in k31fn uses public names only.
 """
@@ -59,6 +62,7 @@ def _unwrap(x: torch.Tensor) -> torch.Tensor:
 
 def is_batched(x: torch.Tensor) -> bool:
     """Whether ``x`` is batched by an enclosing ``torch.func.vmap``, at any depth."""
+    # A tensor is wrapped once by each transform, the innermost outside.
     while _C.is_functorch_wrapped_tensor(x):
         if _C.is_batchedtensor(x):
             return True
@@ -85,16 +89,19 @@ def is_tracked(x: torch.Tensor) -> bool:
 
 def current_level() -> int:
     """Depth of the innermost enclosing transform, 0 outside of all."""
-    level = _C.maybe_current_level()
+    level = _C.maybe_current_level()  # None outside of all
     return 0 if level is None else level
 
 
 def level(x: torch.Tensor) -> int:
     """The transform level that ``x`` belongs to, 0 for a plain tensor."""
+    # Negative for a plain tensor, and for one whose level is closed.
     return max(0, _C.maybe_get_level(x))
 
 
 class _Reinterpret(torch.autograd.Function):
+    """A view as another dtype; a Function for the sake of its vmap rule."""
+
     @staticmethod
     def forward(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x.view(dtype)

@@ -25,24 +25,26 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Recording:
-    """The names seen, and the backward that is under way: of one layer at a time, on whatever
-    thread it runs.
+    """The names that were used, and the open scope of a backward: of one layer at a time, on
+    whatever thread it runs.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self.under_way: record_function | None = None
+        self.open_backward: record_function | None = None
 
     def begin(self, name: str) -> None:
+        # A layer whose input needs no gradient has no mark that would have ended its scope.
         self.end()
         self.names.add(name)
-        self.under_way = record_function(name)
-        self.under_way.__enter__()
+        # Entered and left by hand: begin and end are called from two nodes of the graph.
+        self.open_backward = record_function(name)
+        self.open_backward.__enter__()
 
     def end(self) -> None:
-        if self.under_way is not None:
-            self.under_way.__exit__(None, None, None)
-            self.under_way = None
+        if self.open_backward is not None:
+            self.open_backward.__exit__(None, None, None)
+            self.open_backward = None
 
 
 # Of the process, not of a thread: on a GPU the backward runs on threads of autograd's.
@@ -55,12 +57,13 @@ def recording() -> Iterator[set[str]]:
     which grows.
     """
     global _recording
-    before, _recording = _recording, _Recording()
+    outer = _recording
+    _recording = _Recording()
     try:
         yield _recording.names
     finally:
         _recording.end()
-        _recording = before
+        _recording = outer
 
 
 def scope(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -77,11 +80,14 @@ def of_layer(name: str, f: _F) -> _F:
 
     The derivatives are those of ``f``, under ``torch.func`` too.
     """
+    # Decided once, when the layer is put together: without recording no mark is in the graph.
     if _recording is None:
         return f
 
     def named(params: Any, carry: Any, *rest: Any) -> Any:
-        out, aux = f(params, _mark(carry, f"backward {name}", begins=False), *rest)
+        # The backward runs from the output to the input: it begins where the forward ends.
+        carry = _mark(carry, f"backward {name}", begins=False)
+        out, aux = f(params, carry, *rest)
         return _mark(out, f"backward {name}", begins=True), aux
 
     def scoped(*args: Any) -> Any:
@@ -94,7 +100,9 @@ def of_layer(name: str, f: _F) -> _F:
 def _mark(values: Any, name: str, *, begins: bool) -> Any:
     leaves, structure = tree.flatten(values)
     index = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
-    for i, x in zip(index, _Mark.apply(name, begins, *(leaves[i] for i in index)), strict=True):
+    # One node for all of them, so that the scope begins and ends once.
+    marked = _Mark.apply(name, begins, *[leaves[i] for i in index])
+    for i, x in zip(index, marked, strict=True):
         leaves[i] = x
     return tree.unflatten(structure, leaves)
 
@@ -111,6 +119,7 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.scope, ctx.begins = inputs[:2]
+        # A missing cotangent stays missing, as without the mark.
         ctx.set_materialize_grads(False)
 
     @staticmethod

@@ -58,9 +58,12 @@ def dataclass(cls: _C) -> _C:
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
 
     def split(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return [getattr(node, n) for n in children], tuple(getattr(node, n) for n in statics)
+        child_values = [getattr(node, name) for name in children]
+        static_values = tuple(getattr(node, name) for name in statics)
+        return child_values, static_values
 
     def rebuild(aux: Any, values: Any) -> Any:
+        # Not cls(...): its checks are for a user's values, and a tree of specs or names has others.
         node = object.__new__(cls)
         for name, value in zip(children + statics, (*values, *aux), strict=True):
             object.__setattr__(node, name, value)
@@ -70,16 +73,21 @@ def dataclass(cls: _C) -> _C:
         return (*split(node), children)
 
     def torch_split(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        if absent := [n for n in children if getattr(node, n) is None]:
-            raise ValueError(
-                f"{cls.__qualname__}.{absent[0]} is None: None is not a leaf; write () for an "
-                "absent part"
-            )
+        # torch's pytree takes None for a leaf and hands it on; torch.func then fails elsewhere.
+        for name in children:
+            if getattr(node, name) is None:
+                raise ValueError(
+                    f"{cls.__qualname__}.{name} is None: None is not a leaf; write () for an "
+                    "absent part"
+                )
         return split(node)
 
     def split_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        return [(torch_pytree.GetAttrKey(n), getattr(node, n)) for n in children], split(node)[1]
+        child_values, static_values = split(node)
+        rows = zip(children, child_values, strict=True)
+        return [(torch_pytree.GetAttrKey(name), value) for name, value in rows], static_values
 
+    # With both libraries: k31fn's functions use the first, torch.func the second.
     optree.register_pytree_node(
         cls, optree_split, rebuild, path_entry_type=optree.GetAttrEntry, namespace=_NAMESPACE
     )
@@ -102,16 +110,17 @@ def flatten(
         ValueError: a leaf is None and ``allow_none`` is not set (gradients may be absent); names
             its path.
     """
+    # None counts as a leaf for optree, so that it is seen here: by default it is dropped.
     values, structure = optree.tree_flatten(
         tree, is_leaf=is_leaf, none_is_leaf=True, namespace=_NAMESPACE
     )
+    # The paths are made for the message only: they cost more than the leaves.
     if not allow_none and any(v is None for v in values):
-        path = next(
-            p for p, v in flatten_with_paths(tree, is_leaf=is_leaf, allow_none=True) if v is None
-        )
-        raise ValueError(
-            f"tree leaf {path!r} is None: None is not a leaf; write () for an absent part"
-        )
+        for path, value in flatten_with_paths(tree, is_leaf=is_leaf, allow_none=True):
+            if value is None:
+                raise ValueError(
+                    f"tree leaf {path!r} is None: None is not a leaf; write () for an absent part"
+                )
     return values, structure
 
 
@@ -154,16 +163,16 @@ def flatten_with_paths(
     accessors, values, _ = optree.tree_flatten_with_accessor(
         tree, is_leaf=is_leaf, none_is_leaf=True, namespace=_NAMESPACE
     )
-    pairs = [
-        (".".join(_name(entry) for entry in accessor), v)
-        for accessor, v in zip(accessors, values, strict=True)
-    ]
     if not allow_none and any(v is None for v in values):
-        flatten(tree, is_leaf=is_leaf)
+        flatten(tree, is_leaf=is_leaf)  # raises, with the path
+    pairs: list[tuple[str, Any]] = []
+    for accessor, value in zip(accessors, values, strict=True):
+        pairs.append((".".join(_name(entry) for entry in accessor), value))
     return pairs
 
 
 def _name(entry: optree.PyTreeEntry) -> str:
+    # optree knows a NamedTuple's entry by its number; a path is for a reader.
     return entry.field if isinstance(entry, optree.NamedTupleEntry) else str(entry.entry)
 
 
@@ -181,17 +190,22 @@ def map_with_path(
 
 
 def _difference(a: Any, b: Any, is_leaf: Callable[[Any], bool] | None) -> str:
-    left, right = paths(a, is_leaf=is_leaf), paths(b, is_leaf=is_leaf)
-    only_left = [p for p in left if p not in set(right)]
-    only_right = [p for p in right if p not in set(left)]
+    left = paths(a, is_leaf=is_leaf)
+    right = paths(b, is_leaf=is_leaf)
+    only_left = _missing(left, right)
+    only_right = _missing(right, left)
     if not only_left and not only_right:
         return (
             "trees differ in structure though their leaves have the same paths: "
-            f"{flatten(a, is_leaf=is_leaf)[1]} "
-            f"against {flatten(b, is_leaf=is_leaf)[1]}"
+            f"{flatten(a, is_leaf=is_leaf)[1]} against {flatten(b, is_leaf=is_leaf)[1]}"
         )
+    # Five are enough to see which part is meant: a model has thousands.
     return (
         f"trees differ in structure: {len(left)} against {len(right)} leaves; only in the first: "
-        f"{only_left[:5]}; "
-        f"only in the second: {only_right[:5]}"
+        f"{only_left[:5]}; only in the second: {only_right[:5]}"
     )
+
+
+def _missing(some: list[str], others: list[str]) -> list[str]:
+    known = set(others)
+    return [path for path in some if path not in known]

@@ -11,8 +11,9 @@ from torch import Tensor
 from k31fn import _functorch, tree
 from k31fn.autodiff.ambient import CarriedVariables
 from k31fn.autodiff.captured_tensors import refuse_captured
+from k31fn.autodiff.leaves import differentiable, pick
 
-__all__ = ["custom_vjp", "differentiable", "differentiable_leaves", "runs_rule", "stop_gradient"]
+__all__ = ["custom_vjp", "runs_rule", "stop_gradient"]
 
 
 class _VjpCall:
@@ -57,12 +58,14 @@ class _VjpCall:
         """The rule's positional arguments with these tensor leaves."""
         remaining = iter(tensors)
         leaves = [next(remaining) if c is _TENSOR else c for c in self.constants]
-        trees = tree.unflatten(self.args_def, leaves)
-        total = len(trees) + len(self.static)
-        traced, static = iter(trees), iter(self.static)
-        return [next(static if i in self.rule.nondiff_argnums else traced) for i in range(total)]
+        args = list(tree.unflatten(self.args_def, leaves))
+        # Ascending, so that each lands where it was.
+        for i, value in zip(self.rule.nondiff_argnums, self.static, strict=True):
+            args.insert(i, value)
+        return args
 
 
+# In the place of a tensor among the constants; None would be a value.
 _TENSOR = object()
 
 
@@ -87,12 +90,18 @@ class _Forward(torch.autograd.Function):
                     "tensor"
                 )
         input_index = {id(t): i for i, t in enumerate(tensors)}
-        output_index = {id(o): i for i, o in enumerate(outputs) if id(o) not in input_index}
+        output_index: dict[int, int] = {}
+        fresh: list[Tensor] = []
         # autograd marks the objects that it is given; it must not be an input or a constant that
         # the rule captured
-        outputs = [o.view_as(o) if id(o) in input_index else o.detach() for o in outputs]
-        outputs = _batch_alike(outputs)
-        call.num_out = len(outputs)
+        for i, o in enumerate(outputs):
+            if id(o) in input_index:
+                fresh.append(o.view_as(o))
+            else:
+                output_index[id(o)] = i
+                fresh.append(o.detach())
+        fresh = _batch_alike(fresh)
+        call.num_out = len(fresh)
         values, call.res_def = tree.flatten(residuals)
         call.res_source = []
         for value in values:
@@ -102,10 +111,10 @@ class _Forward(torch.autograd.Function):
                 call.res_source.append(("input", input_index[id(value)]))
             else:
                 if id(value) not in output_index:
-                    output_index[id(value)] = len(outputs)
-                    outputs.append(value.detach())
+                    output_index[id(value)] = len(fresh)
+                    fresh.append(value.detach())
                 call.res_source.append(("output", output_index[id(value)]))
-        return tuple(outputs)
+        return tuple(fresh)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -116,8 +125,10 @@ class _Forward(torch.autograd.Function):
         # derivative through it.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for o in output if not differentiable(o)])
-        sources = {"input": tensors, "output": output}
-        saved = [sources[kind][i] for kind, i in call.res_source if kind != "constant"]
+        saved: list[Tensor] = []
+        for kind, i in call.res_source:
+            if kind != "constant":
+                saved.append(tensors[i] if kind == "input" else output[i])
         ctx.save_for_backward(*saved)
         ctx.inputs = [(t.shape, differentiable(t)) for t in tensors]
         ctx.outputs = [(o.shape, o.dtype, o.device) for o in output[: call.num_out]]
@@ -134,10 +145,13 @@ class _Forward(torch.autograd.Function):
         filled: list[Tensor | None] = []
         for ct, (shape, dtype, device) in zip(cotangents[: call.num_out], ctx.outputs, strict=True):
             absent = ct is None and dtype.is_floating_point
+            # A bwd is given a tensor for each output, also for one that nobody used.
             filled.append(torch.zeros(shape, dtype=dtype, device=device) if absent else ct)
         needed = ctx.needs_input_grad[1:]
+        # Needed is what autograd will use: not the gradient of a frozen weight.
         wanted = [i for i, (_, has_grad) in enumerate(ctx.inputs) if has_grad and needed[i]]
         if call.rule.opaque:
+            # The residuals are arguments too: a second derivative could go through them.
             wanted_grads = _OpaqueBackward.apply(
                 call, wanted, len(filled), *filled, *ctx.saved_tensors
             )
@@ -166,10 +180,14 @@ def _batch_alike(outputs: list[Tensor]) -> list[Tensor]:
     also with the part that comes from an unbatched output, whose cotangent is the sum already:
     counted once per sample (torch 2.11, 2.13).
     """
-    batched = [o for o in outputs if differentiable(o) and _functorch.is_batched_here(o)]
-    if not batched:
+    batched: Tensor | None = None
+    for o in outputs:
+        if differentiable(o) and _functorch.is_batched_here(o):
+            batched = o
+            break
+    if batched is None:
         return outputs
-    zero = batched[0].detach().flatten()[:0].sum()  # not from values, so never NaN
+    zero = batched.detach().flatten()[:0].sum()  # not from values, so never NaN
     alike: list[Tensor] = []
     for o in outputs:
         is_alone = differentiable(o) and not _functorch.is_batched_here(o)
@@ -221,6 +239,7 @@ def _run_backward(
     residuals = tree.unflatten(call.res_def, leaves)
     ct = tree.unflatten(call.out_def, list(cotangents))
     needs = (call.needs(set(wanted)),) if call.rule.needs else ()
+    # On the thread of a device's backward, context variables have their defaults.
     with call.variables.entered():
         grads = call.rule.bwd(*call.static, *needs, residuals, ct)
     subtrees = call.args_def.children()
@@ -235,8 +254,11 @@ def _run_backward(
             of_leaves += [None] * subtree.num_leaves
         else:
             of_leaves += _grad_leaves(call, subtree, grad)
-    of_tensors = [g for g, c in zip(of_leaves, call.constants, strict=True) if c is _TENSOR]
-    return [of_tensors[i] for i in wanted]
+    of_tensors: list[Tensor | None] = []
+    for grad, constant in zip(of_leaves, call.constants, strict=True):
+        if constant is _TENSOR:
+            of_tensors.append(grad)
+    return pick(of_tensors, wanted)
 
 
 def _grad_leaves(call: _VjpCall, subtree: Any, grad: Any) -> list[Tensor | None]:
@@ -254,16 +276,6 @@ def _refuse_forward_mode(name: str) -> NoReturn:
         f"{name} under forward-mode differentiation: k31fn functions are reverse-mode only; use "
         "torch.func.jacrev or k31fn.autodiff.hessian (reverse over reverse)"
     )
-
-
-def differentiable(x: Tensor) -> bool:
-    """Whether gradients can flow to a tensor of this dtype."""
-    return x.is_floating_point() or x.is_complex()
-
-
-def differentiable_leaves(values: Sequence[Any]) -> list[int]:
-    """Positions of the tensors that gradients can flow to."""
-    return [i for i, v in enumerate(values) if isinstance(v, Tensor) and differentiable(v)]
 
 
 def runs_rule(node: Any) -> bool:
@@ -343,12 +355,21 @@ class custom_vjp:  # noqa: N801 (a function's maker, spelt as in JAX)
         call = _VjpCall()
         call.rule = self
         call.variables = CarriedVariables()
-        call.static = tuple(args[i] for i in self.nondiff_argnums)
+        call.static = tuple(pick(args, self.nondiff_argnums))
         refuse_captured(self.name, self.fwd, call.static)
-        traced = tuple(a for i, a in enumerate(args) if i not in self.nondiff_argnums)
-        values, call.args_def = tree.flatten(traced)
-        call.constants = [_TENSOR if isinstance(v, Tensor) else v for v in values]
-        outputs = _Forward.apply(call, *[v for v in values if isinstance(v, Tensor)])
+        traced = list(args)
+        for i in reversed(self.nondiff_argnums):
+            del traced[i]
+        values, call.args_def = tree.flatten(tuple(traced))
+        call.constants = []
+        tensors: list[Tensor] = []
+        for value in values:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                call.constants.append(_TENSOR)
+            else:
+                call.constants.append(value)
+        outputs = _Forward.apply(call, *tensors)
         return tree.unflatten(call.out_def, outputs[: call.num_out])
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from k31fn import tree
-from k31fn.autodiff.custom_vjp import differentiable_leaves
+from k31fn.autodiff.leaves import differentiable_leaves, pick
 from k31fn.autodiff.omitted_inputs import OmittedInputs
 from k31fn.autodiff.transforms import taping
 from k31fn.autodiff.weight_grads import GraphStart, WeightTape, current_weight_tape
@@ -46,7 +46,7 @@ class KeptGraph:
         values, structure = tree.flatten(args)
         self._index = differentiable_leaves(values)
         self._num_weights = sum(i < structure.child(0).num_leaves for i in self._index)
-        self._inputs = OmittedInputs([values[i] for i in self._index])
+        self._inputs = OmittedInputs(pick(values, self._index))
         self._tape: WeightTape | None = None
         if current_weight_tape() is not None:
             self._tape = WeightTape(omitted=self._inputs)
@@ -90,7 +90,7 @@ class KeptGraph:
             )
         self._is_pulled = True
         values, structure = tree.flatten(args)
-        inputs = [values[i] for i in self._index]
+        inputs = pick(values, self._index)
         needed = tree.leaves(needs)
         # Numbers among the differentiable leaves of those whose gradient is used.
         wanted = [k for k, i in enumerate(self._index) if needed[i]]
@@ -100,8 +100,8 @@ class KeptGraph:
             self._inputs.give(inputs)
             grads = torch.autograd.grad(
                 list(self._heads.values()),
-                [self._edges[k] for k in wanted],
-                [cotangents[i] for i in self._heads],
+                pick(self._edges, wanted),
+                pick(cotangents, self._heads),
                 allow_unused=True,
             )
             for k, grad in zip(wanted, grads, strict=True):

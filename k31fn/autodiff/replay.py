@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from k31fn import _functorch, tree
-from k31fn.autodiff.custom_vjp import custom_vjp, differentiable, stop_gradient
+from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
+from k31fn.autodiff.leaves import differentiable
 from k31fn.autodiff.transforms import vjp_once
 
 __all__ = [

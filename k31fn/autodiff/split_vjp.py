@@ -13,9 +13,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import _functorch, tree
-from k31fn.autodiff.custom_vjp import differentiable, differentiable_leaves
+from k31fn.autodiff.graph_search import weight_edges
+from k31fn.autodiff.leaves import differentiable, differentiable_leaves, pick
 from k31fn.autodiff.transforms import differentiated, vjp, vjp_by_tape
-from k31fn.autodiff.weight_grads import WeightTape, weight_edges
+from k31fn.autodiff.weight_grads import WeightTape
 
 __all__ = ["SplitWork", "check_split", "split_vjp"]
 
@@ -57,38 +58,44 @@ def split_vjp(f: Callable[..., Any], weights: Any, *args: Any, has_aux: bool = F
     """
     values, structure = tree.flatten((weights, *args))
     index = differentiable_leaves(values)
-    if _functorch.transforms_active() or differentiated(f, [values[i] for i in index]):
+    if _functorch.transforms_active() or differentiated(f, pick(values, index)):
         raise ValueError(
             "split_vjp inside another derivative or transform: it is first order, and the "
             "outermost one"
         )
     num_weights = sum(i < structure.child(0).num_leaves for i in index)
-    tape, edges, owners = WeightTape(), list[GradientEdge](), list[GradientEdge]()
+    weight_index, arg_index = index[:num_weights], index[num_weights:]
+    tape = WeightTape()
+    edges: list[GradientEdge] = []
+    owners: list[GradientEdge] = []
 
     def goals(
         heads: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[list[Tensor | GradientEdge], bool]:
-        owners.extend(
-            map(get_gradient_edge, heads)
-        )  # an edge to a node that is written in Python does not hold it
-        places, retain = weight_edges(owners, inputs[num_weights:])
+        arg_inputs = inputs[num_weights:]
+        # An edge to a node that is written in Python does not hold it: the heads do.
+        owners.extend(get_gradient_edge(head) for head in heads)
+        places, retain = weight_edges(owners, arg_inputs)
         edges.extend(places)
-        return [*inputs[num_weights:], *edges], retain
+        return [*arg_inputs, *edges], retain
 
     out, aux, pull = vjp_by_tape(tape.watch(f), values, structure, index, has_aux, goals)
 
     def backward_input(ct: Any) -> tuple[tuple[Any, ...], Callable[[], Any]]:
-        found = pull(ct)
-        of_args = found[: len(index) - num_weights]
-        tape.add(edges, found[len(of_args) :][: len(edges)])  # all None without any dependence
+        grads = pull(ct)
+        of_args = grads[: len(arg_index)]
+        # Where the output depends on nothing, pull returns a None for each leaf of the index, and
+        # there are no edges.
+        of_edges = grads[len(of_args) :][: len(edges)]
+        tape.add(edges, of_edges)
         ends = _close(tape, num_weights)
 
         def backward_weight() -> Any:
-            grads = tape.gradients(ends)
+            weight_grads = tape.gradients(ends)
             owners.clear()
-            return _filled(values, structure, index[:num_weights], grads)[0]
+            return _grad_trees(values, structure, weight_index, weight_grads)[0]
 
-        return _filled(values, structure, index[num_weights:], of_args)[1:], backward_weight
+        return _grad_trees(values, structure, arg_index, of_args)[1:], backward_weight
 
     return (out, backward_input, aux) if has_aux else (out, backward_input)
 
@@ -99,32 +106,34 @@ def _close(tape: WeightTape, num_weights: int) -> list[GradientEdge]:
     tape.close(inputs)
     ends = [get_gradient_edge(x) for x in inputs]
     reached = {id(link.inside.node) for link in tape.links}
-    if wrong := [
-        x
-        for x, end in list(zip(inputs, ends, strict=True))[num_weights:]
-        if id(end.node) in reached
-    ]:
-        raise ValueError(
-            "split_vjp: the weight of a product depends on an argument of shape "
-            f"{list(wrong[0].shape)}, whose "
-            "gradient would come too late; multiply with @ there instead of linear"
-        )
+    for x, end in zip(inputs[num_weights:], ends[num_weights:], strict=True):
+        if id(end.node) in reached:
+            raise ValueError(
+                "split_vjp: the weight of a product depends on an argument of shape "
+                f"{list(x.shape)}, whose gradient would come too late; multiply with @ there "
+                "instead of linear"
+            )
     return ends[:num_weights]
 
 
-def _filled(
+def _grad_trees(
     values: list[Any], structure: Any, index: list[int], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
     """One tree per argument, with ``()`` for the leaves that are not of ``index``."""
     full: list[Any] = [()] * len(values)
-    for i, g in zip(index, grads, strict=True):
-        full[i] = torch.zeros_like(values[i]) if g is None else g
+    for i, grad in zip(index, grads, strict=True):
+        full[i] = torch.zeros_like(values[i]) if grad is None else grad
     return tree.unflatten(structure, full)
 
 
 class SplitWork(NamedTuple):
     """Floating-point operations of a whole backward and of its two parts, replays of remat
     included.
+
+    Attributes:
+        whole: of the backward in one.
+        input: of the part for the inputs.
+        weight: of the part for the weights.
     """
 
     whole: int
@@ -156,7 +165,7 @@ def check_split(
         of_args, backward_weight = backward_input(ct)
     with FlopCounterMode(display=False) as second:
         of_weights = backward_weight()
-    work = SplitWork(*(c.get_total_flops() for c in (whole, first, second)))
+    work = SplitWork(whole.get_total_flops(), first.get_total_flops(), second.get_total_flops())
     total = work.input + work.weight
     figures = (
         f"inputs {work.input} + weights {work.weight} = {total} operations, the whole {work.whole}"
@@ -167,24 +176,27 @@ def check_split(
         )
     if not work.weight:
         raise ValueError(f"split_vjp: nothing is put off: {figures}; do not split here")
-    for path, g, e in _pairs((of_weights, *of_args), expected):
+    _compare((of_weights, *of_args), expected)
+    return work
+
+
+def _compare(grads: Any, expected: Any) -> None:
+    rows = zip(tree.flatten_with_paths(grads), tree.leaves(expected), strict=True)
+    for (path, g), e in rows:
+        if not isinstance(e, Tensor) or not e.is_floating_point():
+            continue
+        # Half of the digits: sums in another order differ in the last ones, a missing term in the
+        # first.
         rounding = torch.finfo(e.dtype).eps ** 0.5 * float(e.abs().amax()) if e.numel() else 0.0
         if not torch.allclose(g, e, rtol=0.0, atol=rounding):
             raise ValueError(
                 f"split_vjp: the gradient of {path} differs from the whole backward's by {g - e}"
             )
-    return work
-
-
-def _pairs(grads: Any, expected: Any) -> list[tuple[str, Tensor, Tensor]]:
-    rows = zip(tree.flatten_with_paths(grads), tree.leaves(expected), strict=True)
-    return [
-        (path, g, e) for (path, g), e in rows if isinstance(e, Tensor) and e.is_floating_point()
-    ]
 
 
 def _wave(x: Any) -> Any:
     """A cotangent that is not constant; none for an integer."""
     if not isinstance(x, Tensor) or not differentiable(x):
         return x
+    # A constant one would hide a sum over the wrong dimension.
     return torch.cos(torch.arange(x.numel(), dtype=x.dtype, device=x.device)).view(x.shape)

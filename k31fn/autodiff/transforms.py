@@ -13,7 +13,7 @@ from torch import Tensor
 
 from k31fn import _functorch, tree
 from k31fn.autodiff.captured_tensors import captured_tensors
-from k31fn.autodiff.custom_vjp import differentiable, differentiable_leaves
+from k31fn.autodiff.leaves import differentiable, differentiable_leaves, pick, substitute
 from k31fn.autodiff.weight_grads import WeightTape, current_weight_tape
 
 __all__ = [
@@ -44,25 +44,18 @@ def vjp(f: Callable[..., Any], *args: Any, has_aux: bool = False) -> Any:
     """
     values, structure = tree.flatten(args)
     index = differentiable_leaves(values)
-    if _functorch.transforms_active():
-        out, aux, pull = _vjp_by_transform(f, values, structure, index, has_aux)
-    else:
-        out, aux, pull = vjp_by_tape(f, values, structure, index, has_aux)
+    # torch.autograd.grad does not see the levels of torch.func, and torch.func.vjp is slower and
+    # holds more: each where it is needed.
+    by = _vjp_by_transform if _functorch.transforms_active() else vjp_by_tape
+    out, aux, pull = by(f, values, structure, index, has_aux)
 
     def pull_tree(ct: Any) -> tuple[Any, ...]:
         grads: list[Any] = [()] * len(values)
-        for i, g in zip(index, pull(ct), strict=True):
-            grads[i] = torch.zeros_like(values[i]) if g is None else g
+        for i, grad in zip(index, pull(ct), strict=True):
+            grads[i] = torch.zeros_like(values[i]) if grad is None else grad
         return tree.unflatten(structure, grads)
 
     return (out, pull_tree, aux) if has_aux else (out, pull_tree)
-
-
-def _substitute(values: list[Any], index: list[int], leaves: Sequence[Tensor | None]) -> list[Any]:
-    replaced = list(values)
-    for i, leaf in zip(index, leaves, strict=True):
-        replaced[i] = leaf
-    return replaced
 
 
 # Set while vjp_by_tape runs its function: a derivative taken inside must be differentiable itself,
@@ -85,6 +78,7 @@ def differentiated(f: Callable[..., Any], inputs: Sequence[Tensor]) -> bool:
     """Whether an autograd graph outside goes on through a derivative of ``f`` taken here."""
     if not torch.is_grad_enabled():
         return False
+    # The search for captured tensors comes last: it costs as much as a small function.
     return (
         _TAPING.get()
         or any(_functorch.is_tracked(x) for x in inputs)
@@ -98,38 +92,45 @@ def _vjp_by_transform(
     """By ``torch.func.vjp``, which knows floating outputs and tensors only: all else goes around
     it.
     """
-    found: list[Any] = []
+    run: list[Any] = []  # what the run below leaves for this function, besides its tensors
 
     def of_leaves(*leaves: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        result = f(*tree.unflatten(structure, _substitute(values, index, leaves)))
+        result = f(*tree.unflatten(structure, substitute(values, index, leaves)))
         out, aux = result if has_aux else (result, ())
         everything, out_def = tree.flatten((out, aux))
         num_out = out_def.child(0).num_leaves
-        tensors = [i for i, o in enumerate(everything) if isinstance(o, Tensor)]
-        heads = [i for i in tensors if i < num_out and differentiable(everything[i])]
-        rest = [i for i in tensors if i not in heads]
-        found[:] = everything, out_def, num_out, heads, rest
-        # torch.func.vjp refuses to have no output
-        primal = tuple(everything[i] for i in heads) or tuple(x.new_zeros(()) for x in leaves[:1])
-        return primal, [everything[i] for i in rest]
+        heads: list[int] = []
+        rest: list[int] = []
+        for i, o in enumerate(everything):
+            if isinstance(o, Tensor):
+                is_head = i < num_out and differentiable(o)
+                (heads if is_head else rest).append(i)
+        run[:] = everything, out_def, num_out, heads, rest
+        outputs = pick(everything, heads)
+        if leaves and not outputs:  # torch.func.vjp refuses to have no output
+            outputs.append(leaves[0].new_zeros(()))
+        return tuple(outputs), pick(everything, rest)
 
     if index:
-        result: Any = torch.func.vjp(of_leaves, *[values[i] for i in index], has_aux=True)
-        primal, pull, aux_tensors = result
+        result: Any = torch.func.vjp(of_leaves, *pick(values, index), has_aux=True)
+        outputs, pull, aux_tensors = result
     else:
-        (primal, aux_tensors), pull = of_leaves(), None
-    everything, out_def, num_out, heads, rest = found
-    found.clear()
-    nested = _functorch.grad_active() or differentiated(f, [values[i] for i in index])
-    known = _substitute(_substitute(everything, heads, primal[: len(heads)]), rest, aux_tensors)
+        outputs, aux_tensors = of_leaves()
+        pull = None
+    everything, out_def, num_out, heads, rest = run
+    run.clear()  # the function above lives as long as the pullback
+    nested = _functorch.grad_active() or differentiated(f, pick(values, index))
+    # The run's own tensors belong to the level of torch.func.vjp, which is closed by now.
+    everything = substitute(everything, heads, outputs[: len(heads)])
+    everything = substitute(everything, rest, aux_tensors)
 
     def pull_leaves(ct: Any) -> Sequence[Tensor | None]:
         cotangents = _cotangents(ct, num_out)
         if pull is None or not heads:
             return [None] * len(index)
-        return pull(tuple(cotangents[i] for i in heads), retain_graph=nested, create_graph=nested)
+        return pull(tuple(pick(cotangents, heads)), retain_graph=nested, create_graph=nested)
 
-    return *tree.unflatten(out_def, known), pull_leaves
+    return *tree.unflatten(out_def, everything), pull_leaves
 
 
 def _cotangents(ct: Any, num_out: int) -> list[Any]:
@@ -153,17 +154,15 @@ def vjp_by_tape(
     With ``goals(outputs, inputs) -> (places, retain)`` the pullback is to these places of the graph
     instead, and frees nothing if ``retain``.
     """
-    nested = differentiated(f, [values[i] for i in index])
+    nested = differentiated(f, pick(values, index))
+    inputs: list[Tensor] = []
     with taping():
-        # Nested in another autograd graph, the inputs must stay part of it: alias instead of
-        # detaching.
-        inputs = [
-            values[i].view_as(values[i]) if nested else values[i].detach().requires_grad_()
-            for i in index
-        ]
-        if nested:
-            inputs = [x if x.requires_grad else x.requires_grad_() for x in inputs]
-        result = f(*tree.unflatten(structure, _substitute(values, index, inputs)))
+        for i in index:
+            # Nested in another autograd graph, the inputs must stay part of it: alias instead of
+            # detaching. An alias of a leaf that nobody watches is no part of one yet.
+            x = values[i].view_as(values[i]) if nested else values[i].detach()
+            inputs.append(x if x.requires_grad else x.requires_grad_())
+        result = f(*tree.unflatten(structure, substitute(values, index, inputs)))
     out, aux = result if has_aux else (result, ())
     outputs, out_def = tree.flatten(out)
     heads = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
@@ -176,21 +175,34 @@ def vjp_by_tape(
         cotangents = _cotangents(ct, out_def.num_leaves)
         if not heads or not index:
             return [None] * len(index)
-        tensors, cts = [outputs[i] for i in heads], [cotangents[i] for i in heads]
+        head_tensors = pick(outputs, heads)
         to: Any = inputs
         retain = nested
         if goals is not None:
-            to, retain = goals(tensors, inputs)
+            to, retain = goals(head_tensors, inputs)
         grads = torch.autograd.grad(
-            tensors, to, cts, allow_unused=True, create_graph=nested, retain_graph=retain
+            head_tensors,
+            to,
+            pick(cotangents, heads),
+            allow_unused=True,
+            create_graph=nested,
+            retain_graph=retain,
         )
         if not nested:
+            # The caller may hold the pullback long after it was called.
             outputs.clear()
             inputs.clear()
         return grads
 
-    detach = (lambda t: t) if nested else (lambda t: t.detach() if isinstance(t, Tensor) else t)
-    return tree.map(detach, out), tree.map(detach, aux), pull
+    if not nested:
+        # The pullback alone holds the graph: a caller who drops it frees the residuals.
+        out = _without_graph(out)
+        aux = _without_graph(aux)
+    return out, aux, pull
+
+
+def _without_graph(x: Any) -> Any:
+    return tree.map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
 
 
 def value_and_grad(
@@ -224,7 +236,7 @@ def value_and_grad(
                 full[i] = a
             return f(*full)
 
-        result = vjp(of_chosen, *[args[i] for i in chosen], has_aux=has_aux)
+        result = vjp(of_chosen, *pick(args, chosen), has_aux=has_aux)
         value, pull = result[0], result[1]
         if not isinstance(value, Tensor) or value.ndim or not differentiable(value):
             raise ValueError(
@@ -260,23 +272,46 @@ def vjp_once(f: Callable[..., Any], args: Any, ct: Any, needs: Any) -> tuple[Any
     if not index:
         return tree.unflatten(structure, [None] * len(values))
     if _functorch.transforms_active():
-
-        def inner_product(*leaves: Tensor) -> Tensor:
-            outputs = tree.leaves(f(*tree.unflatten(structure, _substitute(values, index, leaves))))
-            pairs = zip(outputs, tree.leaves(ct, allow_none=True), strict=True)
-            terms = [(o * c).sum() for o, c in pairs if differentiable(o)]
-            return functools.reduce(torch.add, terms) if terms else leaves[0].new_zeros(())
-
-        grads = torch.func.grad(inner_product, argnums=tuple(range(len(index))))(
-            *[values[i] for i in index]
-        )
-    else:
-        outer, inner = current_weight_tape(), WeightTape()
-        _, _, pull = vjp_by_tape(
-            f if outer is None else inner.watch(f), values, structure, index, has_aux=False
-        )
+        grads = _grad_of_inner_product(f, values, structure, index, ct)
+    elif current_weight_tape() is None:
+        _, _, pull = vjp_by_tape(f, values, structure, index, has_aux=False)
         grads = pull(ct)
-        if outer is not None:  # weight gradients are put off
-            inner.close([values[i] for i in floating])
-            outer.children.append(inner)
-    return tree.unflatten(structure, _substitute([None] * len(values), index, grads))
+    else:
+        grads = _pull_on_weight_tape(f, values, structure, floating, index, ct)
+    return tree.unflatten(structure, substitute([None] * len(values), index, grads))
+
+
+def _grad_of_inner_product(
+    f: Callable[..., Any], values: list[Any], structure: Any, index: list[int], ct: Any
+) -> Sequence[Tensor]:
+    def inner_product(*leaves: Tensor) -> Tensor:
+        outputs = tree.leaves(f(*tree.unflatten(structure, substitute(values, index, leaves))))
+        terms: list[Tensor] = []
+        for o, c in zip(outputs, tree.leaves(ct, allow_none=True), strict=True):
+            if differentiable(o):
+                terms.append((o * c).sum())
+        # Zero must have the level of an input: torch.func.grad refuses another one.
+        return functools.reduce(torch.add, terms) if terms else leaves[0].new_zeros(())
+
+    inputs = pick(values, index)
+    return torch.func.grad(inner_product, argnums=tuple(range(len(index))))(*inputs)
+
+
+def _pull_on_weight_tape(
+    f: Callable[..., Any],
+    values: list[Any],
+    structure: Any,
+    floating: list[int],
+    index: list[int],
+    ct: Any,
+) -> Sequence[Tensor | None]:
+    """The pullback of a replay under ``split_vjp``: the weights' gradients are put off."""
+    outer = current_weight_tape()
+    assert outer is not None
+    tape = WeightTape()
+    _, _, pull = vjp_by_tape(tape.watch(f), values, structure, index, has_aux=False)
+    grads = pull(ct)
+    # All floating arguments, not those of the index: the tape watches all.
+    tape.close(pick(values, floating))
+    outer.children.append(tape)
+    return grads

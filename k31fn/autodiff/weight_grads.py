@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from k31fn import tree
-from k31fn.autodiff.custom_vjp import runs_rule
+from k31fn.autodiff.graph_search import graph_leaves
+from k31fn.autodiff.leaves import pick
 from k31fn.autodiff.omitted_inputs import OmittedInputs
 
-__all__ = ["GraphStart", "WeightTape", "current_weight_tape", "weight_edges", "weight_product"]
+__all__ = ["GraphStart", "WeightTape", "current_weight_tape", "weight_product"]
 
 
 class _PendingGrad(NamedTuple):
@@ -75,7 +76,8 @@ class WeightTape:
         them.
         """
         self.inputs = list(anchors)
-        self.starts = {id(anchor): edge for anchor, edge in zip(anchors, edges, strict=True)}
+        for anchor, edge in zip(anchors, edges, strict=True):
+            self.starts[id(anchor)] = edge
 
     def watch(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """``f``, whose floating arguments are this tape's inputs and whose products are noted on
@@ -104,11 +106,16 @@ class WeightTape:
         Args:
             outside: the tensors that the inputs stand for.
         """
-        by_id = {id(x): (x, y) for x, y in zip(self.inputs, outside, strict=True)}
-        ends = [p.of for p in self.pending]
+        by_id: dict[int, tuple[Tensor, Tensor]] = {}
+        for x, stands_for in zip(self.inputs, outside, strict=True):
+            by_id[id(x)] = x, stands_for
+        ends: list[GradientEdge] = []
+        for p in self.pending:
+            ends.append(p.of)
         for child in self.children:
-            ends += [link.outside for link in child.links]
-        for leaf in _graph_leaves(ends):
+            for link in child.links:
+                ends.append(link.outside)
+        for leaf in graph_leaves(ends):
             if id(leaf) not in by_id:
                 raise RuntimeError(
                     "a put off weight gradient leads to a tensor that is no argument of its "
@@ -128,7 +135,7 @@ class WeightTape:
         Weights that share no input are finished one after the other, so that few gradients are held
         at once.
         """
-        index = {id(_graph_leaves([edge])[0]): i for i, edge in enumerate(wanted)}
+        index = {id(graph_leaves([edge])[0]): i for i, edge in enumerate(wanted)}
         total: list[Tensor | None] = [None] * len(wanted)
         for numbers, pending in _by_shared_input(self._take(), index):
             edges: list[GradientEdge] = []
@@ -140,9 +147,7 @@ class WeightTape:
                     cotangents.append(grad)
             if not edges:
                 continue
-            grads = torch.autograd.grad(
-                edges, [wanted[i] for i in numbers], cotangents, allow_unused=True
-            )
+            grads = torch.autograd.grad(edges, pick(wanted, numbers), cotangents, allow_unused=True)
             for i, grad in zip(numbers, grads, strict=True):
                 total[i] = grad
         return total
@@ -154,16 +159,17 @@ class WeightTape:
         pending, children = self.pending, self.children
         self.pending, self.children = [], []
         for child in children:
-            links = child.links
             # The child's gradients are computed together, when the first of them is asked for.
-            child_grads = functools.cache(
-                lambda child=child, links=links: child.gradients([e.inside for e in links])
-            )
-            for i, link in enumerate(links):
+            child_grads = functools.cache(child.gradients_of_links)
+            for i, link in enumerate(child.links):
                 pending.append(
                     _PendingGrad(link.outside, lambda i=i, grads=child_grads: grads()[i])
                 )
         return pending
+
+    def gradients_of_links(self) -> list[Tensor | None]:
+        """:meth:`gradients` of the inputs that are linked to the enclosing tape."""
+        return self.gradients([link.inside for link in self.links])
 
 
 _TAPE: contextvars.ContextVar[WeightTape | None] = contextvars.ContextVar(
@@ -196,7 +202,7 @@ class _WeightProductFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, product: _WeightProduct, x: Tensor) -> Tensor:
         ctx.product = product
-        ctx.is_weight_product = True  # for weight_edges
+        ctx.is_weight_product = True  # for graph_search
         return product.forward(x)
 
     @staticmethod
@@ -297,99 +303,6 @@ class GraphStart(torch.autograd.Function):
         raise AssertionError("the gradient is taken before this node")
 
 
-# What autograd puts in front of a leaf; it has no public name.
-_AccumulateGrad = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
-
-
-def _graph_leaves(edges: Sequence[GradientEdge]) -> list[Tensor]:
-    """The differentiated tensors from which these come."""
-    pending: list[Any] = [edge.node for edge in edges]
-    visited: dict[int, Any] = {}  # by id, with the node: an id may be used again
-    leaves: list[Tensor] = []
-    while pending:
-        node = pending.pop()
-        if node is None or id(node) in visited:
-            continue
-        visited[id(node)] = node
-        if isinstance(node, _AccumulateGrad):
-            leaf: Any = node
-            leaves.append(leaf.variable)
-        pending += [n for n, _ in node.next_functions]
-    return leaves
-
-
-def weight_edges(
-    heads: Sequence[GradientEdge], args: Sequence[Tensor]
-) -> tuple[list[GradientEdge], bool]:
-    """Where the graph of ``heads`` goes over into what only makes weights: the weights, or what
-    they were made into.
-
-    A gradient that is taken to there leaves what made a weight for later. Only makes weights what
-    depends neither on ``args`` nor on a product that is noted, is no rule that could run such
-    products again, and does not lead to another of these places: a path to a weight crosses one of
-    them.
-
-    Returns:
-        The places, and whether something was left out because it leads to one of them: a later
-        gradient may pass it again.
-    """
-    # The nodes are held while their ids are compared: the id of a freed one may be used again.
-    arg_nodes = [get_gradient_edge(x).node for x in args]
-    nodes = _in_order([h.node for h in heads])
-    # Nodes that the first part differentiates. A remat is a rule, and its replay runs products.
-    in_first_part = set[int]()
-    for node in nodes:
-        is_start = any(node is n for n in arg_nodes)
-        is_start = is_start or runs_rule(node) or getattr(node, "is_weight_product", False)
-        if is_start or any(id(n) in in_first_part for n, _ in node.next_functions):
-            in_first_part.add(id(node))
-    left_out = False
-    while True:
-        ends: list[tuple[Any, int]] = [(h.node, h.output_nr) for h in heads]
-        for node in nodes:
-            if id(node) in in_first_part:
-                ends += node.next_functions
-        places: dict[tuple[int, int], GradientEdge] = {}
-        for node, output_nr in ends:
-            if node is not None and id(node) not in in_first_part:
-                places[id(node), output_nr] = GradientEdge(node, output_nr)
-        place_nodes = {node_id for node_id, _ in places}
-        leading = _leading_to(place_nodes, nodes)
-        if not place_nodes & leading:
-            return list(places.values()), left_out
-        in_first_part |= place_nodes & leading
-        left_out = True
-
-
-def _leading_to(targets: set[int], nodes: Sequence[Any]) -> set[int]:
-    """Ids of the nodes from which one of the targets is reached; ``nodes`` come after those that
-    they lead to.
-    """
-    leading = set[int]()
-    for node in nodes:
-        if any(id(n) in targets or id(n) in leading for n, _ in node.next_functions):
-            leading.add(id(node))
-    return leading
-
-
-def _in_order(roots: Sequence[Any]) -> list[Any]:
-    """All nodes below these, each after those that it leads to."""
-    visited: dict[int, Any] = {}
-    order: list[Any] = []
-    # A stack instead of recursion, which a graph of thousands of nodes would exhaust: a node comes
-    # up a second time when all below it is done.
-    pending = [(root, False) for root in roots]
-    while pending:
-        node, below_done = pending.pop()
-        if below_done:
-            order.append(node)
-        elif node is not None and id(node) not in visited:
-            visited[id(node)] = node
-            pending.append((node, True))
-            pending += [(n, False) for n, _ in node.next_functions]
-    return order
-
-
 def _by_shared_input(
     pending: Sequence[_PendingGrad], index: dict[int, int]
 ) -> list[tuple[list[int], list[_PendingGrad]]]:
@@ -398,7 +311,7 @@ def _by_shared_input(
     """
     groups: list[tuple[set[int], list[_PendingGrad]]] = []
     for p in pending:
-        numbers = {index[id(x)] for x in _graph_leaves([p.of]) if id(x) in index}
+        numbers = {index[id(x)] for x in graph_leaves([p.of]) if id(x) in index}
         if not numbers:
             continue  # of a weight that is not trained
         others: list[tuple[set[int], list[_PendingGrad]]] = []
@@ -410,4 +323,5 @@ def _by_shared_input(
             else:
                 others.append(group)
         groups = [*others, (numbers, [*members, p])]
+    # In the order of the inputs: a set has none.
     return [(sorted(numbers), members) for numbers, members in groups]

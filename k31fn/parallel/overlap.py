@@ -54,8 +54,11 @@ def start(collective: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: An
     if not calls:
         return Pending(None, value)
     call, operand = calls[0]
+    # On record here, whether it is issued now or in wait: a record tells where the program asks.
     call.note("issue", operand)
     pending = Pending(call, operand)
+    # In the simulated mesh (tokens) nothing travels; within torch.func a pending transpose would
+    # outlive its level.
     if not call.local and not call.tokens and not _functorch.transforms_active():
         pending.ticket = _Start.apply(pending, operand)
     return pending
@@ -69,7 +72,9 @@ def wait(pending: Pending) -> Tensor:
     """
     if pending.waited:
         raise ValueError("wait: this collective was waited for already; keep its value instead")
-    ticket, pending.ticket, pending.waited = pending.ticket, None, True
+    ticket = pending.ticket
+    pending.ticket = None  # see Pending: the cycle
+    pending.waited = True
     assert ticket is not None
     if pending.call is None:
         return ticket
@@ -81,12 +86,15 @@ def wait(pending: Pending) -> Tensor:
 
 
 class _Start(torch.autograd.Function):
+    """Issues the collective; in the backward, waits for its transpose."""
+
     @staticmethod
     def forward(pending: Pending, x: Tensor) -> Tensor:
         call = pending.call
         assert call is not None
         with scopes.scope(f"collective {call.op}"):
             pending.finish = call.channel.start(call.op, call.cast(x), call.kw)
+        # An output that is the input itself is special to autograd; a view is a result like any.
         return x.view_as(x)
 
     @staticmethod
@@ -96,24 +104,32 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         (g,) = cotangents
-        finish, ctx.pending.finish_back = ctx.pending.finish_back, None
+        finish = ctx.pending.finish_back
+        ctx.pending.finish_back = None  # it holds the buffers
         return None, g if finish is None else finish()
 
 
 class _Wait(torch.autograd.Function):
+    """Waits for the result; in the backward, issues the transpose."""
+
     @staticmethod
     def forward(pending: Pending, ticket: Tensor) -> Tensor:
-        finish, pending.finish = pending.finish, None  # which holds the buffers
+        finish = pending.finish
+        pending.finish = None  # it holds the buffers
         assert finish is not None
         return finish()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.pending, ctx.dtype, ctx.shape = inputs[0], inputs[1].dtype, inputs[1].shape
+        pending, ticket = inputs
+        ctx.pending = pending
+        ctx.dtype = ticket.dtype
+        ctx.shape = ticket.shape
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         transposed, g = transpose(ctx.pending.call, *cotangents)
+        # A derivative that is itself differentiated needs the transpose as a node of its graph.
         if transposed.local or torch.is_grad_enabled():
             return None, primitive.issue(transposed, g).to(ctx.dtype)
         transposed.note("issue", g)
@@ -126,6 +142,6 @@ class _Wait(torch.autograd.Function):
             return y
 
         ctx.pending.finish_back = finish_back
-        return None, g.new_zeros(()).to(ctx.dtype).expand(
-            ctx.shape
-        )  # what travels takes its place at _Start
+        # What travels takes the place of this at _Start; zeros of one element, expanded, cost no
+        # memory.
+        return None, g.new_zeros(()).to(ctx.dtype).expand(ctx.shape)

@@ -17,7 +17,7 @@ from k31fn.autodiff import (
     weight_grads,
     weight_product,
 )
-from k31fn.layers import block, kda, latent_moe, linear, mlp
+from k31fn.layers import attn_res, block, kda, latent_moe, linear, mlp
 from k31fn.model import layer_configs
 from k31fn.params import LowRank, Quantized
 from k31fn.testing import assert_close_trees, live_bytes
@@ -254,7 +254,7 @@ def of_layer(number):
     )
 
     def run(p, prefix, *blocks):
-        carry = block.attn_res.Carry(prefix, blocks)
+        carry = attn_res.Carry(prefix, blocks)
         carry, aux = block.apply(p, carry, layer_cfg, segments=segments.whole(2, 8), bias=bias)
         return carry, aux.kl
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.autodiff.custom_vjp import differentiable, stop_gradient
+from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.leaves import differentiable
 from k31fn.autodiff.replay import pull_replayed
 from k31fn.parallel.fsdp.fused_gather import start_scatter, wait_scatter
 from k31fn.parallel.fsdp.placement import Placements

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.autodiff.custom_vjp import differentiable
 from k31fn.autodiff.keep import can_keep_graphs
+from k31fn.autodiff.leaves import differentiable
 from k31fn.autodiff.replay import run_recorded
 from k31fn.autodiff.transforms import taping
 from k31fn.autodiff.weight_grads import current_weight_tape
