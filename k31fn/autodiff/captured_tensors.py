@@ -46,9 +46,12 @@ def _contents(x: Any) -> Any:
         case types.MethodType():
             return [x.__self__, x.__func__]
         case types.FunctionType():
-            cells = [c.cell_contents for c in x.__closure__ or () if _is_filled(c)]
+            enclosed: list[Any] = []
+            for cell in x.__closure__ or ():
+                if _is_filled(cell):
+                    enclosed.append(cell.cell_contents)
             global_values = [x.__globals__.get(name) for name in _global_names(x.__code__)]
-            return [cells, x.__defaults__, x.__kwdefaults__, _tensors_and_modules(global_values)]
+            return [enclosed, x.__defaults__, x.__kwdefaults__, _tensors_and_modules(global_values)]
         case _:
             attributes = list(getattr(x, "__dict__", {}).values())
             # What is called may use any of its attributes. Of other objects and of globals the

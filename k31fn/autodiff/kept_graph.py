@@ -45,6 +45,7 @@ class KeptGraph:
     def __init__(self, args: tuple[Any, ...]) -> None:
         values, structure = tree.flatten(args)
         self._index = differentiable_leaves(values)
+        # Weights are the first argument, as a layer has it.
         self._num_weights = sum(i < structure.child(0).num_leaves for i in self._index)
         self._inputs = OmittedInputs(pick(values, self._index))
         self._tape: WeightTape | None = None
@@ -67,6 +68,7 @@ class KeptGraph:
                 self._edges.append(get_gradient_edge(start))
                 values[i] = start
             recorded = self._tape.running() if self._tape else contextlib.nullcontext()
+            # Hooks of an inner product replace these: the tape tells it of the omitted inputs.
             with self._inputs.left_out(), recorded:
                 out = f(*tree.unflatten(structure, values))
         if self._tape is not None:
@@ -97,6 +99,7 @@ class KeptGraph:
         all_grads: list[Tensor | None] = [None] * len(values)
         if wanted and self._heads:
             cotangents = tree.leaves(ct, allow_none=True)
+            # Without a cotangent nothing asks for them, and the replay's may be freed at once.
             self._inputs.give(inputs)
             grads = torch.autograd.grad(
                 list(self._heads.values()),

@@ -59,12 +59,14 @@ class OmittedInputs:
                 is not pure.
         """
         for x, layout in zip(values, self._layouts, strict=True):
+            # Views are found again by strides and offset: in another layout they would be others.
             again = x.shape, x.stride(), x.dtype
             if again != layout:
                 raise RuntimeError(
                     f"an argument of a kept function was {layout} at first and is {again} in the "
                     "replay: the function around it is not pure"
                 )
+        # The gradient of an input is taken where the graph starts, and does not go through it.
         self._values = [x.detach() for x in values]
 
     def drop(self, count: int) -> None:
@@ -73,6 +75,7 @@ class OmittedInputs:
 
     def pack(self, x: Tensor) -> Any:
         """What a graph is to hold for a tensor that it saves."""
+        # Within the extent of the input, too: the next one may follow in the same storage.
         for i, whole in self._by_storage.get(_storage_id(x), ()):
             offset = int(x.storage_offset() - whole.storage_offset())
             if x.dtype == whole.dtype and offset >= 0 and offset + _extent(x) <= _extent(whole):

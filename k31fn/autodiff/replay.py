@@ -41,9 +41,11 @@ class ValueQueue:
     """Values made once: recorded in order, or handed out again in the same order."""
 
     def __init__(self, values: list[Any] | None = None) -> None:
+        # Not the truth of the list: a first run may have decided nothing.
         self.replaying = values is not None
         self.values: list[Any] = [] if values is None else values
         self._position = 0
+        # What belongs to a deeper level dies with it, before the replay asks.
         self._level = _functorch.current_level()
 
     @property
@@ -112,6 +114,7 @@ class ReplayTape(NamedTuple):
     backward: bool = False
 
 
+# A context variable: a decision is made deep inside of layers, which do not know who recomputes.
 _TAPE: contextvars.ContextVar[ReplayTape | None] = contextvars.ContextVar(
     "k31fn_replay_tape", default=None
 )
@@ -173,18 +176,22 @@ def report(
     """
     tape = _TAPE.get()
     if tape is not None and tape.backward:
+        # One element, expanded: a histogram of every layer would be made for nobody.
         device = next(t.device for t in tree.leaves(args) if isinstance(t, Tensor))
         zero = torch.zeros((), dtype=torch.int32, device=device)
         return tuple(zero.expand(shape) for shape in shapes)
     tensors = fn(*stop_gradient(args))
-    assert [(*t.shape,) for t in tensors] == [*shapes]
-    assert all(t.dtype == torch.int32 for t in tensors)
+    # The replay goes by the shapes alone: wrong ones would differ in the second run only.
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        assert tensor.shape == torch.Size(shape)
+        assert tensor.dtype == torch.int32
     return tensors
 
 
 @contextlib.contextmanager
 def record_decisions() -> Iterator[list[Any]]:
     """Collects the decisions made inside, in order, for :func:`replay_decisions`."""
+    # No names to keep: no backward follows that would need anything but the choices.
     with running_on(ReplayTape(ValueQueue(), ValueQueue())) as tape:
         yield tape.decisions.values
 
@@ -213,6 +220,7 @@ def run_recorded(
         keep: names of functions that are not to run again.
     """
     outer = _TAPE.get()
+    # A first run of an inner remat in the replay of an outer one: its reports go nowhere either.
     in_backward = outer is not None and outer.backward
     decisions = ValueQueue(given if isinstance(given, list) else None)
     with running_on(ReplayTape(decisions, ValueQueue(), keep, in_backward)) as tape:
@@ -254,6 +262,7 @@ def replay(
 
 
 def _tape_of(decisions: list[Any], kept: Sequence[Any], keep: frozenset[str]) -> ReplayTape:
+    # What is kept came through a tree, which may have made a tuple of it.
     return ReplayTape(ValueQueue(decisions), ValueQueue(list(kept)), keep, backward=True)
 
 
@@ -266,6 +275,7 @@ def call_recorded(rule: custom_vjp, *args: Any) -> Any:
     """
     outer = _TAPE.get()
     if outer is not None and outer.decisions.replaying:
+        # A list, also of nothing: () as the first argument stands for a first run.
         return rule(list(outer.decisions.next(rule.name)), *args)[0]
     out, decisions = rule((), *args)
     if outer is not None:

@@ -74,11 +74,13 @@ def split_vjp(f: Callable[..., Any], weights: Any, *args: Any, has_aux: bool = F
     ) -> tuple[list[Tensor | GradientEdge], bool]:
         arg_inputs = inputs[num_weights:]
         # An edge to a node that is written in Python does not hold it: the heads do.
-        owners.extend(get_gradient_edge(head) for head in heads)
+        for head in heads:
+            owners.append(get_gradient_edge(head))
         places, retain = weight_edges(owners, arg_inputs)
         edges.extend(places)
         return [*arg_inputs, *edges], retain
 
+    # Products inside note themselves on the tape while f runs, and again when a remat replays.
     out, aux, pull = vjp_by_tape(tape.watch(f), values, structure, index, has_aux, goals)
 
     def backward_input(ct: Any) -> tuple[tuple[Any, ...], Callable[[], Any]]:

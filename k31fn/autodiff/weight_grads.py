@@ -157,6 +157,7 @@ class WeightTape:
         arguments.
         """
         pending, children = self.pending, self.children
+        # Taken, not copied: a cotangent is freed as soon as its weight's gradient is computed.
         self.pending, self.children = [], []
         for child in children:
             # The child's gradients are computed together, when the first of them is asked for.
@@ -172,6 +173,7 @@ class WeightTape:
         return self.gradients([link.inside for link in self.links])
 
 
+# A context variable: products are deep inside of layers, which do not know that a pipeline splits.
 _TAPE: contextvars.ContextVar[WeightTape | None] = contextvars.ContextVar(
     "k31fn_weight_tape", default=None
 )
@@ -190,6 +192,7 @@ def weight_product(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) 
     arguments of which the cotangent is wanted first is found by ``split_vjp``, which refuses it.
     """
     tape = _TAPE.get()
+    # In the forward of a rule nothing has a graph: its products are noted when a replay makes one.
     if tape is None or not (torch.is_grad_enabled() and x.requires_grad and w.requires_grad):
         return f(x, w)
     y: Tensor = _WeightProductFunction.apply(_WeightProduct(tape, f, w), x)
@@ -239,6 +242,7 @@ class _WeightProduct:
         start = weight[0].storage_offset()
 
         def pack(t: Tensor) -> Any:
+            # The weight, or a view of it such as its transpose: autograd hands over bare tensors.
             if t.untyped_storage().data_ptr() != storage:
                 return omitted.pack(t) if omitted is not None else t.detach()
             return _WeightView(t.shape, t.stride(), t.storage_offset() - start, t.dtype, t.device)
@@ -264,6 +268,7 @@ class _WeightProduct:
 
     def backward(self, ct: Tensor) -> Tensor:
         y, x, w = self.edges
+        # The graph is run twice, for the input now and for the weight later.
         (dx,) = torch.autograd.grad([y], [x], [ct], retain_graph=True)
         self.weight.clear()
         self.edges = ()

@@ -42,8 +42,8 @@ def pull_layers(
     """
     params, shared, per_layer, decisions, layers, _ = residuals
     of_carry, of_aux = ct
-    grads = [_absent(p) for p in params]
-    grads_per_layer = [_absent(x) for x in per_layer]
+    grads = _absent(list(params))
+    grads_per_layer = _absent(list(per_layer))
     shared_leaves, shared_def = tree.flatten(shared)
     shared_sums: list[Tensor | None] = [None] * len(shared_leaves)
     scattering: Any = None  # the layer above, and its gradients on their way
@@ -71,10 +71,11 @@ def pull_layers(
             of_weights = _filled(of_weights, weights, _sent(weights, placements[i]))
         # Before the gathered gradients' buffers are made: what the layer needed is freed.
         del layer_grads, args, layer_ct, weights, carry, kept
-        shared_sums = [
-            _sum(a, b) for a, b in zip(shared_sums, _grad_leaves(of_shared), strict=True)
-        ]
+        # From the last layer to the first, as a loop of layers would sum them.
+        for k, grad in enumerate(_grad_leaves(of_shared)):
+            shared_sums[k] = _sum(shared_sums[k], grad)
         if scattering is not None:
+            # Started before this layer's backward, behind which it travelled.
             above, pending = scattering
             grads[above] = wait_scatter(pending)
             scattering = pending = None  # it holds the whole gradients

@@ -32,14 +32,15 @@ def is_tracked(x: Any) -> bool:
 
 def trained_weights(params: Sequence[Any], placements: Sequence[Placements]) -> list[Any]:
     """Of each layer, a tree of bools: whether a gradient of the weight may be asked for."""
-    trained = [tree.map(is_tracked, p) for p in params]
+    trained = tree.map(is_tracked, list(params))
     if not placements:
         return trained
 
     def unless_frozen(tracked: bool, place: Any) -> bool:
+        # A frozen weight may be watched all the same, where a caller differentiates the whole tree.
         return tracked and not place.frozen
 
-    return [tree.map(unless_frozen, t, p) for t, p in zip(trained, placements, strict=True)]
+    return tree.map(unless_frozen, trained, list(placements))
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ def scan(
         # weights that are gathered below do not have.
         steps = [GatheringStep(step, place) for step, place in zip(steps, placements, strict=True)]
         placements = ()
+    # Asked here: in the forward of a rule the levels of torch.func are not seen.
     keeps_objects = can_keep_graphs()
     others = tree.map(is_tracked, (shared, list(per_layer)))
     dependence = Dependence(

@@ -86,7 +86,7 @@ class KeptLayers:
         self.decisions = decisions
         self.plan = plan
         self.args = _detached(args)
-        self.functions = [_detached(tuple(f)) for f in functions]
+        self.functions = _detached(list(functions))
         # No other layer is pulled, whatever gradients are used in the end.
         self.pulled = [i for i in range(len(steps)) if any_true(dependence.of(i))]
         kept = self.pulled if plan.every == 1 else range(0, len(steps), plan.every)
@@ -95,6 +95,7 @@ class KeptLayers:
     def take(self, i: int) -> tuple[Any, Any]:
         """A layer's carry, and what its functions keep; in descending order."""
         self._check(i)
+        # Does nothing where the carry is there: in the run that was made again before.
         self.rebuild()
         return self.carries.pop(i), self.functions.pop()
 
@@ -118,18 +119,20 @@ class KeptLayers:
         first = max((i for i in self.carries if i <= last), default=last)
         params, shared, per_layer = self.args
         light = self.plan.light
-        light_params = {i: light(params[i]) for i in range(first, last)}
+        parts: dict[int, Any] = {}
         arriving: dict[int, Any] = {}
-        if self.placements:
-            # All at once: they are small, norms and mixes, and the first layer waits for one only.
-            for i, part in light_params.items():
-                arriving[i] = start_gather(part, light(self.placements[i]))
-        for i, part in light_params.items():
+        for i in range(first, last):
+            parts[i] = light(params[i])
+            if self.placements:
+                # All at once: they are small, and the first layer waits for its own only.
+                arriving[i] = start_gather(parts[i], light(self.placements[i]))
+        for i, part in parts.items():
             step = self.steps[i]
             if isinstance(step, GatheringStep):
                 step = GatheringStep(step.step, light(step.placements))
             weights = wait_gather(arriving.pop(i)) if arriving else part
             args = (weights, self.carries[i], shared, per_layer[i])
+            # The values alone: the graph of the layer is made when it is pulled.
             with torch.no_grad():
                 self.carries[i + 1], _ = replay(
                     step, args, self.decisions[i], self.functions[i], self.plan.keep

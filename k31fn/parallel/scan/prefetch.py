@@ -28,6 +28,7 @@ class Prefetch:
     def take(self) -> Any:
         """Waits for the next layer's weights, and asks for those of the one after."""
         assert self._pending is not None
+        # Waits first: with the next ones asked for before, three layers' weights could be there.
         weights = wait_gather(self._pending)
         self._start()
         return weights
