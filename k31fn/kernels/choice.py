@@ -31,6 +31,7 @@ def parse(text: str, field: str = "kernels") -> dict[str, str]:
     chosen: dict[str, str] = {}
     for word in filter(None, map(str.strip, text.split(","))):
         op, colon, name = word.partition(":")
+        # in order: "reference,attn_res:triton" is the references with one exception
         if colon:
             chosen[op] = _of_op(op, name, f"{field}={text!r}")
         else:

@@ -93,6 +93,7 @@ class Implementation:
 
     def registered_for(self, call: _Arguments) -> bool:
         """Whether a call without :func:`use_impl` is for it: then it runs, or says why not."""
+        # not whether it can run: what is registered and cannot raises, it does not step aside
         takes = call.device in self.devices and (not self.dtypes or call.dtype in self.dtypes)
         return takes and not (self.no_vmap and call.batched)
 
@@ -137,6 +138,7 @@ class Op:
 
     def register(self, implementation: Implementation) -> None:
         """Adds an implementation; earlier ones are preferred."""
+        # the reference is no entry: it takes every device and dtype, and has nothing to refuse
         if implementation.name in self.implementations or implementation.name == "reference":
             raise ValueError(
                 f"op {self.name!r} has an implementation {implementation.name!r} already"
@@ -229,6 +231,7 @@ def use_impl(**names: str) -> Iterator[None]:
         if name != "reference" and name not in OPS[op].implementations:
             known = ", ".join(["reference", *OPS[op].implementations])
             raise ValueError(f"use_impl: op {op!r} has no implementation {name!r}; known: {known}")
+    # over what is chosen outside, op by op: an inner block leaves the other ops as they are
     token = _OVERRIDES.set({**_OVERRIDES.get(), **names})
     try:
         yield

@@ -70,7 +70,8 @@ def _slab_bwd(residuals: tuple[Any, ...], ct: Tensor) -> tuple[Tensor | None, ..
     back = scan_bwd(t, m, ct)
     d = state_bwd(t, m, masks, run, back)
     d_beta = from_tiles(d.beta[..., None], beta[..., None])[..., 0]
-    d_k, d_v = from_tiles(d.rows[0], k), from_tiles(d.v, v)
+    d_k = from_tiles(d.rows[0], k)
+    d_v = from_tiles(d.v, v)
     return d_k, d_v, grad_of_decay(d.g, g), d_beta, back.last, None
 
 

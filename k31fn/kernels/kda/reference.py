@@ -63,6 +63,7 @@ def kda(
     tokens = zip(*(x.split(SLAB * tile, dim=1) for x in (q, k, v, g, beta)), strict=True)
     slabs = zip(*(m.split(SLAB) for m in masks), strict=True)
     outputs = []
+    # slab by slab, each with a backward of its own: one state a slab is all that is kept between
     for xs, mask in zip(tokens, slabs, strict=True):
         o, state = _slab(*xs, state, Masks(*mask))
         outputs.append(o)
@@ -87,6 +88,7 @@ def _slab_bwd(residuals: tuple[Any, ...], ct: tuple[Tensor, Tensor]) -> tuple[Te
     q_read, p = _readers(t, masks)
     run = scan(t, m, state)
     d_o = to_tiles(upcast(ct[0]), masks)
+    # the outputs' own gradients of Y and S go into the adjoint scan as it passes their tile
     back = scan_bwd(t, m, ct[1], (p.mT @ d_o, q_read.mT @ d_o))
     d_p = d_o @ run.y.mT
     d = state_bwd(t, m, masks, run, back, (masks.enters * (d_o @ run.states.mT),), (d_p,))

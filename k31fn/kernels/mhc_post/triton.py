@@ -133,6 +133,7 @@ def mhc_post_backward(
             ).to(tl.float32)
             d_x = tl.zeros((N, BLOCK), dtype=tl.float32)
             d_f = tl.zeros((BLOCK,), dtype=tl.float32)
+            # a cotangent's stream at a time, while the N streams of x stay in registers
             for j in tl.static_range(N):
                 row = ct_ptr + (group * ct_group + (token * N + j) * width)
                 ct = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
@@ -192,7 +193,7 @@ def mhc_post(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
 
 def _post_fwd(*args: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     (out,) = grouped(_launch_forward, *args)
-    return out, args
+    return out, args  # the inputs alone: the update is linear in each of them
 
 
 def _post_bwd(residuals: tuple[Tensor, ...], ct: Tensor) -> tuple[Tensor, ...]:
@@ -209,6 +210,7 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
     out = x.new_empty((groups, tokens, n, width))
     tile = _TILES[x.device.type][0]
     pieces = triton.cdiv(width, tile.columns)
+    # pieces of tokens are independent here; the backward sums along a token, and takes it whole
     per_group = programs(x.device, groups, tokens * pieces, tile.per_core)
     mhc_post_forward[(groups * per_group,)](
         x,

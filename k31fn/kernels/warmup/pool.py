@@ -37,6 +37,7 @@ class Compilers:
         if processes < 1:
             raise ValueError(f"processes={processes} compile nothing; use 1 or more")
         self._folder = folder
+        # processes and not threads: a compiler holds Python's lock, and may crash
         self._processes = [_Process(folder) for _ in range(processes)]
 
     def __enter__(self) -> Compilers:
@@ -102,7 +103,7 @@ class Compilers:
             thread.start()
         for thread in threads:
             thread.join()
-        if errors or waiting:
+        if errors or waiting:  # all of them, so that one run names every kernel that fails
             raise WarmUpError("; ".join(errors))
         return states
 

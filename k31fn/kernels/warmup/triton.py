@@ -56,6 +56,7 @@ def compilations() -> Iterator[list[str]]:
     names: list[str] = []
     before = knobs.compilation.listener
 
+    # the listener that was there, a profiler's or a test's, is told too
     def seen(*, src: Any, cache_hit: bool, **rest: Any) -> None:
         if not cache_hit:
             names.append(src.name)
@@ -168,7 +169,7 @@ def _alone(launch: Launch) -> Iterator[None]:
     locks = Path(knobs.cache.dir) / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(json.dumps(launch).encode()).hexdigest()
-    with open(locks / name, "a") as file:
+    with open(locks / name, "a") as file:  # "a": the file is there for its lock, and stays empty
         # a file system without locks: both compile, and the last name wins
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

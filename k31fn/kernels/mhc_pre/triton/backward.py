@@ -279,6 +279,7 @@ def mhc_pre_backward_streams(
         )
         shrink = tl.load(shrink_ptr + (written + row) * 2, mask=here, other=0.0)
         shrink += tl.load(shrink_ptr + (written + row) * 2 + 1, mask=here, other=0.0)
+        # three of the four ways to the streams: handed through, read by h_pre, and the norm
         d_x = (
             ct_x.to(tl.float32)
             + h_pre[:, None] * ct.to(tl.float32)
@@ -290,6 +291,7 @@ def mhc_pre_backward_streams(
             d_product = d_product.to(tl.float32)
         # of its own: it is done before its operands are overwritten
         part = tl.zeros((BLOCK, PADDED), dtype=tl.float32)
+        # the fourth way, through the products; the small parts first
         if HALVES == 2:
             d_low = tl.load(product + PADDED, mask=known, other=0.0)
             if WIDE:
@@ -339,10 +341,12 @@ def mhc_pre_backward_sums(
             total += tl.load(
                 sum_ptr + (group * sums + k) * summed + place, mask=place < summed, other=0.0
             )
+        # BLOCK sums side by side, then one tree: the order depends on nothing but the grid
         tl.store(total_ptr + group * sums + k, tl.sum(total, axis=0))
     for p in range(mine, pieces, per_group):
         place = p * BLOCK + tl.arange(0, BLOCK)
         d_phi = tl.zeros((BLOCK,), dtype=tl.float32)
+        # in ascending order, whichever program was first
         for split in tl.static_range(SPLITS):
             d_phi += tl.load(
                 part_ptr + (group * SPLITS + split) * size + place, mask=place < size, other=0.0

@@ -93,7 +93,8 @@ def mhc_pre_project(
     range of features.
     """
     group = (tl.program_id(0) // per_group).to(tl.int64)
-    coefficients = tl.arange(0, PADDED)
+    coefficients = tl.arange(0, PADDED)  # C is 2 N + N N, which is no power of two
+    # pieces of work, tokens outermost: programs side by side read the same tile of tokens
     for p in range(tl.program_id(0) % per_group, tl.cdiv(tokens, ROWS) * splits, per_group):
         first = group * 0 + (p // splits) * ROWS  # 64 bits
         split = p % splits
@@ -114,8 +115,10 @@ def mhc_pre_project(
                 mask=(columns < flat)[:, None] & (coefficients < C)[None, :],
                 other=0.0,
             )
+            # what lies past the streams is 0 in both factors, and adds nothing
             products = _product(x, phi, products, SPLIT, WIDE)
             wide = x.to(tl.float32)
+            # x is in registers already: a kernel of its own would read the streams once more
             if FOLD == BLOCK:
                 squares += tl.sum(wide * wide, axis=1)[:, None]
             else:
@@ -197,6 +200,7 @@ def mhc_pre_mix(
         z_post = z_post * rrms[:, None]
         z_res = z_res * rrms[:, None, None]
         written = group * tokens + first
+        # rrms and z are for the backward, which starts from them and not from the products
         tl.store(rrms_ptr + written + row, rrms, mask=here)
         tl.store(z_ptr + written * C + of_pre, z_pre, mask=there)
         tl.store(z_ptr + written * C + of_pre + N, z_post, mask=there)
@@ -217,6 +221,7 @@ def mhc_pre_mix(
             res_ptr + written * (N * N) + row[:, None, None] * (N * N) + pair, m, mask=everywhere
         )
 
+    # second kind of work: y, token by token, for which one program holds a piece of all streams
     split = tl.arange(0, SPLITS)
     bias_pre = tl.load(base + streams)
     scale_pre = tl.load(scale)
@@ -258,6 +263,7 @@ def mhc_pre(
 def _pre_fwd(
     x: Tensor, phi: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int
 ) -> tuple[Pre, tuple[Tensor, ...]]:
+    # two launches: the sum over the whole token has to be there before any coefficient
     parts = grouped(_launch_project, x, phi)
     mix = functools.partial(_launch_mix, eps, iterations)
     y, h_post, h_res, *residuals = grouped(mix, x, *parts, scale, base)
@@ -271,6 +277,7 @@ def _pre_bwd(
     del eps  # it is in rrms
     x, phi, scale, base, pre, z, rrms = residuals
     mix = functools.partial(_launch_backward_mix, iterations)
+    # three launches: coefficients, streams and phi, and the sums over the programs of both
     *per_token, sums = grouped(mix, x, ct.y, ct.h_post, ct.h_res, z, rrms, scale, base)
     d_x, parts = grouped(_launch_streams, x, phi, ct.y, ct.x, pre, *per_token)
     d_phi, total = grouped(_launch_sums, parts, sums)
@@ -294,6 +301,7 @@ def _launch_project(*operands: Tensor) -> tuple[Tensor, ...]:
     flat = n * width
     tile = _TILES[x.device.type].project
     row_tiles = triton.cdiv(tokens, tile.rows)
+    # programs that the tiles of tokens leave idle take a part of the features each
     free = programs(
         x.device, groups * max(1, row_tiles), triton.cdiv(flat, tile.columns), tile.per_core
     )
