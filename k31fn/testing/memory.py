@@ -34,7 +34,7 @@ class Largest:
     op: str
 
 
-class _Storage:
+class _SeenStorage:
     """A storage that has been seen; ``nbytes`` is 0 for one from before."""
 
     __slots__ = ("key", "nbytes", "ref")
@@ -56,10 +56,10 @@ class LiveBytes:
         self.peak = 0
         self.largest: Largest | None = None
         self._current = 0
-        self._known: dict[int, _Storage] = {}
+        self._known: dict[int, _SeenStorage] = {}
         # A storage may die at any moment, on any thread and inside this class: its death is only
         # noted there.
-        self._died: deque[_Storage] = deque()
+        self._died: deque[_SeenStorage] = deque()
         self._lock = threading.RLock()  # backward passes count from autograd's threads
 
     @property
@@ -97,7 +97,7 @@ class LiveBytes:
         nbytes = 0 if op is None else untyped.nbytes()
         known = self._known.get(key)
         if known is None:
-            known = _Storage()
+            known = _SeenStorage()
             known.key = key
             known.nbytes = 0
             known.ref = weakref.ref(

@@ -38,7 +38,7 @@ class Compilers:
             raise ValueError(f"processes={processes} compile nothing; use 1 or more")
         self._folder = folder
         # processes and not threads: a compiler holds Python's lock, and may crash
-        self._processes = [_Process(folder) for _ in range(processes)]
+        self._processes = [_CompilerProcess(folder) for _ in range(processes)]
 
     def __enter__(self) -> Compilers:
         return self
@@ -75,7 +75,7 @@ class Compilers:
         # number and tries so far; popping and appending are whole steps among Python's threads
         waiting = deque(enumerate([0] * len(wanted)))
 
-        def work(process: _Process) -> None:
+        def work(process: _CompilerProcess) -> None:
             while waiting and not errors:
                 try:
                     number, tries = waiting.popleft()
@@ -108,7 +108,7 @@ class Compilers:
         return states
 
 
-class _Process:
+class _CompilerProcess:
     """``python -m k31fn.kernels.warmup``: a line of JSON in, a line out."""
 
     def __init__(self, folder: Path) -> None:
