@@ -38,7 +38,7 @@ _TILES = {
         Tile(warps=2, per_core=32, columns=256),
         Tile(warps=4, per_core=16, columns=256),
     ),
-    "npu": (Tile(per_core=1, columns=1024), Tile(per_core=1, columns=512)),
+    "npu": (Tile(per_core=1, columns=1024), Tile(per_core=1, columns=128)),
     "cpu": (Tile(columns=16), Tile(columns=16)),
 }
 
@@ -388,7 +388,8 @@ def builds(kind: str) -> list[Build]:
         grads = {"d_x_ptr": f"*{dtype}", "d_history_ptr": f"*{dtype}", "part_ptr": "*fp32"}
         sizes = dict.fromkeys((*names, "ct_group"), "i32")
         backward = {**operands, "ct_ptr": f"*{dtype}", **grads, **sizes}
-        for history in (False, True):
+        # The history is loaded as the input is: one dtype of it says enough.
+        for history in (False, True) if dtype == "bf16" else (False,):
             how = f"{dtype} W4{' history' if history else ''}"
             cut = {"W": 4, "CHUNK": CHUNK, "HISTORY": history}
             found += [
