@@ -14,8 +14,8 @@ from k31fn.model.config import (
     mtp_config,
 )
 from k31fn.model.decoding import State, extend, init_state
-from k31fn.model.forward import Final, Output, apply, finish, logits, start
-from k31fn.model.layers import Remat, Reports, run_layers
+from k31fn.model.forward import Final, Output, apply, finish, logits, run_layers, start
+from k31fn.model.layers import Remat, Reports
 from k31fn.model.loss import Batch, Losses, lm_loss, loss, make_batch, mtp_loss, weigh
 from k31fn.model.params import Params, init_balance, specs
 from k31fn.model.sublayers import Sublayers

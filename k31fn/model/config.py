@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from k31fn.layers import block, embedding, kinds, mtp, norm, plain_residual, projector, vision
-from k31fn.layers.kind import ChannelMixer, Experts, ResidualScheme, TokenMixer
+from k31fn.layers.kind import ChannelMixer, Experts, Kind, ResidualScheme, TokenMixer
 from k31fn.model.sublayers import Sublayers
 
 __all__ = [
@@ -70,6 +70,7 @@ class Config:
                 )
         self._check_sublayers()
         self._check_layers()
+        # The table's error does not know which field it is about.
         try:
             kinds.residual_of(self.residual)
         except ValueError as error:
@@ -97,7 +98,11 @@ class Config:
 
     def used(self) -> tuple[str, ...]:
         """Names of the sublayers that some layer has, in the order of ``sublayers``."""
-        chosen = {name for pair in (*self.layers, self.mtp) for name in pair}
+        chosen = set(self.mtp)
+        for pair in self.layers:
+            chosen.update(pair)
+        # In the order of the config and not of a set, whose order differs between processes: ranks
+        # must raise the same error, and tables have the same rows.
         return tuple(name for name in self.sublayers if name in chosen)
 
     def _check_sublayers(self) -> None:
@@ -105,6 +110,7 @@ class Config:
         routed: dict[str, Experts] = {}
         for name, config in self.sublayers.items():
             if name in taken:
+                # The command line sets --model.NAME.FIELD and --model.FIELD side by side.
                 raise ValueError(
                     f"model.Config.sublayers[{name!r}] has the name of a field of model.Config, "
                     "which the command line could not tell from it; give it another"
@@ -118,8 +124,10 @@ class Config:
             kind = kinds.kind_of(config)
             if isinstance(kind, ChannelMixer) and kind.experts is not None:
                 routed[name] = kind.experts(config)
-        # The balance biases of all layers are rows of one tensor, stepped at once.
-        if len({(e.num_experts, e.top_k) for e in routed.values()}) > 1:
+        # The balance biases of all layers are rows of one tensor, stepped at once with one top_k.
+        # Widths of experts may differ: no state has them.
+        sizes = {(found.num_experts, found.top_k) for found in routed.values()}
+        if len(sizes) > 1:
             counts = ", ".join(f"{n}: {e.top_k} of {e.num_experts}" for n, e in routed.items())
             raise ValueError(
                 f"model.Config.sublayers have experts of several numbers ({counts}); give all the "
@@ -132,34 +140,39 @@ class Config:
                 f"model.Config.mtp={self.mtp} must be the names of a token mixer and a channel "
                 "mixer, or () for no such layer"
             )
+        token_mixers = self._names_of(TokenMixer)
+        channel_mixers = self._names_of(ChannelMixer)
         for number, pair in enumerate(_named_layers(self)):
-            mixer, ffn = pair
             at = f"layers[{number}]" if number < self.num_layers else "mtp"
-            for name, role, word in (
-                (mixer, TokenMixer, "token mixer"),
-                (ffn, ChannelMixer, "channel mixer"),
-            ):
-                known = [
-                    n
-                    for n, config in self.sublayers.items()
-                    if isinstance(kinds.kind_of(config), role)
-                ]
-                if name not in known:
-                    raise ValueError(
-                        f"model.Config.{at}={pair}: {name!r} is no {word} of sublayers; "
-                        f"it has {', '.join(known) or 'none'}"
-                    )
+            self._check_name(at, pair, pair[0], "token mixer", token_mixers)
+            self._check_name(at, pair, pair[1], "channel mixer", channel_mixers)
+
+    def _names_of(self, role: type[Kind]) -> list[str]:
+        """The sublayers of a role."""
+        return [
+            n for n, config in self.sublayers.items() if isinstance(kinds.kind_of(config), role)
+        ]
+
+    def _check_name(
+        self, at: str, pair: tuple[str, ...], name: str, role: str, known: list[str]
+    ) -> None:
+        if name not in known:
+            raise ValueError(
+                f"model.Config.{at}={pair}: {name!r} is no {role} of sublayers; "
+                f"it has {', '.join(known) or 'none'}"
+            )
 
     def _check_vision(self) -> None:
+        # Absent is () and not None, as in trees of parameters, where None is no leaf.
         tower, onto = self.vision, self.projector
         if isinstance(tower, tuple) and isinstance(onto, tuple):
             return
         if isinstance(tower, tuple) or isinstance(onto, tuple):
-            there, absent = (
-                ("projector", "vision") if isinstance(tower, tuple) else ("vision", "projector")
-            )
+            given, absent = "vision", "projector"
+            if isinstance(tower, tuple):
+                given, absent = absent, given
             raise ValueError(
-                f"model.Config.{there} without {absent}: a model that sees images has both; set "
+                f"model.Config.{given} without {absent}: a model that sees images has both; set "
                 "both or none"
             )
         for name, size in (("input_size", tower.output_size), ("hidden_size", self.hidden_size)):
@@ -176,6 +189,7 @@ def layer_configs(cfg: Config) -> tuple[block.Config, ...]:
     scheme = kinds.residual_of(cfg.residual)
     configs = []
     for number, (mixer, ffn) in enumerate(cfg.layers):
+        # Blocks go by the global number of the layer, so a pipeline's cuts move none of them.
         layer = block.Config(
             mixer=cfg.sublayers[mixer],
             ffn=cfg.sublayers[ffn],
@@ -189,6 +203,7 @@ def layer_configs(cfg: Config) -> tuple[block.Config, ...]:
 
 def experts(cfg: Config) -> Experts:
     """The experts of the model's layers with a router; zeros if no sublayer has any."""
+    # The first will do: Config refuses others of another number.
     for config in cfg.sublayers.values():
         kind = kinds.kind_of(config)
         if isinstance(kind, ChannelMixer) and kind.experts is not None:
@@ -227,6 +242,7 @@ def layers_that_report(cfg: Config, part: str) -> tuple[int, ...]:
 
 def _named_layers(cfg: Config) -> tuple[tuple[str, ...], ...]:
     """The names of each layer's sublayers, an MTP layer last."""
+    # Last, so that its number, num_layers, is free: rows of the balance bias and of reports follow.
     return (*cfg.layers, cfg.mtp) if cfg.mtp else cfg.layers
 
 
@@ -242,6 +258,7 @@ def final_norm_config(cfg: Config) -> norm.Config:
 
 def mtp_config(cfg: Config) -> mtp.Config:
     """Of the multi-token-prediction layer, on a plain residual."""
+    # It stands behind the final mix: there are no blocks or streams left for it to read.
     mixer, ffn = cfg.mtp
     layer = block.Config(
         cfg.sublayers[mixer], cfg.sublayers[ffn], plain_residual.Config(), norm_eps=cfg.norm_eps

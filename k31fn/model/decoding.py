@@ -31,9 +31,11 @@ def init_state(
     cfg: Config, batch: int, *, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> State:
     """The state before the first token of ``batch`` documents."""
-    return State(
-        tuple(block.init_state(c, batch, dtype=dtype, device=device) for c in layer_configs(cfg))
-    )
+    # An MTP layer has none: it predicts for training, and decoding does not run it.
+    states = [
+        block.init_state(layer, batch, dtype=dtype, device=device) for layer in layer_configs(cfg)
+    ]
+    return State(tuple(states))
 
 
 def extend(
@@ -53,11 +55,14 @@ def extend(
     tokens; tokens that follow need them no more.
     """
     check_layers(params, cfg)
-    carry, states = start(params, tokens, cfg, images=images), []
-    parts = zip(params.layers, layer_configs(cfg), state.layers, strict=True)
-    for i, (layer, layer_cfg, layer_state) in enumerate(parts):
-        carry, new = block.extend(
-            layer, carry, layer_cfg, layer_state, bias=bias_of(balance, i, layer_cfg)
-        )
-        states.append(new)
+    carry = start(params, tokens, cfg, images=images)
+    states = []
+    layers = zip(params.layers, layer_configs(cfg), state.layers, strict=True)
+    for number, (weights, layer, before) in enumerate(layers):
+        # The bias chooses experts in decoding too: without it other tokens would go elsewhere than
+        # in training.
+        bias = bias_of(balance, number, layer)
+        carry, after = block.extend(weights, carry, layer, before, bias=bias)
+        states.append(after)
+    # The residual state is of these tokens alone. What later ones need is in the mixers' states.
     return logits(params, finish(params, carry, cfg).hidden), State(tuple(states))

@@ -43,24 +43,33 @@ def flops_per_token(
             ``adapters``: a backward without the weights' products (adapters themselves are not
             counted); ``all``.
     """
-    matrices, mixers = _matrices(cfg), _of_mixers(cfg, length)
+    matrices = _matrices(cfg)
+    mixers = _of_mixers(cfg, length)
     forward = sum(matrices.values()) + mixers.mixing + mixers.indexer
     if trained == "nothing":
         return forward
     if trained == "indexer":
+        # The trunk has no backward: the indexers' inputs are detached from it.
         return forward + 2 * (matrices.get("indexer", 0.0) + mixers.indexer)
     if trained == "adapters":
+        # A product of the base has a gradient for its input and none for its weight; what mixers do
+        # besides products with weights has both.
         return 2 * forward + mixers.mixing + mixers.indexer
     return 3 * forward
 
 
 def _matrices(cfg: Config) -> dict[str, float]:
     """Forward operations of the weights of each part."""
-    part, found = find_part(cfg), dict[str, float]()
+    part_of = find_part(cfg)
+    flops: dict[str, float] = {}
     for path, spec in tree.flatten_with_paths(specs(cfg)):
-        if "matrix" in spec.tags or path.startswith("head"):
-            found[part(path)] = found.get(part(path), 0.0) + 2.0 * spec.numel * _share(spec, cfg)
-    return {name: count for name, count in found.items() if name not in _NOT_OF_TOKENS}
+        part = part_of(path)
+        # The tag is the optimiser's, for weights that multiply; the head does so without it. Norms
+        # and biases are left out, as the field does.
+        if part in _NOT_OF_TOKENS or not ("matrix" in spec.tags or path.startswith("head")):
+            continue
+        flops[part] = flops.get(part, 0.0) + 2.0 * spec.numel * _share(spec, cfg)
+    return flops
 
 
 def _share(spec: ParamSpec, cfg: Config) -> float:
@@ -74,6 +83,7 @@ def _of_mixers(cfg: Config, length: int) -> Flops:
     mixers = [mixer for mixer, _ in cfg.layers]
     if cfg.mtp:
         mixers.append(cfg.mtp[0])
+    # Attention's operations are not in the specs: they depend on the length, so the kind says them.
     mixing = indexer = 0.0
     for name in mixers:
         config = cfg.sublayers[name]

@@ -1,25 +1,26 @@
 """From tokens and images to hidden states: embedding, decoder layers, final mix and norm; and the
 head.
 
-A pipeline stage runs :func:`start` if it is the first, its part of the layers
-(:func:`k31fn.model.layers.run_layers`), and :func:`finish` if it is the last.
+The model is ``finish(run_layers(start(tokens)))``. A pipeline stage runs :func:`start` if it is the
+first, its part of the layers with :func:`run_layers`, and :func:`finish` if it is the last.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from k31fn import balance as quantile
+from k31fn import scopes, tree
 from k31fn import segments as seg
-from k31fn import tree
-from k31fn.layers import embedding, kinds, norm
+from k31fn.layers import block, embedding, kinds, norm
 from k31fn.layers.linear import linear
 from k31fn.layers.patches import Images
-from k31fn.model.config import Config, embedding_config, final_norm_config
+from k31fn.model.config import Config, embedding_config, final_norm_config, layer_configs
 from k31fn.model.images import check_images, see
-from k31fn.model.layers import Remat, check_remat, run_layers
+from k31fn.model.layers import Remat, Reports, bias_of, check_remat, collect, run_steps
 from k31fn.model.params import Params, whole
 from k31fn.parallel.context import whole_slice
 from k31fn.parallel.fsdp.placement import Placements
@@ -27,7 +28,16 @@ from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.segments import Segments
 from k31fn.typing import Float, Int
 
-__all__ = ["Final", "Output", "apply", "check_layers", "finish", "logits", "start"]
+__all__ = [
+    "Final",
+    "Output",
+    "apply",
+    "check_layers",
+    "finish",
+    "logits",
+    "run_layers",
+    "start",
+]
 
 
 class Final(NamedTuple):
@@ -102,21 +112,92 @@ def apply(
     """
     check_layers(params, cfg)
     check_remat(remat)
+    # Always segments from here on: one code path for packed rows and for whole ones.
     if segments is None:
         segments = whole_slice(tokens.shape[0], tokens.shape[1], sh.context, device=tokens.device)
     seg.check_shape(segments, tokens)
+    how: Any = {"placements": placements, "sh": sh}
+    carry = start(params, tokens, cfg, images=images, remat=remat, **how)
     carry, reports = run_layers(
         params,
-        start(params, tokens, cfg, images=images, remat=remat, placements=placements, sh=sh),
+        carry,
         cfg,
         layers=range(cfg.num_layers),
         balance=balance,
         segments=segments,
         remat=remat,
-        placements=placements,
-        sh=sh,
+        **how,
     )
-    return Output(*finish(params, carry, cfg, placements=placements, sh=sh), *reports)
+    final = finish(params, carry, cfg, **how)
+    return Output(*final, *reports)
+
+
+def run_layers(
+    params: Params[Tensor],
+    carry: Any,
+    cfg: Config,
+    *,
+    layers: range,
+    balance: quantile.State,
+    segments: Segments,
+    remat: Remat = "none",
+    placements: Any = (),
+    sh: Sharding = UNSHARDED,
+) -> tuple[Any, Reports]:
+    """Runs decoder layers on the residual state.
+
+    With ``placements`` the weights of a layer are gathered while the layer before it runs. With any
+    ``remat`` but "none" none of them are kept, and they are gathered again for the backward
+    (:func:`k31fn.parallel.scan`); derivatives are of first order then, as with ``intra_layer`` and
+    ``cross_layer`` outside of ``torch.func``.
+
+    Args:
+        params: of the model, or of a stage that has these layers.
+        carry: what the layer before ``layers`` left, or :func:`k31fn.model.start`.
+        cfg: of the whole model.
+        layers: global numbers, ascending and without gaps.
+        balance: the routers' biases, of these layers at least.
+        segments: packed documents.
+        remat: what the backward computes again.
+        placements: of the parameters, a tree like ``params``; ``()``: they are whole over the data
+            axes.
+        sh: sharding.
+
+    Returns:
+        The next residual state, and what these layers report.
+    """
+    configs = layer_configs(cfg)
+    steps, weights, biases, places = [], [], [], []
+    for number in layers:
+        layer = configs[number]
+        run = functools.partial(_run_layer, layer, sh)
+        steps.append(scopes.of_layer(block.title(layer), run))  # its name in a profiler's trace
+        weights.append(params.layers[number])
+        biases.append(bias_of(balance, number, layer))
+        if placements:
+            places.append(placements.layers[number])
+    # for step in steps: carry, aux = step(weights, carry, segments, bias)
+    carry, reports = run_steps(
+        steps,
+        weights,
+        places,
+        carry,
+        segments,
+        biases,
+        remat=remat,
+        light=block.without_branches,
+    )
+    # The carry's dtype and not the embedding's: a float64 run reports in float64.
+    return carry, collect(reports, cfg, segments, tree.leaves(carry)[0].dtype, sh)
+
+
+def _run_layer(
+    cfg: block.Config, sh: Sharding, params: Any, carry: Any, segments: Segments, bias: Any
+) -> Any:
+    """``block.apply`` with every tensor as an argument: a remat gives no gradient to what a
+    function captures.
+    """
+    return block.apply(params, carry, cfg, segments=segments, bias=bias, sh=sh)
 
 
 def start(
@@ -132,6 +213,7 @@ def start(
     """The residual state before the first layer, from the embedding and the images."""
     table = whole(params, "embedding", placements)
     x = embedding.apply(table, tokens, embedding_config(cfg), sh=sh)
+    # Every rank has images or none has: their tower issues collectives.
     if not isinstance(images, tuple):
         check_images(images, tokens, cfg)
         x = see(params, x, images, cfg, remat=remat, placements=placements, sh=sh)
@@ -147,7 +229,8 @@ def finish(
     sh: Sharding = UNSHARDED,
 ) -> Final:
     """The final mix and norm of the residual state after the last layer."""
-    mix, weight = (whole(params, part, placements) for part in ("final_mix", "final_norm"))
+    mix = whole(params, "final_mix", placements)
+    weight = whole(params, "final_norm", placements)
     residual = kinds.residual_of(cfg.residual).finish(mix, carry, cfg.residual, sh=sh)
     return Final(norm.apply(weight, residual, final_norm_config(cfg), sh=sh), residual)
 
@@ -157,13 +240,16 @@ def logits(params: Params[Tensor], hidden: Float[Tensor, "B T D"]) -> Float[Tens
 
     Training uses :func:`loss`, which never holds them all.
     """
+    # Whole weights, unlike all else here: sampling runs on one device.
     return linear(hidden, params.head)
 
 
 def check_layers(params: Params[Tensor], cfg: Config) -> None:
     """Raises ValueError about parameters of another number of layers, or with a None leaf."""
     tree.leaves(params)  # refuses None
-    if (given := len(params.layers)) != cfg.num_layers:
+    given = len(params.layers)
+    # Fewer would run, and give the loss of another model.
+    if given != cfg.num_layers:
         raise ValueError(
             f"model.Config.num_layers={cfg.num_layers}, but params has {given} layers; use their "
             "config"

@@ -40,11 +40,14 @@ def see(
     tower, onto = cfg.vision, cfg.projector
     assert not isinstance(tower, tuple), "check_images was not called"
     assert not isinstance(onto, tuple), "check_images was not called"
+    # The tower's ends are gathered for the whole of it, its layers one by one as they run.
     ends = _without_blocks(params.vision)
     if placements:
         ends = gather(ends, _without_blocks(placements.vision))
     y = vision.embed(ends, images.pixels.to(x.dtype), tower, patches=images.patches, sh=sh)
     blocks = params.vision.blocks
+    # The same loop as the decoder's, with the same remat and prefetch: images.patches is what all
+    # its layers share, and none has anything of its own.
     y, _ = run_steps(
         [functools.partial(_run_block, tower.block, sh)] * len(blocks),
         blocks,
@@ -55,6 +58,7 @@ def see(
         remat=remat,
         light=vision_block.without_branches,
     )
+    # Features are of this rank's tokens; the projector's weights are gathered as the table's are.
     y = vision.merge(ends, y, tower, patches=images.patches, sh=sh)
     features = projector.apply(whole(params, "projector", placements), y, onto, sh=sh)
     return projector.place(x, features, images.slots, sh=sh)
@@ -77,6 +81,7 @@ def _run_block(
 
 def check_images(images: Images, tokens: Int[Tensor, "B T"], cfg: Config) -> None:
     """Raises ValueError about images that the model cannot see, or that are not of these tokens."""
+    # By shapes alone: values are on the device, and looking at them would wait for it.
     if isinstance(cfg.vision, tuple):
         raise ValueError(
             "a batch with images for a model of text alone; set model.Config.vision and .projector"

@@ -1,9 +1,8 @@
-"""The decoder layers, one after the other."""
+"""Layers one after the other: what the backward computes again of them, and what they report."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,13 +10,11 @@ import torch
 from torch import Tensor
 
 from k31fn import balance as quantile
-from k31fn import scopes, tree
 from k31fn.autodiff.remat import remat as rematerialise
 from k31fn.layers import block, kinds
 from k31fn.layers.kind import Aux
 from k31fn.layers.router import NUM_BINS
-from k31fn.model.config import Config, experts, layer_configs
-from k31fn.model.params import Params
+from k31fn.model.config import Config, experts
 from k31fn.parallel.collectives import psum
 from k31fn.parallel.fsdp.placement import Placements
 from k31fn.parallel.scan.forward import scan
@@ -36,7 +33,6 @@ __all__ = [
     "collect",
     "join",
     "recomputed",
-    "run_layers",
     "run_steps",
 ]
 
@@ -74,55 +70,6 @@ class Reports(NamedTuple):
     logits: Any = ()
 
 
-def run_layers(
-    params: Params[Tensor],
-    carry: Any,
-    cfg: Config,
-    *,
-    layers: range,
-    balance: quantile.State,
-    segments: Segments,
-    remat: Remat = "none",
-    placements: Any = (),
-    sh: Sharding = UNSHARDED,
-) -> tuple[Any, Reports]:
-    """Runs decoder layers on the residual state.
-
-    With ``placements`` the weights of a layer are gathered while the layer before it runs. With any
-    ``remat`` but "none" none of them are kept, and they are gathered again for the backward
-    (:func:`k31fn.parallel.scan`); derivatives are of first order then, as with ``intra_layer`` and
-    ``cross_layer`` outside of ``torch.func``.
-
-    Args:
-        params: of the model, or of a stage that has these layers.
-        carry: what the layer before ``layers`` left, or :func:`k31fn.model.start`.
-        cfg: of the whole model.
-        layers: global numbers, ascending and without gaps.
-        balance: the routers' biases, of these layers at least.
-        segments: packed documents.
-        remat: what the backward computes again.
-        placements: of the parameters, a tree like ``params``; ``()``: they are whole over the data
-            axes.
-        sh: sharding.
-
-    Returns:
-        The next residual state, and what these layers report.
-    """
-    configs = [layer_configs(cfg)[i] for i in layers]
-    steps = [
-        scopes.of_layer(block.title(layer), functools.partial(_run_layer, layer, sh))
-        for layer in configs
-    ]
-    own = [params.layers[i] for i in layers]
-    biases = [bias_of(balance, i, layer) for i, layer in zip(layers, configs, strict=True)]
-    places = [placements.layers[i] for i in layers] if placements else []
-    light = block.without_branches
-    carry, reports = run_steps(
-        steps, own, places, carry, segments, biases, remat=remat, light=light
-    )
-    return carry, collect(reports, cfg, segments, tree.leaves(carry)[0].dtype, sh)
-
-
 def run_steps(
     steps: Sequence[Step],
     params: Sequence[Any],
@@ -141,21 +88,25 @@ def run_steps(
     needs whose sublayers are kept. Returns the last carry and each step's ``aux``.
     """
     if remat == "cross_layer" or (placements and remat != "none"):
+        # Each layer's weights are gathered again for its backward, while the one before it runs,
+        # and inputs of runs of layers are made again: no remat of one layer can know of the next.
         plan = RematPlan(_kept(remat))
         if remat == "cross_layer":
             plan = dataclasses.replace(plan, every=RUN, light=light)
         return scan(steps, placements, params, carry, shared, own, plan)
     ahead = Prefetch(params, placements, range(len(params))) if placements else None
     reports = []
-    for step, layer, mine in zip(steps, params, own, strict=True):
+    for step, layer, of_layer in zip(steps, params, own, strict=True):
+        # What is taken was gathered while the step before ran; the next gather starts now.
         weights = layer if ahead is None else ahead.take()
-        carry, aux = recomputed(step, remat)(weights, carry, shared, mine)
+        carry, aux = recomputed(step, remat)(weights, carry, shared, of_layer)
         reports.append(aux)
     return carry, reports
 
 
 def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """One layer by itself, whose weights are whole: the same with or without ``cross_layer``."""
+    # Of a single layer there is no run of layers to make again: cross_layer is intra_layer.
     return layer if remat == "none" else rematerialise(layer, keep=tuple(_kept(remat)))
 
 
@@ -163,15 +114,9 @@ def _kept(remat: Remat) -> frozenset[str]:
     return frozenset(block.BRANCHES if remat in ("intra_layer", "cross_layer") else ())
 
 
-def _run_layer(
-    cfg: block.Config, sh: Sharding, params: Any, carry: Any, segments: Segments, bias: Any
-) -> Any:
-    """``block.apply`` with every tensor as an argument, as remat needs it."""
-    return block.apply(params, carry, cfg, segments=segments, bias=bias, sh=sh)
-
-
 def bias_of(balance: quantile.State, layer: int, cfg: block.Config) -> Any:
     """The router's bias of a layer by its global number; ``()`` for one that has no router."""
+    # A state of a pipeline stage has rows of its own layers only, hence by the global number.
     routed = kinds.channel_mixer_of(cfg.ffn).experts is not None
     return quantile.bias_of(balance, layer) if routed else ()
 
@@ -189,31 +134,45 @@ def collect(
     The empty ones, too, vary over the data axes only, as the segments do; ``dtype`` is that of
     hidden states.
     """
-    kl = [r.kl for r in reports if isinstance(r.kl, Tensor)]
-    load = [r.load for r in reports if isinstance(r.load, Tensor)]
-    histogram = [r.histogram for r in reports if isinstance(r.histogram, Tensor)]
+    # Empty tensors and not (): what a stage of a pipeline reports has the same structure with or
+    # without such layers. Made from the ids, so that they vary over what the reports vary over.
+    counts = segments.ids.new_zeros((0, experts(cfg).num_experts), dtype=torch.int32)
+    no_kl = counts.new_zeros((0,), dtype=island(dtype))
+    no_histogram = counts[..., None].expand(-1, -1, NUM_BINS)
+    # Logits are of this rank's heads, so there is nothing to sum.
     logits = [r.logits for r in reports if isinstance(r.logits, Tensor)]
-    none = segments.ids.new_zeros((0, experts(cfg).num_experts), dtype=torch.int32)
     return Reports(
-        psum(torch.stack(kl), sh.sequence) if kl else none.new_zeros((0,), dtype=island(dtype)),
-        psum(torch.stack(load), sh.sequence) if load else none,
-        psum(torch.stack(histogram), sh.sequence)
-        if histogram
-        else none[..., None].expand(-1, -1, NUM_BINS),
+        _summed("kl", reports, no_kl, sh),
+        _summed("load", reports, counts, sh),
+        _summed("histogram", reports, no_histogram, sh),
         torch.stack(logits) if logits else (),
     )
+
+
+def _summed(part: str, reports: Sequence[Aux], none: Tensor, sh: Sharding) -> Tensor:
+    """The part of those layers that report it, summed over the ranks of a sequence, of which each
+    counted its own tokens.
+    """
+    reported = []
+    for aux in reports:
+        value = getattr(aux, part)
+        if isinstance(value, Tensor):
+            reported.append(value)
+    # Stacked first: one collective for all layers.
+    return psum(torch.stack(reported), sh.sequence) if reported else none
 
 
 def join(*reports: Reports) -> Reports:
     """The reports of layers that follow one another."""
     joined = []
     for parts in zip(*reports, strict=True):
-        there = [part for part in parts if isinstance(part, Tensor)]
-        joined.append(torch.cat(there) if there else ())
+        reported = [part for part in parts if isinstance(part, Tensor)]
+        joined.append(torch.cat(reported) if reported else ())
     return Reports(*joined)
 
 
 def check_remat(remat: str) -> None:
     """Raises ValueError about an unknown ``remat``."""
+    # A wrong name would compute the right numbers with another memory.
     if remat not in get_args(Remat):
         raise ValueError(f"remat={remat!r} unknown; use one of {', '.join(get_args(Remat))}")

@@ -16,7 +16,7 @@ from k31fn.layers import embedding, losses, mtp
 from k31fn.layers.patches import Images
 from k31fn.model.config import Config, kl_layers, mtp_config
 from k31fn.model.forward import apply
-from k31fn.model.layers import Remat, Reports, collect, join, recomputed
+from k31fn.model.layers import Remat, Reports, bias_of, collect, join, recomputed
 from k31fn.model.params import Params, whole
 from k31fn.parallel.fsdp.placement import Placements, gather
 from k31fn.parallel.sharding import UNSHARDED, Sharding
@@ -70,6 +70,8 @@ def make_batch(
             f"tokens have shape {list(tokens.shape)} and {tokens.dtype}; expected [B, T], int64 "
             "or int32"
         )
+    # On the host, where the batch is made: on a device it would be a wait in every step, and the
+    # lookup of an id beyond the table a crash without a name.
     embedding.check_tokens(tokens, vocab_size, "tokens")
     if segments is not None:
         seg.check_shape(segments, tokens)
@@ -80,9 +82,9 @@ def make_batch(
     )
     labels = seg.next_token_labels(tokens, segments)
     if not isinstance(images, tuple):
-        labels = labels.masked_fill(
-            F.pad(images.slots[:, 1:], (0, 1), value=-1) >= 0, losses.IGNORED
-        )
+        # A label is the next token: the slot that counts is the next token's, too.
+        next_slot = F.pad(images.slots[:, 1:], (0, 1), value=-1)
+        labels = labels.masked_fill(next_slot >= 0, losses.IGNORED)
     return Batch(tokens, labels, segments, (labels >= 0).sum(), seg.valid(segments).sum(), images)
 
 
@@ -129,12 +131,11 @@ def loss(
     how: Any = {"placements": placements, "sh": sh}
     seen: Any = {"segments": batch.segments, "images": batch.images}
     out = apply(params, batch.tokens, cfg, balance=balance, remat=remat, **seen, **how)
-    lm, reports = (
-        lm_loss(params, out.hidden, batch.labels, **how),
-        Reports(out.kl, out.load, out.histogram, out.logits),
-    )
+    lm = lm_loss(params, out.hidden, batch.labels, **how)
+    reports = Reports(out.kl, out.load, out.histogram, out.logits)
     second = torch.zeros_like(lm)
     if cfg.num_mtp_layers:
+        # Behind the trunk: its gradient flows into the trunk's last state too.
         second, more = mtp_loss(
             params, out.residual, batch, cfg, balance=balance, remat=remat, **how
         )
@@ -174,12 +175,11 @@ def mtp_loss(
     embedding, also where that is a placeholder.
     """
     places = (placements.mtp, placements.embedding) if placements else ()
-    run, bias = (
-        functools.partial(_run_mtp, cfg, places, sh),
-        quantile.bias_of(balance, cfg.num_layers),
-    )
-    arguments = (params.mtp, params.embedding), residual, batch.tokens, batch.segments, bias
-    out = recomputed(run, remat)(*arguments)
+    bias = bias_of(balance, cfg.num_layers, mtp_config(cfg).layer)
+    weights = (params.mtp, params.embedding)
+    # One layer by itself has no next one to gather for; remat gathers it again for its backward.
+    run = recomputed(functools.partial(_run_mtp, cfg, places, sh), remat)
+    out = run(weights, residual, batch.tokens, batch.segments, bias)
     labels = mtp.labels(batch.labels, context=sh.context)
     total = lm_loss(params, out.hidden, labels, placements=placements, sh=sh)
     return total, collect([out.aux], cfg, batch.segments, residual.dtype, sh)
@@ -193,7 +193,7 @@ def _run_mtp(
     residual: Tensor,
     tokens: Tensor,
     segments: Segments,
-    bias: Tensor,
+    bias: Any,
 ) -> mtp.Output:
     """``mtp.apply`` with every tensor as an argument, as remat needs it; its weights are gathered
     inside.
@@ -211,11 +211,13 @@ def weigh(parts: Losses, batch: Batch, cfg: Config) -> Float[Tensor, ""]:
     absent ones, adds up to the loss of the model.
     """
     kl = parts.kl.sum()
+    # By the layers of the whole model, also in a stage that has few of them.
     if cfg.indexer_reduction == "mean":
         kl = kl / max(1, kl_layers(cfg))
-    total = losses.mean(parts.lm, batch.num_labels) + cfg.indexer_weight * losses.mean(
-        kl, batch.num_queries
-    )
+    # Denominators come from the batch, counted over all ranks and micro-batches before the forward:
+    # the mean of means would weigh short rows more.
+    lm = losses.mean(parts.lm, batch.num_labels)
+    total = lm + cfg.indexer_weight * losses.mean(kl, batch.num_queries)
     if cfg.num_mtp_layers:
         total = total + cfg.mtp_weight * losses.mean(parts.mtp, batch.num_labels)
     return total

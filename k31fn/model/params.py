@@ -49,6 +49,7 @@ def specs(cfg: Config) -> Params[ParamSpec]:
 
     The head is truncated N(0, 1/D), as in the released training code.
     """
+    # One declaration for all: initial values, placements, optimiser groups and checkpoints follow.
     scheme = kinds.residual_of(cfg.residual)
     return Params(
         embedding=embedding.specs(embedding_config(cfg)),
@@ -58,7 +59,9 @@ def specs(cfg: Config) -> Params[ParamSpec]:
         head=ParamSpec(
             (cfg.hidden_size, cfg.vocab_size),
             ("hidden", "vocab"),
-            TruncatedNormal(cfg.hidden_size**-0.5),
+            TruncatedNormal(
+                cfg.hidden_size**-0.5
+            ),  # no "matrix" tag: Muon leaves the head to AdamW
         ),
         mtp=mtp.specs(mtp_config(cfg)) if cfg.num_mtp_layers else (),
         vision=() if isinstance(cfg.vision, tuple) else vision.specs(cfg.vision),
@@ -68,6 +71,7 @@ def specs(cfg: Config) -> Params[ParamSpec]:
 
 def init_balance(cfg: Config, *, device: torch.device | str | None = None) -> quantile.State:
     """The routers' biases before the first step: zero."""
+    # They are no parameters: no gradient reaches them, and the optimiser must not see them.
     return quantile.init(moe_layers(cfg), experts(cfg).num_experts, device=device)
 
 
@@ -75,5 +79,6 @@ def whole(params: Params[Tensor], part: str, placements: Placements = ()) -> Any
     """A part of the parameters as a layer uses it: gathered over the data axes, where
     ``placements`` are given.
     """
-    own = getattr(params, part)
-    return gather(own, getattr(placements, part)) if placements else own
+    weights = getattr(params, part)
+    # Without placements there is no data axis to gather over: tests and samplers hold all of it.
+    return gather(weights, getattr(placements, part)) if placements else weights

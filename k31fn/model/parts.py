@@ -12,7 +12,8 @@ from k31fn.model.config import Config, layer_configs
 
 __all__ = ["find_part", "parts"]
 
-# Outside of the sublayers, by path; what joins layers, {mix}, has the name of its scheme.
+# Outside of the sublayers, by path. Those inside are called what their kinds say, and what joins
+# them what the residual scheme does.
 _ENDS = (
     ("norms", r"layers\.\d+\.(attn|ffn)_norm\..*|final_norm\..*"),
     ("head", r"head(\..*)?"),
@@ -28,9 +29,10 @@ def parts(cfg: Config) -> tuple[str, ...]:
     """The parts that parameters of this model can belong to, in the order of its tables."""
     names = ["embedding"]
     for config in cfg.sublayers.values():
-        names += [name for _, name in _patterns(kinds.kind_of(config))]
+        for _, name in _patterns(kinds.kind_of(config)):
+            names.append(name)
     names.append(kinds.kind_of(cfg.residual).title)
-    names += [name for name, _ in _ENDS]
+    names.extend(dict(_ENDS))
     return tuple(dict.fromkeys(names))  # two sublayers of one kind are one part
 
 
@@ -38,20 +40,22 @@ def find_part(cfg: Config) -> Callable[[str], str]:
     """The function from the path of a parameter of this model to its part, one of :func:`parts`."""
     layers = layer_configs(cfg)
     scheme = kinds.kind_of(cfg.residual).title
-    ends = [(name, re.compile(pattern)) for name, pattern in _ENDS]
 
     def part(path: str) -> str:
         if path.startswith("embedding."):
             return "embedding"
-        if found := _SUBLAYER.fullmatch(path):
-            number, which, rest = found.groups()
+        inside = _SUBLAYER.fullmatch(path)
+        if inside:
+            number, which, rest = inside.groups()
+            # By the layer's number: one path belongs to KDA in one layer and to DSA in another.
             layer = layers[int(number)]
             return _part_inside(layer.mixer if which == "attn" else layer.ffn, rest)
         if _MIX.fullmatch(path):
             return scheme
-        for name, pattern in ends:
-            if pattern.fullmatch(path):
+        for name, pattern in _ENDS:
+            if re.fullmatch(pattern, path):
                 return name
+        # A new weight of the model that no row counts would be missing from every total.
         raise AssertionError(f"{path} belongs to no part of k31fn.model.parts")
 
     return part

@@ -1,9 +1,15 @@
 """The model cut into pipeline stages.
 
-    parts = stages(cfg, stage_ranges(cfg.num_layers, num_stages)) mine = [parts[i] for i in
-    table.stages_of(rank)] held = params.init(select(specs(cfg), mine), key)
-    # this rank's, in one tree run(table, [make_stage(cfg, p, balance=state) for p in mine],
-    [select(held, [p]) for p in mine], batches, ...)
+    parts = stages(cfg, stage_ranges(cfg.num_layers, num_stages))
+    of_rank = [parts[i] for i in table.stages_of(rank)]
+    weights = params.init(select(specs(cfg), of_rank), key)     # of a rank, in one tree
+    run(
+        table,
+        [make_stage(cfg, part, balance=state) for part in of_rank],
+        [select(weights, [part]) for part in of_rank],
+        batches,
+        ...,
+    )
 
 A rank's parameters are the model's tree with ``()`` for what others have. Paths, and so initial
 values, checkpoints and the rows of the balance state, go by the global numbers of layers, whatever
@@ -25,8 +31,8 @@ from torch import Tensor
 from k31fn import balance as quantile
 from k31fn.layers import kinds
 from k31fn.model.config import Config, layer_configs, moe_layers
-from k31fn.model.forward import finish, start
-from k31fn.model.layers import Remat, run_layers
+from k31fn.model.forward import finish, run_layers, start
+from k31fn.model.layers import Remat
 from k31fn.model.loss import Batch, Losses, lm_loss, weigh
 from k31fn.model.params import Params
 from k31fn.parallel.collectives import axis_size
@@ -58,7 +64,10 @@ def stages(cfg: Config, ranges: Sequence[range]) -> tuple[Part, ...]:
         ValueError: ranges that are not all layers in order, or a model with a
             multi-token-prediction layer.
     """
-    if [i for r in ranges for i in r] != list(range(cfg.num_layers)):
+    numbers: list[int] = []
+    for layers in ranges:
+        numbers.extend(layers)
+    if numbers != list(range(cfg.num_layers)):
         raise ValueError(
             f"stages: ranges {list(ranges)} are not the layers 0..{cfg.num_layers - 1} in order"
         )
@@ -68,15 +77,18 @@ def stages(cfg: Config, ranges: Sequence[range]) -> tuple[Part, ...]:
             "stages: that layer reads "
             "the embedding, which the last stage does not have; set mtp=() or mesh.pp=1"
         )
-    return tuple(Part(r, i == 0, i == len(ranges) - 1) for i, r in enumerate(ranges))
+    last = len(ranges) - 1
+    return tuple(Part(layers, i == 0, i == last) for i, layers in enumerate(ranges))
 
 
 def select(params: Params[Any], parts: Sequence[Part]) -> Params[Any]:
     """What these stages have of a tree like the model's parameters (values, specs or placements);
     ``()`` elsewhere.
     """
-    first, last = any(p.first for p in parts), any(p.last for p in parts)
-    numbers = {i for p in parts for i in p.layers}
+    first = any(part.first for part in parts)
+    last = any(part.last for part in parts)
+    numbers = _numbers(parts)
+    # The tree keeps its shape: paths of leaves, and so checkpoints, do not depend on the cuts.
     return Params(
         embedding=params.embedding if first else (),
         layers=tuple(layer if i in numbers else () for i, layer in enumerate(params.layers)),
@@ -93,14 +105,18 @@ def merge(trees: Sequence[Params[Any]]) -> Params[Any]:
     """One tree of what several stages have, such as the gradients of a rank's chunks."""
 
     def present(values: Sequence[Any]) -> Any:
-        return next((v for v in values if not isinstance(v, tuple) or v), ())
+        """The one that is not ``()``: no part of the model is two stages'."""
+        for value in values:
+            if not isinstance(value, tuple) or value:
+                return value
+        return ()
 
-    whole = {
-        f.name: present([getattr(t, f.name) for t in trees]) for f in dataclasses.fields(Params)
-    }
-    whole["layers"] = tuple(
-        present(layer) for layer in zip(*(t.layers for t in trees), strict=True)
-    )
+    whole = {}
+    for field in dataclasses.fields(Params):
+        whole[field.name] = present([getattr(tree, field.name) for tree in trees])
+    # Layers one by one: each tree has a tuple of all of them, most of it ().
+    by_layer = zip(*[tree.layers for tree in trees], strict=True)
+    whole["layers"] = tuple(present(layer) for layer in by_layer)
     return Params(**whole)
 
 
@@ -108,8 +124,16 @@ def stage_moe_layers(cfg: Config, parts: Sequence[Part]) -> tuple[int, ...]:
     """Global numbers of the MoE layers of these stages: the rows of their balance state, possibly
     none.
     """
-    numbers = {i for p in parts for i in p.layers}
+    numbers = _numbers(parts)
     return tuple(i for i in moe_layers(cfg) if i in numbers)
+
+
+def _numbers(parts: Sequence[Part]) -> set[int]:
+    """Global numbers of the layers of these stages."""
+    numbers: set[int] = set()
+    for part in parts:
+        numbers.update(part.layers)
+    return numbers
 
 
 def make_stage(
@@ -162,15 +186,17 @@ def make_stage(
             placements=placements,
             sh=sh,
         )
+        # Zeros where another stage has the part, so that all stages' sums have one structure.
         lm = reports.kl.new_zeros(())
         if part.last:
             hidden = finish(params, state, cfg, placements=placements, sh=sh).hidden
             lm = lm_loss(params, hidden, batch.labels, placements=placements, sh=sh)
         sums = Losses(lm, torch.zeros_like(lm), *reports)
-        total, largest = weigh(sums, batch, cfg), sums.logits
-        return StageOutput(
-            StageCarry() if part.last else _leave(state), total, sums._replace(logits=()), largest
-        )
+        # A stage seeds the backward of its own KL: it never travels to the last one.
+        total = weigh(sums, batch, cfg)
+        carry = StageCarry() if part.last else _leave(state)
+        # Logits go by themselves: micro-batches are added up, and of these the largest counts.
+        return StageOutput(carry, total, sums._replace(logits=()), sums.logits)
 
     return stage
 
@@ -196,12 +222,16 @@ def stage_carries(
     x = torch.empty(
         rows, tokens // axis_size(sh.sequence), cfg.hidden_size, dtype=dtype, device="meta"
     )
-    state, configs = kinds.residual_of(cfg.residual).start(x, cfg.residual), layer_configs(cfg)
-    first, has_blocks = _leave(state), "blocks" in _fields(state)
+    # The scheme's own start on a meta tensor: no file but the scheme's knows what its state is.
+    state = kinds.residual_of(cfg.residual).start(x, cfg.residual)
+    first = _leave(state)
+    has_blocks = "blocks" in _fields(state)
+    configs = layer_configs(cfg)
 
     def carry(part: Part) -> StageCarry:
         if part.first:
             return StageCarry()
+        # Every block that an earlier layer closed is still read, so all of them have arrived.
         opened = sum(c.opens_block for c in configs[: part.layers.start])
         return first._replace(blocks=(x,) * opened if has_blocks else ())
 
@@ -212,6 +242,7 @@ def _leave(state: Any) -> StageCarry:
     """A residual scheme's state as what crosses a cut."""
     if "blocks" not in _fields(state):
         return StageCarry(state)
+    # Blocks never change once they are there, so the engine sends each to a rank once.
     return StageCarry(dataclasses.replace(state, blocks=()), tuple(state.blocks))
 
 

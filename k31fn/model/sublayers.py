@@ -25,6 +25,7 @@ class Sublayers(Mapping[str, Any]):
 
     def __init__(self, **configs: Any) -> None:
         for name, config in configs.items():
+            # Here and not where a layer is built: the name of the part is still known.
             try:
                 kinds.sublayer_of(config)
             except ValueError as error:
@@ -41,7 +42,9 @@ class Sublayers(Mapping[str, Any]):
         return len(self._configs)
 
     def __hash__(self) -> int:
+        # By content: recipes are keys of caches, and a dict cannot be hashed. Unordered, as == is.
         return hash(frozenset(self._configs.items()))
 
     def __repr__(self) -> str:
-        return f"Sublayers({', '.join(f'{n}={c!r}' for n, c in self._configs.items())})"
+        configs = ", ".join(f"{name}={config!r}" for name, config in self._configs.items())
+        return f"Sublayers({configs})"
