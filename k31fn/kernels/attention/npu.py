@@ -22,7 +22,7 @@ from torch import Tensor
 from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.precision import upcast
 
-__all__ = ["Packing", "attention", "attention_accepts", "pack", "packed_attention"]
+__all__ = ["attention", "attention_accepts", "pack", "packed_attention"]
 
 # limits of the operator's layout TND, from CANN's documentation
 _MOST_HEADS = 256
@@ -65,7 +65,7 @@ def attention(
     )
 
 
-class Packing(NamedTuple):
+class _Packing(NamedTuple):
     """Sequences of all rows, one after the other.
 
     Attributes:
@@ -82,7 +82,7 @@ class Packing(NamedTuple):
     causal: bool
 
 
-def pack(start: Tensor, stop: Tensor, num_keys: int, *, causal: bool) -> Packing:
+def pack(start: Tensor, stop: Tensor, num_keys: int, *, causal: bool) -> _Packing:
     """The runs of queries that see the same keys (or ever one more), with these keys; padding, with
     as many keys.
 
@@ -114,10 +114,10 @@ def pack(start: Tensor, stop: Tensor, num_keys: int, *, causal: bool) -> Packing
     # in training all keys are used in their own order: then nothing needs to be gathered
     whole = torch.equal(keys, torch.arange(start.shape[0] * num_keys))
     key_ends = tuple(itertools.accumulate(map(len, ranges)))
-    return Packing(tuple(ends.tolist()), key_ends, () if whole else keys, causal)
+    return _Packing(tuple(ends.tolist()), key_ends, () if whole else keys, causal)
 
 
-def _packed(q: Tensor, k: Tensor, k_shared: Tensor, v: Tensor, packing: Packing) -> list[Tensor]:
+def _packed(q: Tensor, k: Tensor, k_shared: Tensor, v: Tensor, packing: _Packing) -> list[Tensor]:
     shared = k_shared[:, :, None].expand(-1, -1, k.shape[2], -1)
     queries = q.flatten(0, 1).contiguous()
     keys = torch.cat([k, shared], -1).flatten(0, 1).contiguous()
@@ -129,7 +129,7 @@ def _packed(q: Tensor, k: Tensor, k_shared: Tensor, v: Tensor, packing: Packing)
     return [queries, keys, values]
 
 
-def _unpacked(x: Tensor, like: Tensor, packing: Packing) -> Tensor:
+def _unpacked(x: Tensor, like: Tensor, packing: _Packing) -> Tensor:
     """The gradient of what was packed, ``[B S Hk *]``: keys that are in no sequence have zero."""
     if isinstance(packing.keys, Tensor):
         zeros = x.new_zeros((like.shape[0] * like.shape[1], *x.shape[1:]))
@@ -138,7 +138,7 @@ def _unpacked(x: Tensor, like: Tensor, packing: Packing) -> Tensor:
     return x.view(*like.shape[:3], -1)
 
 
-def _options(like: Tensor, packing: Packing) -> dict[str, Any]:
+def _options(like: Tensor, packing: _Packing) -> dict[str, Any]:
     ends = {"actual_seq_qlen": packing.query_ends, "actual_seq_kvlen": packing.key_ends}
     if not packing.causal:
         return ends
@@ -158,7 +158,7 @@ def _fwd(*args: Any) -> tuple[Tensor, Any]:
     return result, (q, k, k_shared, v, start, stop, out, largest, total)
 
 
-def _bwd(scale: float, packing: Packing, residuals: Any, ct: Tensor) -> tuple[Any, ...]:
+def _bwd(scale: float, packing: _Packing, residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     q, k, k_shared, v, start, stop, out, largest, total = residuals
     d_out = torch.where((start < stop)[..., None, None], ct, 0.0).to(q.dtype).flatten(0, 1)
     d_q, d_keys, d_v, *_ = torch_npu.npu_fusion_attention_grad(

@@ -246,7 +246,7 @@ def _joined(tiles: list[Tensor], heads: torch.Size) -> Float[Tensor, "n B H *res
     return torch.stack(tiles).unflatten(1, heads)
 
 
-class TileGradients(NamedTuple):
+class _TileGradients(NamedTuple):
     """Gradients of what :func:`prepare` was given, tiled."""
 
     rows: list[Tensor]
@@ -263,7 +263,7 @@ def state_bwd(
     back: Scan,
     d_q_decayed: tuple[Tensor, ...] = (),
     d_p: tuple[Tensor, ...] = (),
-) -> TileGradients:
+) -> _TileGradients:
     """Gradients of k, v, g and beta from a scan and its adjoint.
 
     ``d_q_decayed`` and ``d_p``: those of Q*e^G and of P, one each where there are outputs.
@@ -295,7 +295,7 @@ def state_bwd(
     ):
         d_g = accumulate(d_g, sums.mT.expand_as(t.inverse), d_sum)
     d_k, *d_q = d_kq.unbind(3)
-    return TileGradients([d_k + d_k_grow + d_k_out, *d_q], m.a.mT @ d_u, d_g, d_beta)
+    return _TileGradients([d_k + d_k_grow + d_k_out, *d_q], m.a.mT @ d_u, d_g, d_beta)
 
 
 def accumulate(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

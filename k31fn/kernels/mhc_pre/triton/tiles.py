@@ -15,7 +15,6 @@ __all__ = [
     "MOST_ITERATIONS",
     "MOST_SPLITS",
     "TILES",
-    "KernelTiles",
     "accepts",
     "constants",
     "dealt",
@@ -32,7 +31,7 @@ _BUSY = 0.8  # share of the device; to fill the rest, a split more would cost mo
 _ALIGNED = ("width", "flat", "chunk", "x_group", "phi_group", "ct_group", "ct_x_group")
 
 
-class KernelTiles(NamedTuple):
+class _KernelTiles(NamedTuple):
     """One per kernel, for bfloat16. ``rows`` of ``project`` and ``streams`` are at least 16: sides
     of a product.
     """
@@ -46,21 +45,21 @@ class KernelTiles(NamedTuple):
 
 # chosen by measurement on an H200 (benchmarks/mhc.py --tune); on Ascend by its memory
 TILES = {
-    "cuda": KernelTiles(
+    "cuda": _KernelTiles(
         project=Tile(warps=8, per_core=2, rows=128, columns=64, stages=4),
         mix=Tile(warps=2, per_core=16, rows=8, columns=512, stages=3),
         backward_mix=Tile(warps=1, per_core=16, rows=4, columns=256, stages=4),
         streams=Tile(warps=4, per_core=2, rows=32, columns=128, stages=3),
         sums=Tile(warps=4, per_core=8, columns=1024),
     ),
-    "npu": KernelTiles(
+    "npu": _KernelTiles(
         project=Tile(rows=64, columns=128),
         mix=Tile(per_core=2, rows=8, columns=2048),
         backward_mix=Tile(per_core=2, rows=4, columns=1024, stages=1),
         streams=Tile(rows=32, columns=128, stages=1),
         sums=Tile(per_core=2, columns=1024),
     ),
-    "cpu": KernelTiles(
+    "cpu": _KernelTiles(
         project=Tile(rows=16, columns=16),
         mix=Tile(rows=4, columns=16),
         backward_mix=Tile(rows=4, columns=16),
