@@ -182,12 +182,11 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
     wanted = triton.cdiv(shape.tiles, max(_SHORTEST, _SEGMENT // shape.lines))
     size = triton.cdiv(shape.tiles, wanted)
     count = triton.cdiv(shape.tiles, size)
-    states = q.new_empty((shape.lines, count + 1, shape.width, shape.columns), dtype=torch.float32)
-    states[:, 0] = before.flatten(0, 1)
-    o = torch.empty_like(v)
     at_once = _TILES[kind].scan.rows
     factors = _factors(q, shape, min(at_once * size, shape.tiles))
     wq, kf, u, p, _, d = factors
+    states = q.new_empty((shape.lines, count + 1, shape.width, shape.columns), dtype=torch.float32)
+    o = torch.empty_like(v)
     for i in range(0, count, at_once):
         first = i * size
         tiles = min(at_once * size, shape.tiles - first)
@@ -195,6 +194,8 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
         kda_prepare[(shape.lines * triton.cdiv(tiles, given["PER"]),)](
             q, k, v, g, beta, ids, stop, *factors, shape.tokens, first, tiles, **given
         )
+        if i == 0:  # The first kernel is under way by now.
+            states[:, 0] = before.flatten(0, 1)
         given = _given(kind, "scan", shape, q.dtype)
         given["MARKS"] = min(at_once, count - i)
         kda_scan[(shape.lines * (shape.columns // given["BLOCK"]),)](
@@ -330,14 +331,17 @@ def _given(kind: str, name: str, shape: _Shape, dtype: torch.dtype) -> dict[str,
 def _constants(kind: str, name: str, shape: _Shape, dtype: torch.dtype) -> dict[str, Any]:
     tile = getattr(_TILES[kind], name)
     matrix_units = dtype == torch.bfloat16 and not INTERPRETED
-    # prepare and the gradients cut K, the scans V
-    features = shape.width if name in ("prepare", "gradients") else shape.columns
+    block = min(tile.columns, shape.columns)
+    if name == "gradients":
+        block = min(tile.columns, shape.width)
+    elif name == "prepare":  # It holds what it needs again of two blocks of K, and no more.
+        block = max(min(tile.columns, shape.width), shape.width // 2)
     constants = {
         "H": shape.heads,
         "K": shape.width,
         "V": shape.columns,
         "C": TILE,
-        "BLOCK": min(tile.columns, features),
+        "BLOCK": block,
         "VBLOCK": min(tile.columns, shape.columns),
         "PER": tile.rows,
         "STAGES": tile.stages,
