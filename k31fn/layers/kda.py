@@ -31,6 +31,7 @@ from k31fn import tree
 from k31fn.kernels.gated_norm import gated_norm
 from k31fn.kernels.kda import kda, kda_fragment
 from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY, TILE
+from k31fn.kernels.kda_gates import kda_gates
 from k31fn.kernels.short_conv import short_conv
 from k31fn.layers import short_conv as conv
 from k31fn.layers.kind import Flops, Halo, Output, TokenMixer
@@ -39,7 +40,7 @@ from k31fn.parallel.collectives import all_gather, axis_size, psum_scatter, pvar
 from k31fn.parallel.context import relay, whole_slice
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec, SoftplusInverse, Uniform
-from k31fn.precision import island, upcast
+from k31fn.precision import island
 from k31fn.segments import Segments, whole
 from k31fn.typing import Float, Leaf, Tensor
 
@@ -260,12 +261,18 @@ def _mix(
         y = short_conv(y, w.weight, segments.ids, history)
         by_head.append(split_heads(y, heads, cfg.head_dim, "kda w_q, w_k, w_v"))
     q, k, v = by_head
-    g = _log_decay(linear(decay, params.w_fb), params, cfg, heads)
-    # An island, as g is: both act on S, which is float32.
-    beta = torch.sigmoid(upcast(linear(x, params.w_b)))
-    # The scale goes with the norm of q, so that both are rounded once.
-    q = _l2_norm(q, cfg.l2_eps, cfg.head_dim**-0.5)
-    k = _l2_norm(k, cfg.l2_eps)
+    # Norms and gates in float32, as S is: one op, since each alone is a pass over memory.
+    q, k, g, beta = kda_gates(
+        q,
+        k,
+        split_heads(linear(decay, params.w_fb), heads, cfg.head_dim, "kda w_fb"),
+        linear(x, params.w_b),
+        params.A_log,
+        rearrange(params.dt_bias, "(h k) -> h k", h=heads),
+        cfg.gate_lower_bound,
+        cfg.l2_eps,
+        cfg.head_dim**-0.5,
+    )
     s = state.s if isinstance(state, State) else _state_before(k, v, g, beta, segments, sh)
     o, s = kda(q, k, v, g, beta, segments.ids, s)
     gate = split_heads(linear(x, params.w_g), heads, cfg.head_dim, "kda w_g")
@@ -291,24 +298,6 @@ def _state_before(
     # Two passes over the slice: a rank learns what its tokens do to any S before it is told S.
     fragment = kda_fragment(k, v, g, beta, segments.ids)
     return relay(fragment.state, fragment.transition, segments.position, sh.context)
-
-
-def _log_decay(
-    z: Float[Tensor, "B T HK"], params: Params[Tensor], cfg: Config, heads: int
-) -> Float[Tensor, "B T H K"]:
-    """``g = bound * sigmoid(exp(A_log) (z + dt_bias))`` in float32: a rounded A_log would change
-    the decay's rate.
-    """
-    z = split_heads(upcast(z) + upcast(params.dt_bias), heads, cfg.head_dim, "kda w_fb")
-    return cfg.gate_lower_bound * torch.sigmoid(upcast(params.A_log).exp()[:, None] * z)
-
-
-def _l2_norm(
-    x: Float[Tensor, "B T H K"], eps: float, scale: float = 1.0
-) -> Float[Tensor, "B T H K"]:
-    """``scale * x * rsqrt(sum x^2 + eps)`` in float32, rounded once."""
-    wide = upcast(x)
-    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 def _flops(cfg: Config, length: int) -> Flops:

@@ -46,6 +46,7 @@ def _kda() -> tuple[Any, ...]:
     return q, k, torch.randn(shape), g, torch.rand(1, 40, 1), ids, state
 
 
+
 def _fp8_encode_cases() -> tuple[Case, ...]:
     cases = []
     dtypes = (torch.bfloat16, torch.float32)
@@ -53,6 +54,14 @@ def _fp8_encode_cases() -> tuple[Case, ...]:
         # 0: codes are integers, and the kernel rounds as the reference does
         cases.append(Case(functools.partial(_fp8_encode, *choice), 0))
     return tuple(cases)
+
+
+def _kda_gates() -> tuple[Any, ...]:
+    """Two chunks of tokens, the last one short."""
+    shape = (1, 131, 2, 16)
+    q, k, z = (torch.randn(shape) for _ in range(3))
+    parameters = (torch.randn(2), torch.randn(2, 16))
+    return q, k, z, torch.randn(shape[:3]), *parameters, -5.0, 1e-6, 0.25
 
 
 def _mhc_pre(dtype: torch.dtype) -> tuple[Any, ...]:
@@ -88,6 +97,7 @@ CASES = {
     "attn_res": (Case(_attn_res, 2e-5),),
     "fp8_encode": _fp8_encode_cases(),
     "kda": (Case(_kda, 2e-5),),
+    "kda_gates": (Case(_kda_gates, 2e-5),),
     "gated_norm": (Case(_gated_norm, 2e-5),),
     "short_conv": tuple(
         Case(functools.partial(_short_conv, history), 2e-5) for history in (False, True)
