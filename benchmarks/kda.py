@@ -1,8 +1,9 @@
 """KDA: the kernels beside plain torch and fla-core's ``chunk_kda``, in one run.
 
-All take normalised q and k and log-decays in float32. Per distribution of decays at 8192 tokens,
-then for 1 K to 64 K tokens; as called, and from a CUDA graph, which has no time of the host. fla's
-gradients go unchecked here; ours are compared with the float64 reference first.
+The plain forms take normalised q and k and log-decays in float32, the "gated" ones projections:
+they make norms and gates too. Per distribution of decays at 8192 tokens, then for 1 K to 64 K
+tokens; as called, and from a CUDA graph, which has no time of the host. fla's gradients go
+unchecked here; ours are compared with the float64 reference first.
 ``python -m benchmarks.kda --json benchmarks/results/kda.json``, on a CUDA device.
 """
 
@@ -18,13 +19,16 @@ from torch import Tensor
 
 from benchmarks.measure import Row, cuda_device, error, graphed, print_rows, take_turns, write_json
 from k31fn import device as devices
-from k31fn.kernels.kda import MIN_LOG_DECAY, kda
+from k31fn.kernels.kda import kda
+from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY
+from k31fn.kernels.kda_gates import kda_gates
 from k31fn.kernels.registry import use_impl
 
 __all__ = ["main"]
 
 WIDTH = 128
 GATES = ("initial", "mixed", "hard", "weak", "alike")
+NAMES = ["fused", "fla", "fused, gated", "fla, gated", "plain"]
 PLAIN_AT_MOST = 8192  # tokens: more would take minutes and say nothing new
 Function = Callable[..., tuple[Tensor, Tensor]]
 
@@ -65,6 +69,36 @@ def by_op(impl: str) -> Function:
     return run
 
 
+def from_projections(xs: list[Tensor]) -> list[Tensor]:
+    """Inputs of the forms that make norms and gates themselves: g and beta give way to what gives
+    them, and parameters follow.
+    """
+    q, k, v, g, beta, ids, state = xs
+    z = torch.logit((g / MIN_LOG_DECAY).clamp(1e-6, 1 - 1e-6)).bfloat16()
+    raw = torch.logit(beta.clamp(1e-6, 1 - 1e-6)).bfloat16()
+    heads = q.shape[2]
+    parameters = (q.new_zeros(heads).float(), q.new_zeros(heads, WIDTH).float())
+    return [q, k, v, z, raw, ids, state, *parameters]
+
+
+def gated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    ids: Tensor,
+    state: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Norms and gates, then the op, both by the kernels."""
+    with use_impl(kda="triton", kda_gates="triton"):
+        x = kda_gates(q, k, z, beta, A_log, dt_bias, MIN_LOG_DECAY, 1e-6, WIDTH**-0.5)
+        out = kda(x.q, x.k, v, x.g, x.beta, ids, state)
+    return out.o, out.state
+
+
 def peers() -> dict[str, Function]:
     """fla-core's, where it is installed."""
     try:
@@ -81,7 +115,38 @@ def peers() -> dict[str, Function]:
         )  # safe: decays of at least -5, which lets it use the matrix units more
         return out[0], out[1]
 
-    return {"fla": fla}
+    def fla_gated(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        z: Tensor,
+        beta: Tensor,
+        ids: Tensor,
+        state: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        del ids
+        out = chunk_kda(
+            q,
+            k,
+            v,
+            z,
+            beta,
+            WIDTH**-0.5,
+            state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            safe_gate=True,
+            lower_bound=MIN_LOG_DECAY,
+            A_log=A_log,
+            dt_bias=dt_bias.flatten(),
+        )
+        return out[0], out[1]
+
+    return {"fla": fla, "fla, gated": fla_gated}
 
 
 def gradients(f: Function, xs: list[Tensor], cts: list[Tensor]) -> list[Tensor]:
@@ -130,17 +195,23 @@ def rows_of(
     cts = [torch.randn_like(xs[2]), torch.randn_like(xs[6])]
     rate = (devices.peak_rates(where) or devices.PeakRates(float("nan"), float("nan"))).bytes
     floors = [1e3 * x / rate for x in moved(tokens, heads)]
-    functions = {"fused": by_op("triton"), "plain": by_op("reference"), **peers()}
+    functions = {
+        "fused": by_op("triton"),
+        "fused, gated": gated,
+        "plain": by_op("reference"),
+        **peers(),
+    }
     for name in names:
         f = functions.get(name)
         if f is None or (name == "plain" and tokens > PLAIN_AT_MOST):
             continue
+        args = from_projections(xs) if name.endswith("gated") else xs
 
-        def forward(f: Function = f) -> Any:
-            return f(*(x.detach().requires_grad_() if x.is_floating_point() else x for x in xs))
+        def forward(f: Function = f, args: list[Tensor] = args) -> Any:
+            return f(*(x.detach().requires_grad_() if x.is_floating_point() else x for x in args))
 
-        def both(f: Function = f) -> Any:
-            return gradients(f, xs, cts)
+        def both(f: Function = f, args: list[Tensor] = args) -> Any:
+            return gradients(f, args, cts)
 
         most = peak(both, where)
         works = {"forward": [forward], "both": [both]}
@@ -166,7 +237,7 @@ def main() -> int:
     parser.add_argument("--gates", nargs="+", choices=GATES, default=list(GATES))
     tokens = [1024, 4096, 16384, 32768, 65536]
     parser.add_argument("--tokens", nargs="*", type=int, default=tokens)
-    parser.add_argument("--names", nargs="+", default=["fused", "fla", "plain"])
+    parser.add_argument("--names", nargs="+", default=NAMES)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", default="")
     args = parser.parse_args()
