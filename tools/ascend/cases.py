@@ -46,7 +46,6 @@ def _kda() -> tuple[Any, ...]:
     return q, k, torch.randn(shape), g, torch.rand(1, 40, 1), ids, state
 
 
-
 def _fp8_encode_cases() -> tuple[Case, ...]:
     cases = []
     dtypes = (torch.bfloat16, torch.float32)

@@ -36,7 +36,8 @@ def kda_gates(
     rate = upcast(A_log).exp()[:, None]
     g = bound * torch.sigmoid(rate * (upcast(z) + upcast(dt_bias)))
     # The scale goes with the norm of q, so that both are rounded once.
-    q, k = _l2_norm(q, eps, scale), _l2_norm(k, eps, 1.0)
+    q = _l2_norm(q, eps, scale)
+    k = _l2_norm(k, eps, 1.0)
     return KdaGates(q, k, g, torch.sigmoid(upcast(beta)))
 
 

@@ -296,7 +296,9 @@ def _launch_backward(numbers: tuple[float, ...], *operands: Tensor) -> tuple[Ten
         **constants,
         num_warps=tile.warps,
     )
-    d_rate, d_bias = d_rate.sum(1).to(rate.dtype), d_bias.sum(1).to(bias.dtype)
+    # Chunks in order, so that the bits depend on the lengths alone.
+    d_rate = d_rate.sum(1).to(rate.dtype)
+    d_bias = d_bias.sum(1).to(bias.dtype)
     return d_q, d_k, d_z, d_beta, d_rate, d_bias
 
 
