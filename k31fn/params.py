@@ -66,6 +66,7 @@ class Normal:
 
     def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
         """The tile of the initial value in float32."""
+        # scaled here and not in the draw, so that two specs with one key differ by a factor alone
         return random.normal(key, shape, tile=tile) * self.std
 
 
@@ -148,6 +149,7 @@ class ParamSpec:
             raise ValueError(
                 f"ParamSpec.axes={self.axes}: needs one name per dimension of shape {self.shape}"
             )
+        # an absent weight is () in the tree, not a weight without elements
         if any(n < 1 for n in self.shape):
             raise ValueError(f"ParamSpec.shape={self.shape}: every dimension must be at least 1")
         # a misspelt tag would silently hand a matrix to the wrong optimiser
@@ -274,7 +276,8 @@ def count(specs: Any, where: Callable[[str, ParamSpec], bool] | None = None) -> 
 
 def select(params: Any, specs: Any, where: Callable[[str, ParamSpec], bool]) -> dict[str, Any]:
     """``{path: leaf}`` of the leaves whose ``(path, spec)`` satisfies ``where``."""
-    tree.map(lambda *_: 0, params, specs)  # same structure, or a clear error
+    # the same structure, or an error that names the path: zip would pair leaves that do not belong
+    tree.map(lambda *_: 0, params, specs)
     selected = {}
     pairs = zip(tree.flatten_with_paths(specs), tree.leaves(params), strict=True)
     for (path, spec), leaf in pairs:

@@ -108,6 +108,7 @@ def from_cu_seqlens(
         ValueError: offsets that do not start at 0, fall, repeat (an empty document, named by its
             number), miss a row start or do not end in the last row.
     """
+    # on the host: what is checked here is checked once, and the model trusts it
     offsets = offsets.tolist() if isinstance(offsets, Tensor) else list(offsets)
     if batch < 1 or length < 1 or len(offsets) < 2 or offsets[0] != 0:
         raise ValueError(
@@ -133,7 +134,7 @@ def from_cu_seqlens(
         )
     rows: list[list[int]] = [[] for _ in range(batch)]
     for start, stop in itertools.pairwise(offsets):
-        row = start // length
+        row = start // length  # where it begins decides; the next lines refuse one that goes on
         if stop > (row + 1) * length:
             raise ValueError(
                 f"offsets={_short(offsets)} miss {(row + 1) * length}, where row {row + 1} starts "
@@ -236,6 +237,7 @@ def visible(queries: Segments, keys: Segments) -> Bool[Tensor, "B T S"]:
     Positions inside the document order the tokens, so no global offset is passed: a tile of queries
     against all keys is ``visible(window(s, q0, q1), s)``. A padding query sees nothing.
     """
+    # positions in the document, which a window keeps: places in a window would need its offset
     earlier = keys.position[:, None, :] <= queries.position[:, :, None]
     return same_document(queries.ids, keys.ids) & earlier
 
