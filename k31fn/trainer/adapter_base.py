@@ -25,10 +25,10 @@ from k31fn.trainer import folder
 
 __all__ = ["check_base", "check_source", "fingerprint", "init_adapted"]
 
-_PIECE, _PIECES = (
-    2**18,
-    64,
-)  # what the fingerprint reads of a file: so many bytes, at so many places
+# What the fingerprint reads of a file: so many bytes, at so many places. A base may have terabytes,
+# and it is taken at every start; training changes all of a file, so 16 MiB of it tell.
+_PIECE = 2**18
+_PIECES = 64
 
 
 def init_adapted(
@@ -55,44 +55,47 @@ def init_adapted(
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Of the base's files, or its checkpoint's: of each the whole, or of more than 16 MiB the size
-    and 64 pieces.
+    """A hash of the base's files, or its checkpoint's: of each the whole, or of more than 16 MiB
+    the size and 64 pieces.
     """
     if isinstance(recipe.lora, tuple) or not recipe.lora.base:
         return ""
-    base, digest = Path(recipe.lora.base), hashlib.blake2b(digest_size=16)
+    base = Path(recipe.lora.base)
+    digest = hashlib.blake2b(digest_size=16)
     if _is_run(base):
         run, step = _newest(base)
         files = sorted(p for p in (run / "checkpoints" / str(step)).rglob("*") if p.is_file())
     else:
         files = sorted(base.glob("*.safetensors"))
+    # names and sizes are hashed too: two files that change places are another base
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
+            # evenly spread, from the first byte to the last; of a small file they overlap
             for i in range(_PIECES):
                 opened.seek(max(i * _PIECE, (size - _PIECE) * i // (_PIECES - 1)))
                 digest.update(opened.read(_PIECE))
     return digest.hexdigest()
 
 
-def check_base(recipe: Recipe, found: str, base: str | None = None) -> None:
+def check_base(recipe: Recipe, saved: str, base: str | None = None) -> None:
     """Compares the fingerprint in a checkpoint with that of the base.
 
     Args:
         recipe: the run.
-        found: in the checkpoint.
+        saved: in the checkpoint.
         base: the base's, where it is known; None: computed here.
 
     Raises:
         ValueError: they differ.
     """
-    if found != (fingerprint(recipe) if base is None else base):
+    if saved != (fingerprint(recipe) if base is None else base):
         assert isinstance(recipe.lora, lora.Config)
         raise ValueError(
             f"lora.base={recipe.lora.base!r} has changed since the checkpoint, whose adapters are "
-            "for another; put "
-            "the old one back, or have the run's config.json name it: RUN/checkpoints/STEP"
+            "for another; put the old one back, or have the run's config.json name it: "
+            "RUN/checkpoints/STEP"
         )
 
 
@@ -117,6 +120,7 @@ def _open_base(recipe: Recipe, key: Tensor) -> Iterator[tuple[lora.Read, balance
     base = recipe.lora.base
     if not base:
         by_path = dict(tree.flatten_with_paths(model.specs(recipe.model)))
+        # drawn as params.init would, so that the frozen model follows from the seed alone
         yield (
             lambda path, tile: params.draw(path, by_path[path], key, tile=tile),
             model.init_balance(recipe.model),
@@ -157,25 +161,28 @@ def _newest(base: Path) -> tuple[Path, int]:
 def _matching_run(base: Path, recipe: Recipe) -> tuple[Path, int, Recipe]:
     """The run, its newest step and its recipe, of the same model."""
     run, step = _newest(base)
-    there = folder.recipe_of(run)
-    if there.lora:
+    base_recipe = folder.recipe_of(run)
+    if base_recipe.lora:
         raise ValueError(
             f"lora.base={str(base)!r} is a run of adapters itself; merge it first: python -m "
             f"k31fn.hf export {run} OUT"
         )
-    if _shapes(there) != _shapes(recipe):
+    # by shapes, not by config: what has no weights, such as how many keys are chosen, may differ
+    if _shapes(base_recipe) != _shapes(recipe):
         raise ValueError(f"lora.base={str(base)!r} is a run of another model; take its recipe's")
-    return run, step, there
+    return run, step, base_recipe
 
 
 def _read_run(base: Path, recipe: Recipe) -> tuple[dict[str, Tensor], balance.State]:
-    run, step, there = _matching_run(base, recipe)
-    dtype = there.precision.param
+    run, step, base_recipe = _matching_run(base, recipe)
     wanted = {
-        "params": params.abstract(model.specs(there.model), dtype=dtype),
-        "balance": model.init_balance(there.model, device="meta"),
+        "params": params.abstract(
+            model.specs(base_recipe.model), dtype=base_recipe.precision.param
+        ),
+        "balance": model.init_balance(base_recipe.model, device="meta"),
     }
     with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
+        # on the host: the device need not hold the whole weights beside a rank's parts of them
         read = checkpoints.restore(step, wanted, partial=True, device=torch.device("cpu"))
     return dict(tree.flatten_with_paths(read["params"])), read["balance"]
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,6 +50,7 @@ CONFIG is a recipe, configs/NAME.py, or a run to go on with, RUN/config.json.
   torchrun --nproc_per_node=4 train.py configs/tiny.py --mesh.fsdp 2 --mesh.ep 2 --mesh.dp 2
                                                     a process per device; the mesh has as many ranks
 """
+# What a run may end with, with everything saved; anything else is a mistake, with its traceback.
 _FAILURES = (NonFiniteError, CheckpointError, OtherRankError, WarmUpError)
 _DESCRIPTION = (
     "Trains the recipe. Ctrl-C, SIGTERM and --max-minutes end the run after the step under way, "
@@ -59,8 +59,8 @@ _DESCRIPTION = (
 
 
 @dataclass(frozen=True)
-class _Options:
-    """This call.
+class _RunOptions:
+    """How this process runs the recipe; no field of it changes a number of the run.
 
     Attributes:
         resume: "auto" goes on with the newest run of the recipe's name, or starts one if there is
@@ -105,10 +105,10 @@ class _Options:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """All that a call can set; both parts' fields stand side by side."""
+class _CliArgs:
+    """All that the command line can set; both parts' fields stand side by side."""
 
-    options: _Options = field(metadata={"flat": True})
+    options: _RunOptions = field(metadata={"flat": True})
     recipe: Recipe = field(metadata={"flat": True})
 
 
@@ -122,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Each process of a run on several calls this. What they all have to say, one says; what one has
     to say, it says with its rank and its place in the mesh.
     """
-    args, process = list(sys.argv[1:] if argv is None else argv), Process.of_environment()
+    args = list(sys.argv[1:] if argv is None else argv)
+    process = Process.of_environment()
     if not args or args[0] in ("-h", "--help"):
         with process.speaking():
             print(_USAGE, end="", file=sys.stdout if args else sys.stderr)
@@ -134,24 +135,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: Sequence[str], process: Process) -> int:
+    # Up to here no rank knows of another: all read the same arguments and come to the same end.
     with process.speaking():
         try:
             call = _parse(args)
             kernels = choice.parse(call.options.kernels)
             process.check(call.recipe.mesh, args)
-            if (steps := parse_steps(call.options.profile)) and steps[-1] >= call.recipe.steps:
-                raise ValueError(
-                    f"profile={call.options.profile!r} ends after the run's {call.recipe.steps} "
-                    "steps"
-                )
-            device = (
-                devices.parse(call.options.device) if call.options.device else devices.default()
-            )
-            if process.world_size > 1:
-                device = devices.of_rank(device, process.local_rank)
+            _check_profile(call)
+            device = _device(call.options, process)
             choice.check(kernels, device.type)
         except (ValueError, ImportError, OSError) as error:
             return _fail(error, 2)
+    # before the first tensor, or the allocator's settings come too late for what it holds by then
     devices.keep_heap(device)
     config = Path(args[0])
     with use_impl(**kernels):
@@ -161,28 +156,47 @@ def _main(args: Sequence[str], process: Process) -> int:
             return _run(call, config, device, ranks, process)
 
 
-def _parse(args: Sequence[str]) -> _Call:
+def _check_profile(call: _CliArgs) -> None:
+    # a trace that never ends would only be missed when the run is over
+    steps = parse_steps(call.options.profile)
+    if steps and steps[-1] >= call.recipe.steps:
+        raise ValueError(
+            f"profile={call.options.profile!r} ends after the run's {call.recipe.steps} steps"
+        )
+
+
+def _device(options: _RunOptions, process: Process) -> torch.device:
+    device = devices.parse(options.device) if options.device else devices.default()
+    if process.world_size == 1:
+        return device
+    # several processes: the option names the kind alone, and each takes one of this machine's
+    return devices.of_rank(device, process.local_rank)
+
+
+def _parse(args: Sequence[str]) -> _CliArgs:
     if args[0].startswith("-"):
         raise ValueError(
             f"the config comes first, then {args[0]}: train.py configs/tiny.py {shlex.join(args)}"
         )
-    call = _Call(_Options(), load_recipe(Path(args[0])))
+    call = _CliArgs(_RunOptions(), load_recipe(Path(args[0])))
     call = override(call, args[1:], prog=f"train.py {args[0]}", description=_DESCRIPTION)
+    # not in Recipe itself: a forecast makes recipes of few layers, of which less may split
     check_split(call.recipe.mesh, call.recipe.model)
     return call
 
 
-def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process: Process) -> int:
-    recipe, options, stop = call.recipe, call.options, Stop(call.options.max_minutes)
+def _run(call: _CliArgs, config: Path, device: torch.device, ranks: Ranks, process: Process) -> int:
+    recipe, options = call.recipe, call.options
+    stop = Stop(options.max_minutes)  # the clock starts here, so reading the text counts
+    # All that can be refused is refused before the folder is made: a wrong call leaves nothing. The
+    # first rank alone looks at folders, which may change between two looks.
     try:
         ranks.on_first(lambda: trackers.check(recipe.trackers))
         existing = ranks.on_first(lambda: _existing(recipe, options, config))
         if not existing:
             ranks.on_first(lambda: check_start(recipe))
-        recipe = with_base(
-            recipe,
-            ranks.on_first(lambda: settled_base(recipe, Path(existing) if existing else None)),
-        )
+        began_as = Path(existing) if existing else None
+        recipe = with_base(recipe, ranks.on_first(lambda: settled_base(recipe, began_as)))
         corpus = ranks.on_each(lambda: load_corpus(recipe))
         if options.threads:
             torch.set_num_threads(options.threads)
@@ -193,56 +207,56 @@ def _run(call: _Call, config: Path, device: torch.device, ranks: Ranks, process:
     ranks.record_in(where / "failure")
     try:
         if options.warmup:
-            first = process.local_rank == 0
             warm_up(
                 recipe,
                 device,
                 view,
                 ranks=ranks,
-                compiles=first,
+                compiles=process.local_rank == 0,  # one per host; the others load what it made
                 processes=options.warmup_processes,
             )
+        # Signals end the run cleanly only from here on, and a rank that stays away is looked for:
+        # before, there is nothing to save, and compiling may take longer than the timeout.
         with stop.listening(), ranks.watch:
-            steps = parse_steps(options.profile)
-            how: Any = {
-                "device": device,
-                "view": view,
-                "stop": stop,
-                "ranks": ranks,
-                "profile": steps,
-            }
-            outcome = train(recipe, corpus, where, rehearsal=options.warmup, **how)
+            outcome = train(
+                recipe,
+                corpus,
+                where,
+                device=device,
+                view=view,
+                stop=stop,
+                ranks=ranks,
+                profile=parse_steps(options.profile),
+                rehearsal=options.warmup,
+            )
     except (ValueError, ImportError, OSError, *_FAILURES) as error:
-        if (
-            ranks.first and not existing and not isinstance(error, OSError)
-        ):  # a full disk may have room again
+        # after an OSError the folder stays: a full disk may have room again
+        if ranks.first and not existing and not isinstance(error, OSError):
             folder.drop_if_unused(where)
-        alike = isinstance(error, NonFiniteError) and not ranks.first
-        return 1 if alike else _fail(error, 1)
+        if isinstance(error, NonFiniteError) and not ranks.first:
+            return 1  # every rank has the same numbers; the first one says it
+        return _fail(error, 1)
     if ranks.first:
         _report(outcome, recipe, where, config, stop, process)
     return 0
 
 
-def _existing(recipe: Recipe, options: _Options, config: Path) -> str:
+def _existing(recipe: Recipe, options: _RunOptions, config: Path) -> str:
     """The run folder to go on with; empty: a new one."""
-    found: Path | None = None
+    run: Path | None = None
     if config.name == folder.CONFIG:
-        other = (
-            options.resume not in ("", "auto")
-            and Path(options.resume).resolve() != config.parent.resolve()
-        )
-        if other:
+        names_a_run = options.resume not in ("", "auto")
+        if names_a_run and Path(options.resume).resolve() != config.parent.resolve():
             raise ValueError(
                 f"resume={options.resume!r}: {config} goes on with its own run; give one of the "
                 "two alone"
             )
-        found = folder.open_existing(config.parent, recipe)
+        run = folder.open_existing(config.parent, recipe)
     elif options.resume == "auto":
-        found = folder.newest(options.runs, recipe)
+        run = folder.newest(options.runs, recipe)
     elif options.resume:
-        found = folder.open_existing(Path(options.resume), recipe)
-    return str(found or "")
+        run = folder.open_existing(Path(options.resume), recipe)
+    return str(run or "")
 
 
 def _report(
@@ -252,26 +266,23 @@ def _report(
     if outcome.complete:
         print(f"curve:   {where / 'loss.png'}")
         print(f"metrics: {where / 'metrics.jsonl'}")
+        # a prompt of text: what a run on prepared data has learnt to go on with is not known here
         if isinstance(recipe.data, data.Config):
             python = Process().command().removesuffix(" train.py")
             registers = ["--recipe", str(config)] if added else []
             words = ["-m", "k31fn.sample", str(where), *registers, "--prompt", "def "]
             print(f"sample:  {python} {shlex.join(words)}")
-    else:
-        print(
-            f"stopped by {stop.cause} after {outcome.step} steps{', saved' * (outcome.step > 0)}; "
-            "to go on:"
-        )
-        began = dataclasses.asdict(folder.recipe_of(where).mesh)
-        changed = [
-            (f"--mesh.{k}", str(v))
-            for k, v in dataclasses.asdict(recipe.mesh).items()
-            if v != began[k]
-        ]
-        # A config.json registers no kinds of layers: where the run has some, the recipe does.
-        source = [str(config), "--resume", str(where)] if added else [str(where / folder.CONFIG)]
-        arguments = [*source, *(word for pair in changed for word in pair)]
-        print(f"{process.command()} {shlex.join(arguments)}")
+        return
+    saved = ", saved" if outcome.step else ""
+    print(f"stopped by {stop.cause} after {outcome.step} steps{saved}; to go on:")
+    # A config.json registers no kinds of layers: where the run has some, the recipe does.
+    arguments = [str(config), "--resume", str(where)] if added else [str(where / folder.CONFIG)]
+    # config.json has the mesh that the run began on; this process may have had another one
+    began = dataclasses.asdict(folder.recipe_of(where).mesh)
+    for view, size in dataclasses.asdict(recipe.mesh).items():
+        if size != began[view]:
+            arguments += [f"--mesh.{view}", str(size)]
+    print(f"{process.command()} {shlex.join(arguments)}")
 
 
 def _fail(error: BaseException, status: int, text: str = "") -> int:

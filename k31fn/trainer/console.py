@@ -21,6 +21,7 @@ class View:
     """Prints to standard output; in a terminal the lines scroll above a progress bar."""
 
     def __init__(self, console: Console | None = None) -> None:
+        # soft_wrap: a line that is longer than the terminal stays one line when it is copied
         self._console = console or Console(highlight=False, soft_wrap=True, emoji=False)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -28,7 +29,7 @@ class View:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             console=self._console,
-            transient=True,
+            transient=True,  # the bar goes at the end; lines of text are what stays
             disable=not self._console.is_terminal,
         )
         self._task: Any = None
@@ -42,13 +43,12 @@ class View:
     def begin(self, recipe: Recipe, folder: Path, first: int, dataset: data.Rows) -> None:
         """What is about to run."""
         count = params.count(model.specs(recipe.model))
-        parts = [(s.stop - s.start, recipe.at(s.start)) for s in spans(recipe.phases, recipe.steps)]
-        parts = parts or [(recipe.steps, recipe)]
-        shapes = ", then ".join(
-            f"{steps} steps of {r.batch_size} x {r.length}" for steps, r in parts
-        )
-        epochs = sum(steps * r.batch_size * r.length for steps, r in parts) / dataset.num_tokens
-        self.note(f"run {folder}: {count:,} parameters, {shapes}")
+        shapes, tokens = [], 0
+        for steps, phase in _phases(recipe):
+            shapes.append(f"{steps} steps of {phase.batch_size} x {phase.length}")
+            tokens += steps * phase.batch_size * phase.length
+        epochs = tokens / dataset.num_tokens
+        self.note(f"run {folder}: {count:,} parameters, {', then '.join(shapes)}")
         self.note(f"training text: {dataset.num_tokens:,} tokens, {epochs:.2f} epochs")
         self._steps = recipe.steps
         if first == recipe.steps:
@@ -79,6 +79,7 @@ class View:
         """A second bar while ``total`` things are done; yields the function that advances it, from
         any thread.
         """
+        # a warm-up comes before the run's own bar has begun
         started = not self._bar.live.is_started
         if started:
             self._bar.start()
@@ -95,4 +96,15 @@ class View:
         self._bar.stop()
 
     def _print(self, text: str) -> None:
+        # markup=False: "[...]" in a path or an error is text
         self._console.print(text, markup=False)
+
+
+def _phases(recipe: Recipe) -> list[tuple[int, Recipe]]:
+    """Steps and recipe of each phase; of a run without phases its own."""
+    if not recipe.phases:
+        return [(recipe.steps, recipe)]
+    phases = []
+    for start, stop in spans(recipe.phases, recipe.steps):
+        phases.append((stop - start, recipe.at(start)))
+    return phases

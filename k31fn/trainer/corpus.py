@@ -34,6 +34,7 @@ def load_corpus(recipe: Recipe) -> Corpus:
         ValueError: it cannot be read or does not fit the model.
     """
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
+    # a larger vocabulary is fine: it is padded to what tensor parallelism divides
     if recipe.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"model.vocab_size={recipe.model.vocab_size} is less than the tokenizer's "
@@ -43,6 +44,7 @@ def load_corpus(recipe: Recipe) -> Corpus:
         return _load_prepared(recipe, recipe.data, tokenizer)
     splits = data.load(recipe.data, tokenizer)
 
+    # held-out text is cut in rows of the run's own length in every phase, so losses compare
     def rows(phase: Recipe) -> data.Dataset:
         return data.Dataset(splits.train, phase.batch_size, phase.length, phase.seed)
 

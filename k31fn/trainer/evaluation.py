@@ -59,7 +59,8 @@ def _rows_between(rows: data.Example, first: int, end: int) -> data.Example:
 def _share(rows: data.Example, layout: RankLayout) -> data.Example:
     """As many rows for every rank that has rows of its own: the last ones may be padding."""
     axes = layout.axes.view("dp", "fsdp")
-    ranks, index = axis_size(axes), own_index(axes)
+    ranks = axis_size(axes)
+    index = own_index(axes)
     each = -(-len(rows.tokens) // ranks)
     return _rows_between(_pad(rows, each * ranks), index * each, (index + 1) * each)
 
@@ -71,9 +72,12 @@ def _pad(rows: data.Example, count: int) -> data.Example:
     def pad(x: Tensor, value: int) -> Tensor:
         return torch.cat([x, x.new_full((missing, *x.shape[1:]), value)]) if missing else x
 
-    packing = segments.Segments(pad(rows.segments.ids, 0), pad(rows.segments.position, 0))
+    # document 0 is padding (k31fn.segments), and has no label
+    ids = pad(rows.segments.ids, 0)
+    packing = segments.Segments(ids, pad(rows.segments.position, 0))
     images = rows.images
     if not isinstance(images, tuple):
+        # where there is no image, positions have values of their own, which from_grids knows
         empty = from_grids([[]], images.pixels.shape[1])
         patches = tree.map(
             lambda x, e: torch.cat([x, e.expand(missing, *e.shape[1:])]), images.patches, empty
@@ -91,6 +95,7 @@ def _token_losses(layout: RankLayout, state: TrainState, rows: data.Example) -> 
         one = torch.ones((), dtype=torch.int64, device=rows.tokens.device)
         batch = model.Batch(rows.tokens, rows.labels, rows.segments, one, one, rows.images)
         return _through_stages(layout, state, batch)
+    # exact products and no remat, whatever the run trains with: losses of runs compare
     out = model.apply(
         state.params,
         rows.tokens,

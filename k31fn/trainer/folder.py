@@ -32,11 +32,8 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
-_MAY_CHANGE = (
-    "mesh",
-    "pipeline",
-    "trackers",
-)  # no number of a run depends on them, but for rounding
+# No number of a run depends on them, but for rounding, so a run may go on with others.
+_MAY_CHANGE = ("mesh", "pipeline", "trackers")
 
 
 def new(root: Path, recipe: Recipe) -> Path:
@@ -45,15 +42,16 @@ def new(root: Path, recipe: Recipe) -> Path:
     Raises:
         ValueError: it cannot be made or written; nothing of it is left then.
     """
-    folder = parent = root / recipe.name
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    names = itertools.chain([stamp], (f"{stamp}-{n}" for n in itertools.count(1)))
+    parent = root / recipe.name
+    folder = parent / time.strftime("%Y%m%d-%H%M%S")
+    made = False
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = next(parent / name for name in names if _made(parent / name))
+        folder = _make_new(folder)
+        made = True
         write(folder / CONFIG, json.dumps(to_dict(recipe), indent=2) + "\n")
     except OSError as error:
-        if folder != parent:
+        if made:  # else it is another run's, or not there
             shutil.rmtree(folder, ignore_errors=True)
         raise ValueError(
             f"run folder {folder} cannot be made: {error.strerror}; give runs another place than "
@@ -67,10 +65,10 @@ def drop_if_unused(folder: Path) -> None:
     a failure.
     """
     records, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
-    saved = any(p.is_dir() for p in checkpoints.iterdir()) if checkpoints.is_dir() else False
-    if not (
-        saved or (folder / "failure").exists() or (records.exists() and records.stat().st_size)
-    ):
+    # a damaged checkpoint may be all that is left of days of work, so any folder there counts
+    has_saved = checkpoints.is_dir() and any(p.is_dir() for p in checkpoints.iterdir())
+    has_records = records.exists() and records.stat().st_size > 0
+    if not (has_saved or has_records or (folder / "failure").exists()):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -93,14 +91,15 @@ def open_existing(folder: Path, recipe: Recipe) -> Path:
     Raises:
         ValueError: it is no run folder, or belongs to another recipe; names the fields.
     """
-    there, here = (
-        {k: v for k, v in to_dict(r).items() if k not in _MAY_CHANGE}
-        for r in (recipe_of(folder), recipe)
-    )
-    if there["lora"] and here["lora"] and _is_inside(there["lora"]["base"], here["lora"]["base"]):
-        here["lora"]["base"] = there["lora"]["base"]
-    if there != here:
-        fields = _differences("", there, here)
+    written = _fixed_fields(recipe_of(folder))
+    given = _fixed_fields(recipe)
+    # lora.base may be a run, whose newest checkpoint was another one when this run began
+    if written["lora"] and given["lora"]:
+        base = written["lora"]["base"]
+        if _is_inside(base, given["lora"]["base"]):
+            given["lora"]["base"] = base
+    if written != given:
+        fields = _differences("", written, given)
         raise ValueError(
             f"{folder} belongs to another config: "
             f"{'; '.join(fields[:6])}{' ...' if len(fields) > 6 else ''}; "
@@ -108,6 +107,11 @@ def open_existing(folder: Path, recipe: Recipe) -> Path:
             "new run"
         )
     return folder
+
+
+def _fixed_fields(recipe: Recipe) -> dict[str, Any]:
+    """Fields that a run keeps all its life, as ``config.json`` has them."""
+    return {name: value for name, value in to_dict(recipe).items() if name not in _MAY_CHANGE}
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -125,13 +129,17 @@ def recipe_of(folder: Path) -> Recipe:
     return load_recipe(folder / CONFIG)
 
 
-def _made(folder: Path) -> bool:
-    """Whether the folder is new: another run may take a name at the same moment."""
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return False
-    return True
+def _make_new(folder: Path) -> Path:
+    """Makes the folder, or one of its name with the first number that is free."""
+    for number in itertools.count():
+        candidate = folder.with_name(f"{folder.name}-{number}") if number else folder
+        # making it is the test: another run may take a name between a look and a mkdir
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            continue
+        return candidate
+    raise AssertionError("numbers do not end")
 
 
 def resolve(path: Path) -> Path:
@@ -164,6 +172,7 @@ def resolve_step(path: Path) -> tuple[Path, int | None]:
 
 def write(file: Path, text: str) -> None:
     """Writes ``text`` to a temporary file and renames it to ``file``."""
+    # a reader, or a run that is killed here, finds the old file or the new one, whole
     temporary = file.with_name(file.name + ".new")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, file)
@@ -171,18 +180,21 @@ def write(file: Path, text: str) -> None:
 
 def _runs(folder: Path) -> list[Path]:
     """The run folders in a folder, oldest first."""
-    found = [p.parent for p in folder.glob(f"*/{CONFIG}")]
-    return sorted(
-        found, key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)]
-    )  # 10 comes after 9
+    runs = [p.parent for p in folder.glob(f"*/{CONFIG}")]
+
+    def numbers(run: Path) -> list[int]:
+        return [int(n) for n in re.findall(r"\d+", run.name)]
+
+    # by numbers, not as text, in which 10 comes before 9; not by time stamps, which copying changes
+    return sorted(runs, key=numbers)
 
 
-def _differences(at: str, there: Any, here: Any) -> list[str]:
-    if isinstance(there, dict) and isinstance(here, dict):
-        names = [*there, *(n for n in here if n not in there)]
-        return [
-            d
-            for n in names
-            for d in _differences(f"{at}.{n}" if at else n, there.get(n), here.get(n))
-        ]
-    return [] if there == here else [f"{at} is {there!r} there, {here!r} here"]
+def _differences(at: str, written: Any, given: Any) -> list[str]:
+    """A line for each field of two recipes' data that differs; ``at``: the path so far."""
+    if not isinstance(written, dict) or not isinstance(given, dict):
+        return [] if written == given else [f"{at} is {written!r} there, {given!r} here"]
+    lines = []
+    for name in {**written, **given}:  # in their order, which a set would lose
+        path = f"{at}.{name}" if at else name
+        lines += _differences(path, written.get(name), given.get(name))
+    return lines

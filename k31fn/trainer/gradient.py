@@ -75,6 +75,8 @@ def make_gradient(layout: RankLayout) -> Gradient:
     def gradient(
         state: TrainState, batches: Sequence[model.Batch]
     ) -> tuple[Sums, model.Params[Tensor]]:
+        # Cast and made varying before they are differentiated: gradients of micro-batches add up
+        # in the reduce dtype, and those of ranks only below.
         weights = fsdp.enter_step(state.params, layout.placements)
         trained, frozen = split(weights, layout.specs)
         local = compute(trained, frozen, state.balance, batches)

@@ -75,6 +75,7 @@ def lay_out(recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> RankLayout:
     Raises:
         ValueError: a weight that its ranks do not divide; names it.
     """
+    # as many stages as the axes have: none for the whole model, whatever recipe.mesh.pp is
     table = make_schedule(recipe, axis_size(axes.pp))
     parts = cut(recipe.model, table)
     own = tuple(parts[s] for s in table.stages_of(own_index(axes.pp)))
@@ -83,6 +84,7 @@ def lay_out(recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> RankLayout:
     if table.num_stages > 1:
         specs = select(specs, own)
         moe_layers = stage_moe_layers(recipe.model, own)
+    # by the mesh's sizes, not the axes: also the whole state is described by its parts
     split = partition(specs, AxisRules(), recipe.mesh)
     precision = recipe.precision
     placements = fsdp.placements(
@@ -146,6 +148,7 @@ def trained_specs(recipe: Recipe) -> model.Params[ParamSpec]:
     if recipe.trainable == "all":
         return specs
 
+    # a tag, not another tree: what is frozen is initialised, sharded and saved like all else
     def freeze(path: str, spec: ParamSpec) -> ParamSpec:
         if re.search(rf"\.{recipe.trainable}\.", path):
             return spec

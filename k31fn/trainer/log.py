@@ -20,7 +20,7 @@ from k31fn.trainer.step import Metrics
 
 __all__ = ["MAX_NON_FINITE", "Log", "NonFiniteError", "open_trackers"]
 
-MAX_NON_FINITE = 3
+MAX_NON_FINITE = 3  # one bad batch, or two, are skipped; a run that has diverged gives no other
 _NO_LABELS = MetricLabels()
 
 
@@ -52,7 +52,8 @@ class Log:
         view: View,
         times: StepTimes | None = None,
     ) -> None:
-        self._file, self._times = file, times or StepTimes()
+        self._file = file
+        self._times = times or StepTimes()
         self._tracker = tracker
         self._view = view
         self._pending: _Pending | None = None
@@ -69,10 +70,11 @@ class Log:
             OSError: the file cannot be written.
         """
         read = _to_host(numbers.flat())
-        before, values = self._pending, self._pending.read() if self._pending else []
-        now = (
-            time.perf_counter()
-        )  # the step before has ended: from push to push it is a step's time
+        before = self._pending
+        values = before.read() if before else []
+        # Reading has waited for the end of the step before: from push to push it is a step's time,
+        # though this step has only been queued.
+        now = time.perf_counter()
         self._pending = _Pending(step, read, lr, tokens / (now - self._clock), labels)
         self._times.add(now - self._clock)
         self._clock = now
@@ -105,7 +107,8 @@ class Log:
         self._clock = time.perf_counter()
 
     def _write_step(self, pending: _Pending, numbers: list[float]) -> None:
-        labels, scalars = pending.labels, Metrics._fields[:-1]
+        labels = pending.labels
+        scalars = Metrics._fields[:-1]  # as Metrics.flat lays them out, the detail after them
         values = dict(zip(scalars, numbers[: len(scalars)], strict=True))
         record: dict[str, Any] = {
             "step": pending.step,
@@ -117,12 +120,15 @@ class Log:
             "moe/load_max_over_mean": values["load_max_over_mean"],
             "skipped": int(values["skipped"]),
         }
-        record |= {"spike": 1} if values["spike"] else {}
-        record |= {"max_logit": values["max_logit"]} if values["max_logit"] else {}
-        record |= {"phase": labels.phase} if labels.phase >= 0 else {}
-        record |= (
-            {"mfu": pending.tokens_per_second * labels.utilisation} if labels.utilisation else {}
-        )
+        # Absent, not 0, where a run does not measure it: plots and tables then leave it out.
+        if values["spike"]:
+            record["spike"] = 1
+        if values["max_logit"]:
+            record["max_logit"] = values["max_logit"]
+        if labels.phase >= 0:
+            record["phase"] = labels.phase
+        if labels.utilisation:
+            record["mfu"] = pending.tokens_per_second * labels.utilisation
         record |= zip(labels.names, numbers[len(scalars) :], strict=bool(labels.names))
         self.write(record)
         self._view.step(record)
@@ -146,8 +152,7 @@ class Log:
         if self._non_finite >= MAX_NON_FINITE:
             raise NonFiniteError(
                 f"{MAX_NON_FINITE} steps in a row up to step {step} were not finite and changed "
-                "nothing; lower "
-                "optimizer.peak_lr, or look at the text"
+                "nothing; lower optimizer.peak_lr, or look at the text"
             )
 
 
@@ -157,6 +162,7 @@ def _to_host(x: Tensor) -> Callable[[], list[float]]:
     """
     if x.is_cpu:
         return x.tolist
+    # an event, not a synchronisation: that would wait for the next step too, queued by then
     copy = x.to("cpu", non_blocking=True)
     copied = torch.Event(device=x.device)
     copied.record()

@@ -23,7 +23,8 @@ _Rows = data.Dataset | data.Mixture
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Of a step: by the schedule of its phase, if that has one, else by that of the run."""
+    """A step's rate: by the schedule of its phase, if that has one, else by that of the run."""
+    # computed on the host for every step anew: a run that goes on needs no schedule's state
     o = recipe.optimizer
     number = recipe.phase_of(step)
     phase = recipe.phases[number] if recipe.phases else None
@@ -55,9 +56,11 @@ def over_phases(recipe: Recipe, make: Callable[[Recipe], _Rows]) -> data.Rows:
     if not recipe.phases:
         return make(recipe)
     by_length: dict[int, _Rows] = {}
-    parts, starts, used = [], [], dict[int, int]()
+    parts, starts = [], []
+    used: dict[int, int] = {}  # rows by length that earlier phases have taken
     for start, stop in spans(recipe.phases, recipe.steps):
         now = recipe.at(start)
+        # phases of one length share their rows, so that no text is seen twice before its epoch
         if now.length not in by_length:
             by_length[now.length] = make(now)
         first = used.get(now.length, 0)

@@ -23,7 +23,7 @@ from k31fn import scopes
 
 __all__ = ["Profile", "parse_steps", "table"]
 
-_ROWS = 16
+_ROWS = 16  # of the table: the scopes that took most
 
 
 def parse_steps(text: str) -> range:
@@ -34,8 +34,8 @@ def parse_steps(text: str) -> range:
     """
     if not text:
         return range(0)
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    steps = range(int(found[1]), int(found[2])) if found else range(0)
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    steps = range(int(match[1]), int(match[2])) if match else range(0)
     if not steps:
         raise ValueError(f"profile={text!r} must be FIRST:END, such as 10:12 for steps 10 and 11")
     return steps
@@ -87,10 +87,13 @@ class Profile:
             self.close()
 
     def _begin(self) -> None:
-        stack, activities = contextlib.ExitStack(), [ProfilerActivity.CPU]
+        stack = contextlib.ExitStack()
+        activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        # what was queued by earlier steps would be in the trace
         devices.synchronize(self._device)
+        # acc_events: without it torch warns that it drops the events of earlier cycles
         profiler = stack.enter_context(
             torch.profiler.profile(activities=activities, acc_events=True)
         )
@@ -105,13 +108,15 @@ class Profile:
         """
         if self._open is None:
             return
-        (stack, profiler, names), self._open = self._open, None
+        stack, profiler, names = self._open
+        self._open = None  # before anything can fail: a second call must not end it again
         devices.synchronize(self._device)
         stack.close()
         if not self._done:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"steps-{self._done[0]}-{self._done[-1]}.rank{self._rank}.json"
+        # written aside and moved: nobody opens half a trace
         temporary = file.with_name(f".{file.name}.partial.json")
         try:
             profiler.export_chrome_trace(str(temporary))
@@ -127,13 +132,12 @@ def table(averages: Any, names: set[str]) -> list[str]:
     """The scopes that took most, as lines: calls, and milliseconds on the host and on the device in
     all of them.
     """
-    rows = [
-        (x.key, x.count, x.cpu_time_total / 1e3, x.device_time_total / 1e3)
-        for x in averages
-        if x.key in names
-    ]
+    rows = []
+    for x in averages:
+        if x.key in names:  # else it is an operation, of which there are thousands
+            rows.append((x.key, x.count, x.cpu_time_total / 1e3, x.device_time_total / 1e3))
     rows.sort(key=lambda row: -max(row[2:]))
     lines = [f"{'scope':<32}{'calls':>8}{'host ms':>12}{'device ms':>12}"]
-    return lines + [
-        f"{name:<32}{calls:>8}{host:>12.1f}{on:>12.1f}" for name, calls, host, on in rows[:_ROWS]
-    ]
+    for name, calls, host_ms, device_ms in rows[:_ROWS]:
+        lines.append(f"{name:<32}{calls:>8}{host_ms:>12.1f}{device_ms:>12.1f}")
+    return lines

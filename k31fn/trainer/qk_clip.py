@@ -62,6 +62,7 @@ def clip_logits(
     factors: dict[str, Tensor] = {}
     mixers = _clipped(recipe.model, layout.own)
     for (prefix, config), row in zip(mixers, logits, strict=True):
+        # 1.0 where nothing is to do: a multiplication by it changes no bit, and needs no branch
         gamma = torch.where((row > tau) & ~skip, tau / row, 1.0)
         scales = kinds.token_mixer_of(config).logit_scales
         assert scales is not None, "only layers with logits are clipped"
@@ -70,16 +71,20 @@ def clip_logits(
     places = dict(tree.flatten_with_paths(layout.placements))
     with torch.no_grad():
         for path, factor in factors.items():
+            # logits are of the local heads, so over their axis factors are split already; over
+            # the others, such as fsdp's, a rank takes those of its columns
             heads = layout.sh.heads
             for axis in places[path].dims[-1]:
                 if axis not in (heads if isinstance(heads, tuple) else (heads,)):
                     factor = pslice(factor, axis, 0)
             factors[path] = factor
         for path, x in (*tree.flatten_with_paths(params), *tree.flatten_with_paths(opt_state)):
-            own = path.rpartition("master.")[2]
-            if own in factors and ("master." in path or path == own):
+            # masters too: the next step would bring the old weights back from them
+            weight = path.rpartition("master.")[2]
+            if weight in factors and ("master." in path or path == weight):
+                # in place: the state has been given up to this step
                 wide = precision.upcast(x)
-                x.copy_(wide * factors[own].to(wide.dtype))
+                x.copy_(wide * factors[weight].to(wide.dtype))
 
 
 def _clipped(cfg: model.Config, parts: Sequence[Part]) -> list[tuple[str, Any]]:

@@ -72,9 +72,10 @@ def merge(trained: Any, frozen: Any, specs: model.Params[ParamSpec]) -> model.Pa
     spec_leaves, structure = tree.flatten(specs)
     trained_leaves = iter(tree.leaves(trained))
     frozen_leaves = iter(tree.leaves(frozen))
-    weights = [
-        next(frozen_leaves if "frozen" in spec.tags else trained_leaves) for spec in spec_leaves
-    ]
+    weights = []
+    for spec in spec_leaves:
+        # () is an empty tree, so each iterator has its own leaves alone, in this order
+        weights.append(next(frozen_leaves if "frozen" in spec.tags else trained_leaves))
     return tree.unflatten(structure, weights)
 
 
@@ -83,6 +84,7 @@ def init_state(layout: RankLayout, device: torch.device) -> TrainState:
     on every mesh.
     """
     recipe = layout.recipe
+    # keys of their own for the initial values and for the run's draws (first_state has 1)
     key = random.fold_in(random.key(recipe.seed, device=device), 0)
     if recipe.lora:
         weights, biases = init_adapted(recipe, layout.specs, key, layout.tiles)
@@ -105,7 +107,6 @@ def first_state(
         params=weights,
         opt_state=layout.optimizer.init(weights),
         balance=biases,
-        # 0 is the initial values' (init_state)
         key=random.fold_in(random.key(recipe.seed, device=device), 1),
         guard=_init_guard(recipe, device),
     )
@@ -119,6 +120,7 @@ def abstract_state(layout: RankLayout) -> TrainState:
     recipe = layout.recipe
     weights = params.abstract(layout.specs, dtype=recipe.precision.param)
     if layout.axes.atoms:
+        # of the whole's shapes, cut as the rank's parts are: an uneven split is refused by then
         weights = tree.map(
             lambda x, p: x.new_empty(local_shape(p, x.shape, recipe.mesh)),
             weights,
@@ -154,6 +156,8 @@ def completed(state: TrainState, layout: RankLayout, device: torch.device) -> Tr
     """The state that :func:`saved` was given; what it left out comes from the base."""
     if not layout.recipe.lora:
         return state
+    # drawn or read again, with adapters that are thrown away: a second way to make the base alone
+    # could differ from the first
     _, frozen = split(init_state(layout, device).params, layout.specs)
     return dataclasses.replace(state, params=merge(state.params, frozen, layout.specs))
 
@@ -177,11 +181,11 @@ def _held_by(whole: RankLayout) -> dict[str, checkpoint.Holders]:
     result = {}
     for path in tree.paths(abstract_state(whole)):
         # The optimiser's trees have the parameters' paths behind names of their own.
-        names = path.split(".")
-        endings = (".".join(names[i:]) for i in range(1, len(names)))
-        weight = next((ending for ending in endings if ending in weights), None)
-        if weight is not None:
-            result[path] = weights[weight]
+        names = path.split(".")[1:]
+        while names and ".".join(names) not in weights:
+            names.pop(0)
+        if names:
+            result[path] = weights[".".join(names)]
     return result
 
 
@@ -194,6 +198,7 @@ def _weights_held(whole: RankLayout) -> dict[str, checkpoint.Holders]:
     for path, spec in tree.flatten_with_paths(whole.partition):
         weights[path] = checkpoint.Holders(spec)
     if table.num_ranks > 1:
+        # a weight of several stages (none today) would be held by all of their ranks
         for rank in range(table.num_ranks):
             own = select(whole.partition, [parts[s] for s in table.stages_of(rank)])
             for path, spec in tree.flatten_with_paths(own):

@@ -82,6 +82,7 @@ def rows_at(dataset: data.Rows, step: int, axes: MeshAxes = _ONE_RANK) -> data.E
 
     They are a slice of one order, which no mesh changes.
     """
+    # not "cp" and "tp": their ranks need whole rows, of whose tokens each takes a slice later
     rows = axes.view("dp", "fsdp")
     return dataset.batch_at(step, rank=own_index(rows), num_ranks=axis_size(rows))
 
@@ -153,7 +154,7 @@ def make_step(layout: RankLayout) -> Step:
             placements=layout.placements,
             stages=layout.axes.pp,
             p=float(recipe.optimizer.norm),
-            empty=torch.zeros_like(sums.total),
+            empty=torch.zeros_like(sums.total),  # of a stage in which nothing is trained
         )
         verdict, guard = _judge(layout, state, batches[0], sums, norm)
         # The optimiser writes into its state, so it selects by itself; a skipped step leaves all of
@@ -176,6 +177,7 @@ def make_step(layout: RankLayout) -> Step:
             guard=guard,
         )
         metrics = _metrics(layout, batches[0], sums, norm, verdict)
+        # of the gradients before clipping, so that the parts' norms add up to the whole one
         return new, metrics._replace(detail=measure(grads, sums.load, norm))
 
     return step

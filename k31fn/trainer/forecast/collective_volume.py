@@ -11,6 +11,7 @@ taken to be balanced.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -54,7 +55,7 @@ class Volume(NamedTuple):
         return Volume(_add(self.calls, other.calls, times), _add(self.nbytes, other.nbytes, times))
 
     def divided(self, by: int) -> Volume:
-        """An equal part of this."""
+        """An equal part of this; it divides evenly."""
         calls = Counter({key: n // by for key, n in self.calls.items()})
         nbytes = Counter({key: n // by for key, n in self.nbytes.items()})
         return Volume(calls, nbytes)
@@ -84,7 +85,7 @@ def volumes(recipe: Recipe) -> list[Volume]:
 def _by_kinds(recipe: Recipe) -> Volume:
     """Without a pipeline: a layer of each kind, and what each further one of a kind adds."""
     kinds = layer_kinds(recipe.model)
-    each = list(dict.fromkeys(kinds))
+    each = list(dict.fromkeys(kinds))  # in the order in which they come, which a set would lose
     base = _by_micro_batches(with_layers(recipe, each), 0)
     total = base
     for kind in each:
@@ -103,13 +104,14 @@ def _by_stages(recipe: Recipe) -> list[Volume]:
     table = make_schedule(recipe, recipe.mesh.pp)
     whole = [[kinds[i] for i in part.layers] for part in cut(recipe.model, table)]
     short = _shortened(whole)
-    few_layers = with_layers(recipe, [kind for stage in short for kind in stage])
+    few_layers = with_layers(recipe, list(itertools.chain.from_iterable(short)))
     by_kind = {kind: _layer_of_each_stage(recipe, kind) for kind in dict.fromkeys(kinds)}
     by_stages: dict[tuple[object, ...], Volume] = {}
     result = []
     for rank in range(table.num_ranks):
         own = table.stages_of(rank)
-        # ranks whose stages have the same layers and the same ends send the same
+        # Ranks whose stages have the same layers send the same, but for the first and the last
+        # stage, which have the embedding and the head.
         alike = tuple((*short[s], s == 0, s == table.num_stages - 1) for s in own)
         if alike not in by_stages:
             by_stages[alike] = _by_micro_batches(few_layers, rank)
@@ -117,7 +119,7 @@ def _by_stages(recipe: Recipe) -> list[Volume]:
         missing = Counter[LayerKind]()
         for s in own:
             missing.update(whole[s])
-            missing.subtract(short[s])
+            missing.subtract(short[s])  # below 0 for a layer that only made a stage long enough
         for kind, count in missing.items():
             total = total.plus(by_kind[kind], count)
         # Messages hold the blocks of all earlier layers, so they are counted for the whole model.
@@ -133,15 +135,16 @@ def _shortened(stages_of_kinds: Sequence[Sequence[LayerKind]]) -> list[list[Laye
     """
     each = [list(dict.fromkeys(stage)) for stage in stages_of_kinds]
     length = max(len(kinds) for kinds in each)
-    return [
-        kinds + [stage[-1]] * (length - len(kinds))
-        for kinds, stage in zip(each, stages_of_kinds, strict=True)
-    ]
+    short = []
+    for kinds, stage in zip(each, stages_of_kinds, strict=True):
+        short.append(kinds + [stage[-1]] * (length - len(kinds)))
+    return short
 
 
 def _layer_of_each_stage(recipe: Recipe, kind: LayerKind) -> Volume:
     """What one more layer of a kind adds to a stage."""
     table = make_schedule(recipe, recipe.mesh.pp)
+    # every stage has the same layers, so the first rank's difference is any rank's
     one = _by_micro_batches(with_layers(recipe, [kind] * table.num_stages), 0)
     two = _by_micro_batches(with_layers(recipe, [kind] * (2 * table.num_stages)), 0)
     return two.plus(one, -1).divided(table.num_chunks)
@@ -161,6 +164,7 @@ def _by_micro_batches(recipe: Recipe, stage_rank: int) -> Volume:
 
 def _with_micro_batches(recipe: Recipe, stage_rank: int, count: int) -> Volume:
     size = recipe.batch_size // recipe.micro_batches * count
+    # what is done once a step is taken off here, and added for the whole model by the callers
     some = dataclasses.replace(recipe, micro_batches=count, batch_size=size)
     return _volume(run_step(some, stage_rank)).plus(_at_once(some, stage_rank), -1)
 

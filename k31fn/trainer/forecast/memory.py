@@ -14,16 +14,17 @@ and the buffers of collectives' libraries are not in it; nor are the stages of a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from k31fn import model, tree
+from k31fn import tree
 from k31fn.config.recipe import Recipe
 from k31fn.kernels.shapes import shapes_only
 from k31fn.layers import kinds
 from k31fn.parallel.collectives import axis_size
 from k31fn.testing.memory import live_bytes
 from k31fn.trainer.forecast.abstract_rank import abstract_rank, run_gradient, run_loss
-from k31fn.trainer.forecast.few_layers import layer_kinds, with_layers
+from k31fn.trainer.forecast.few_layers import LayerKind, layer_kinds, with_layers
 from k31fn.trainer.forecast.rank_weights import rank_weights
 from k31fn.trainer.forecast.shape_cache import ShapeCache
 
@@ -68,18 +69,18 @@ def predict(recipe: Recipe) -> Memory:
             f"memory: mesh.pp={recipe.mesh.pp}: stages of a pipeline are not predicted; set "
             "mesh.pp=1"
         )
-    held = rank_weights(recipe)
+    frozen = trained = optimizer = 0
+    for weight in rank_weights(recipe):
+        if weight.gradient:
+            trained += weight.weight
+        else:
+            frozen += weight.weight
+        optimizer += weight.optimizer
     gradients = _gradients(recipe)
     gathered = _gathered(recipe)
-    step = _peak(recipe)
-    return Memory(
-        frozen=sum(x.weight for x in held if not x.gradient),
-        trained=sum(x.weight for x in held if x.gradient),
-        optimizer=sum(x.optimizer for x in held),
-        gradients=gradients,
-        gathered=gathered,
-        activations=max(0, step - gradients - gathered),
-    )
+    # the peak of a gradient has both in it: what is left is what is kept and at work
+    activations = max(0, _peak(recipe) - gradients - gathered)
+    return Memory(frozen, trained, optimizer, gradients, gathered, activations)
 
 
 def _peak(recipe: Recipe) -> int:
@@ -88,42 +89,55 @@ def _peak(recipe: Recipe) -> int:
     While the last layers run backward all is there that others keep; while the first do, the
     others' gradients are.
     """
-    layers, known = layer_kinds(recipe.model), ShapeCache()
+    layers = layer_kinds(recipe.model)
     each = list(dict.fromkeys(layers))
-    orders = [sorted(each, key=lambda kind, last=last: kind == last) for last in each]
-    largest = max(
-        _peak_of(r, known) for r in dict.fromkeys(with_layers(recipe, order) for order in orders)
-    )
-    kept = _kept(with_layers(recipe, each), known)
-    more = {kind: layers.count(kind) - 1 for kind in each}
-    by_kind = {
-        kind: _kept(with_layers(recipe, [*each, kind]), known) - kept
-        for kind, n in more.items()
-        if n
-    }
-    gradients = _gradients(recipe) - _gradients(with_layers(recipe, each))
-    largest += max(gradients, sum(more[kind] * size for kind, size in by_kind.items()))
+    few = with_layers(recipe, each)
+    cache = ShapeCache()  # one for all runs, which have most operations in common
+    largest = max(_peak_of(r, cache) for r in _orders(recipe, each))
+    kept = _kept(few, cache)
+    kept_by_others = 0
+    for kind in each:
+        others = layers.count(kind) - 1
+        if others:
+            kept_by_one = _kept(with_layers(recipe, [*each, kind]), cache) - kept
+            kept_by_others += others * kept_by_one
+    gradients_of_others = _gradients(recipe) - _gradients(few)
+    # either is there at one end of the backward, and not both: activations go as gradients come
+    largest += max(gradients_of_others, kept_by_others)
     return largest + _snapshots(recipe, len(layers)) - _snapshots(recipe, len(each))
+
+
+def _orders(recipe: Recipe, each: Sequence[LayerKind]) -> list[Recipe]:
+    """The model with a layer of each kind, each kind last once.
+
+    The last layer runs backward first, beside what all others keep.
+    """
+    orders: dict[Recipe, None] = {}
+    for last in each:
+        others = [kind for kind in each if kind != last]
+        # two may be the same model: layers without experts come first in any case
+        orders[with_layers(recipe, [*others, last])] = None
+    return list(orders)
 
 
 def _gradients(recipe: Recipe) -> int:
     return sum(x.gradient for x in rank_weights(recipe))
 
 
-def _peak_of(recipe: Recipe, known: ShapeCache) -> int:
-    abstract_rank(recipe, 0)  # what the rank holds is not counted
-    with shapes_only("grouped_matmul"), live_bytes() as live, known:
+def _peak_of(recipe: Recipe, cache: ShapeCache) -> int:
+    abstract_rank(recipe, 0)  # made and remembered now: what the rank holds is not counted
+    with shapes_only("grouped_matmul"), live_bytes() as live, cache:
         run_gradient(recipe)
     return live.peak
 
 
-def _kept(recipe: Recipe, known: ShapeCache) -> int:
-    """Between forward and backward."""
+def _kept(recipe: Recipe, cache: ShapeCache) -> int:
+    """Bytes that live between forward and backward."""
     abstract_rank(recipe, 0)
-    with shapes_only("grouped_matmul"), live_bytes() as live, known:
+    with shapes_only("grouped_matmul"), live_bytes() as live, cache:
         alive = run_loss(recipe)
         kept = live.current
-    del alive
+    del alive  # it is the pullback, and holds all that is counted: not before here
     return kept
 
 
@@ -136,28 +150,18 @@ def _snapshots(recipe: Recipe, num_layers: int) -> int:
         return 0
     rows = recipe.batch_size // (mesh.dp * mesh.fsdp * recipe.micro_batches)
     tokens = recipe.length // (mesh.cp * mesh.tp)
-    return (
-        2
-        * (blocks - 1)
-        * rows
-        * tokens
-        * recipe.model.hidden_size
-        * recipe.precision.compute.itemsize
-    )
+    snapshot = rows * tokens * recipe.model.hidden_size * recipe.precision.compute.itemsize
+    return 2 * (blocks - 1) * snapshot  # each with its gradient
 
 
 def _gathered(recipe: Recipe) -> int:
     layout, state = abstract_rank(recipe, 0)
-    sizes = sorted(
-        sum(
-            x.numel() * axis_size(place.gather) * (place.dtype or x.dtype).itemsize
-            for x, place in zip(tree.leaves(layer), tree.leaves(places), strict=True)
-            if place.gather
-        )
-        for layer, places in zip(_layers(state.params), _layers(layout.placements), strict=True)
-    )
-    return sum(sizes[-2:])
-
-
-def _layers(params: model.Params[Any]) -> tuple[Any, ...]:
-    return params.layers
+    sizes = []
+    for layer, placements in zip(state.params.layers, layout.placements.layers, strict=True):
+        size = 0
+        for x, place in zip(tree.leaves(layer), tree.leaves(placements), strict=True):
+            if place.gather:  # others are used where they lie
+                dtype = place.dtype or x.dtype
+                size += x.numel() * axis_size(place.gather) * dtype.itemsize
+        sizes.append(size)
+    return sum(sorted(sizes)[-2:])

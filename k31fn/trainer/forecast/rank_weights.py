@@ -48,12 +48,13 @@ def rank_weights(recipe: Recipe, stage_rank: int = 0) -> list[RankWeight]:
         part = local_params[path]
         # gradients are summed in the wider of the two dtypes (fsdp.sum_gradients)
         grad_dtype = torch.promote_types(part.dtype, recipe.precision.reduce)
+        axes = tuple(tuple(a.name for a in dim) for dim in place.dims)
         result.append(
             RankWeight(
                 path=path,
                 shape=spec.shape,
                 part=tuple(part.shape),
-                axes=tuple(tuple(a.name for a in dim) for dim in place.dims),
+                axes=axes,
                 weight=part.nbytes,
                 gradient=0 if "frozen" in spec.tags else part.numel() * grad_dtype.itemsize,
                 optimizer=optimizer_bytes[path],
@@ -69,7 +70,8 @@ def _optimizer_bytes(state: TrainState) -> Counter[str]:
     for path, x in tree.flatten_with_paths(state.opt_state):
         # The optimiser's trees have the parameters' paths behind names of their own.
         names = path.split(".")
-        endings = (".".join(names[i:]) for i in range(len(names)))
-        weight = next((ending for ending in endings if ending in weights), "")
-        sizes[weight] += x.nbytes
+        while names and ".".join(names) not in weights:
+            names.pop(0)
+        # what belongs to no weight, such as the number of steps, is counted under ""
+        sizes[".".join(names)] += x.nbytes
     return sizes

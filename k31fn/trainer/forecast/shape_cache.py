@@ -26,20 +26,20 @@ __all__ = ["ShapeCache"]
 _META = torch.device("meta")
 
 
-class _Kind(NamedTuple):
-    """Of a new tensor."""
+class _TensorKind(NamedTuple):
+    """Shape, strides and dtype of a new tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def make(self) -> Tensor:
-        """One of it."""
+        """A new tensor of this kind."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_META)
 
 
 class _UnknownError(Exception):
-    """An argument that no key can be made of."""
+    """An argument that no key can be made of; the operation is run as if there were no cache."""
 
 
 class ShapeCache(TorchDispatchMode):
@@ -52,7 +52,7 @@ class ShapeCache(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._pure: dict[Any, bool] = {}
-        self._known: dict[Any, tuple[_Kind, ...] | _Kind | None] = {}
+        self._known: dict[Any, tuple[_TensorKind, ...] | _TensorKind | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,15 +66,20 @@ class ShapeCache(TorchDispatchMode):
             key = func, _key(args, tensors), _key(tuple(kwargs.items()), tensors) if kwargs else ()
         except _UnknownError:
             return func(*args, **kwargs)
-        if not tensors:  # it makes one from nothing, as fast as this would
+        if not tensors:
+            # it makes one from nothing, as fast as this would, and perhaps on another device
             return func(*args, **kwargs)
-        found = self._known.get(key)
-        if found is None:
+        known = self._known.get(key)
+        if known is None:
             result = func(*args, **kwargs)
+            # None is remembered too, for an operation whose results cannot be made from kinds: it
+            # is run each time
             if key not in self._known:
                 self._known[key] = _kinds(result, tensors)
             return result
-        return found.make() if isinstance(found, _Kind) else tuple(kind.make() for kind in found)
+        return (
+            known.make() if isinstance(known, _TensorKind) else tuple(kind.make() for kind in known)
+        )
 
 
 def _is_pure(func: Any) -> bool:
@@ -90,9 +95,9 @@ def _key(x: Any, tensors: list[Tensor]) -> Any:
         tensors.append(x)
         return x.shape, x.stride(), x.dtype
     if isinstance(x, tuple | list):
-        return tuple([_key(part, tensors) for part in x])
+        return tuple([_key(part, tensors) for part in x])  # a list: a generator costs more here
     if isinstance(x, bool | int | float):
-        return type(x), x  # 1, 1.0 and True are equal
+        return type(x), x  # 1, 1.0 and True are equal, and give results of different dtypes
     if x is None or isinstance(
         x, str | torch.dtype | torch.device | torch.layout | torch.memory_format
     ):
@@ -105,10 +110,17 @@ def _kinds(result: Any, tensors: list[Tensor]) -> Any:
     than it needs.
     """
     if isinstance(result, tuple):
-        found = tuple(_kinds(x, tensors) for x in result)
-        return found if all(isinstance(kind, _Kind) for kind in found) else None
+        kinds = tuple(_kinds(x, tensors) for x in result)
+        return kinds if all(isinstance(kind, _TensorKind) for kind in kinds) else None
     if not isinstance(result, Tensor) or result.device != _META or result.storage_offset():
         return None
-    own, kind = result.untyped_storage(), _Kind(tuple(result.shape), result.stride(), result.dtype)
-    shared = any(own._cdata == x.untyped_storage()._cdata for x in tensors)
-    return None if shared or own.nbytes() != kind.make().untyped_storage().nbytes() else kind
+    storage = result.untyped_storage()
+    # _unsafe_view and the like give a view though their schema does not say so
+    for x in tensors:
+        if storage._cdata == x.untyped_storage()._cdata:
+            return None
+    kind = _TensorKind(tuple(result.shape), result.stride(), result.dtype)
+    # a storage of another size, such as that of an expanded result, would be counted wrongly
+    if storage.nbytes() != kind.make().untyped_storage().nbytes():
+        return None
+    return kind

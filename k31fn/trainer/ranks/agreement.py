@@ -49,6 +49,7 @@ class Ranks:
     """
 
     def __init__(self, axes: MeshAxes | None = None, watch: Watchdog | None = None) -> None:
+        # without ranks of a mesh every exchange below is with itself, and costs nothing
         self.axes = axes or MeshAxes()
         self.first = own_index(self.axes.atoms) == 0
         self.together = not self.axes.atoms
@@ -67,9 +68,10 @@ class Ranks:
             try:
                 answer = f()
             except CollectiveError:
-                raise
+                raise  # a rank is lost: nothing can be exchanged any more
             except Exception as e:
                 error = e
+        # The others wait for the answer, so also a failure is one.
         failed, answer = exchange_json([error is not None, answer], self.axes.atoms)[0]
         if failed:
             self._fail(error)
@@ -83,7 +85,8 @@ class Ranks:
                 them: with what they said, and where, if not all said the same.
             OtherRankError: on the others, then.
         """
-        value, said = [], ""
+        value = []  # not None for "failed": f may return None
+        said = ""
         try:
             value.append(f())
         except (ValueError, ImportError, OSError) as e:
@@ -91,11 +94,14 @@ class Ranks:
         texts = exchange_json(
             [own_index(self.axes.atoms), coordinate_of(self.axes), said], self.axes.atoms
         )
-        if all(text == said for *_, text in texts) and said:
-            self._fail(ValueError(said) if self.first else None)
-        if lines := [f"rank {r} at {where}: {text}" for r, where, text in texts if text]:
-            self._fail(ValueError("; ".join(lines)) if self.first else None)
-        return value[0]
+        lines = [f"rank {rank} at {where}: {text}" for rank, where, text in texts if text]
+        if not lines:
+            return value[0]
+        # what is wrong everywhere, such as a missing file, is said once and without a rank
+        everywhere = len(lines) == len(texts) and len({text for *_, text in texts}) == 1
+        self._fail(
+            ValueError(texts[0][-1] if everywhere else "; ".join(lines)) if self.first else None
+        )
 
     def alike(self, f: Callable[[], _T]) -> _T:
         """``f()`` on every rank, which communicates itself and fails on all of them for the same
@@ -123,7 +129,9 @@ class Ranks:
             Exception: ``error``, on the rank that has one.
             OtherRankError: on the other ranks, when one has.
         """
-        code = int(pmax(torch.tensor([_FAILED if error is not None else number]), self.axes.atoms))
+        # one number for both, so that between two steps there is one small collective
+        own = torch.tensor([_FAILED if error is not None else number])
+        code = int(pmax(own, self.axes.atoms))
         if code == _FAILED:
             self._fail(error)
         return code
@@ -145,6 +153,7 @@ class Ranks:
         return self.watch.times if isinstance(self.watch, Watchdog) else self._times
 
     def _fail(self, error: Exception | None) -> NoReturn:
+        # all come here alike, so from now on a rank may end without being looked for
         self.together = True
         self._close_watch()
         raise error if error is not None else OtherRankError("another rank failed")

@@ -30,12 +30,15 @@ class StepTimes:
 
     def add(self, seconds: float) -> None:
         """Counts a step."""
+        # powers of two: a few counts tell a slow rank from one that was slow once, for any model
         self._counts[math.frexp(seconds)[1]] += 1
         self._longest = max(self._longest, seconds)
 
     def as_json(self) -> dict[str, Any]:
         """``{"below 0.5 s": 120, ...}`` ascending, and the longest in seconds."""
-        counts = {f"below {2.0**exponent:g} s": n for exponent, n in sorted(self._counts.items())}
+        counts = {}
+        for exponent, count in sorted(self._counts.items()):
+            counts[f"below {2.0**exponent:g} s"] = count
         return {"counts": counts, "longest": round(self._longest, 3)}
 
 
@@ -48,8 +51,11 @@ def describe(
     device: torch.device,
 ) -> dict[str, Any]:
     """All of it, as JSON; nothing in it waits for the device or for another rank."""
-    frames, names = sys._current_frames(), {t.ident: t.name for t in threading.enumerate()}
-    stacks = {names.get(i, str(i)): traceback.format_stack(frame) for i, frame in frames.items()}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {}
+    for ident, frame in sys._current_frames().items():
+        stacks[names.get(ident, str(ident))] = traceback.format_stack(frame)
+    # asked of the allocators, not of the device, which may hang
     cpu = torch.device("cpu")
     memory = {"host": devices.memory_allocated(cpu), "host_peak": devices.peak_memory(cpu)}
     if device.type != "cpu":
@@ -77,5 +83,6 @@ def write(folder: Path, record: dict[str, Any]) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"rank-{record['rank']}.json").write_text(json.dumps(record, indent=1))
     except OSError:
+        # a full disk may be why the run was lost; the report goes to standard error in any case
         return False
     return True

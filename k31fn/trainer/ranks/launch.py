@@ -47,21 +47,18 @@ class Process:
     @classmethod
     def of_environment(cls) -> Process:
         """As ``torchrun``, or whoever set the same variables, says."""
-        rank, world = (
-            int(os.environ.get(name, default))
-            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))
-        )
-        local = (
-            int(os.environ.get("LOCAL_RANK", rank)),
-            int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        )
-        return cls(rank, local[0], world, local[1])
+        rank = int(os.environ.get("RANK", "0"))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        # who sets only the first two has one machine
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return cls(rank, local_rank, world_size, local_world_size)
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
         """What all processes print alike in this block, one of each machine prints."""
         with contextlib.ExitStack() as stack:
-            if self.local_rank:
+            if self.local_rank:  # of each machine, as each has a log of its own
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
                 stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
             yield
@@ -83,15 +80,15 @@ class Process:
         """What starts ``train.py`` on as many processes as now, or on ``world_size`` of them."""
         n = world_size or self.world_size
         if n == 1:
-            inside = os.path.relpath(sys.executable)
-            return shlex.join(
-                [sys.executable if inside.startswith(os.pardir) else inside, "train.py"]
-            )
+            # short where it can be: .venv/bin/python rather than the path from the root
+            python = os.path.relpath(sys.executable)
+            if python.startswith(os.pardir):
+                python = sys.executable
+            return shlex.join([python, "train.py"])
+        # how another number would spread over machines is not known: then it is said for one
         nodes = self.world_size // self.local_world_size if n == self.world_size else 1
-        return (
-            f"torchrun {f'--nnodes={nodes} ' if nodes > 1 else ''}--nproc_per_node={n // nodes} "
-            "train.py"
-        )
+        several = f"--nnodes={nodes} " if nodes > 1 else ""
+        return f"torchrun {several}--nproc_per_node={n // nodes} train.py"
 
 
 @contextlib.contextmanager

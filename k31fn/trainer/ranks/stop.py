@@ -32,20 +32,16 @@ class Stop:
     @property
     def cause(self) -> str:
         """Name of the signal that came, or the option that set the time; empty before."""
-        return (
-            "--max-minutes"
-            if self._number == _TIME
-            else signal.Signals(self._number).name
-            if self._number
-            else ""
-        )
+        if self._number == _TIME:
+            return "--max-minutes"
+        return signal.Signals(self._number).name if self._number else ""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Stop]:
         """Listens in the block; a second signal of the same kind acts as it did before."""
-        self._previous = {
-            s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._previous = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._receive)
         try:
             yield self
         finally:
@@ -56,10 +52,13 @@ class Stop:
         """Makes the cause of one rank that of all; raises on all what failed on one
         (:meth:`Ranks.agree`).
         """
+        # a signal that came is kept: it says more about why the run ends
         if not self._number and time.monotonic() > self._until:
             self._number = _TIME
         self._number = ranks.agree(self._number, error)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else is done here: the step under way goes on, and agree() tells the others. The
+        # old handler comes back, so that a second signal ends a run that hangs.
         self._number = number
         signal.signal(number, self._previous[signal.Signals(number)])

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import select
@@ -41,7 +42,7 @@ from k31fn.trainer.ranks import failure_report
 
 __all__ = ["Watchdog", "lost"]
 
-_POLLS = 20  # in the time after which a rank counts as hanging
+_POLLS = 20  # looks in the time after which a rank counts as hanging
 _SILENCE_S = 10.0  # after which a rank counts as dead
 _SILENCE_SIGNALLED_S = 4.0  # the same once a signal has come; torchrun, 30 s after it, kills
 _STUCK_SIGNALLED_S = (
@@ -83,29 +84,33 @@ class Watchdog:
     ) -> None:
         # a connection of its own: the main thread may be waiting on the other
         self._store = dist.PrefixStore("watch", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
-        self._rank, self._mesh, self._progress, self._timeout, self._end = (
-            rank,
-            mesh,
-            progress,
-            timeout,
-            end,
-        )
-        self._device, self.times = device, failure_report.StepTimes()
+        self._rank = rank
+        self._mesh = mesh
+        self._progress = progress
+        self._timeout = timeout
+        self._end = end
+        self._device = device
+        self.times = failure_report.StepTimes()
         self.folder: Path | None = None
-        self._signals: tuple[int, int] | None = None  # ends of the pipe
-        self._signalled, self._since_signal = "", 0.0
+        self._pipe: tuple[int, int] | None = None  # for signals: its ends to read and to write
+        self._signal_name = ""  # of one that came and was not answered yet
+        self._signalled_at = 0.0
         self._main = threading.get_ident()
         self._over = threading.Event()
-        self._error = self._own = ""
+        self._collective_error = ""  # what a collective of this rank said
+        self._own_error = ""  # how this rank failed by itself
         self._answered = False
-        self._heard, self._silent = -1, 0.0
+        self._last_beat = -1  # of the next rank
+        self._silent_s = 0.0  # for how long it has said nothing
+        # a daemon: a thread that waits for a store that is gone must not keep the process
         self._thread = threading.Thread(target=self._listen, name="watch", daemon=True)
 
     def __enter__(self) -> Watchdog:
         if threading.current_thread() is threading.main_thread():
-            self._signals = os.pipe()
-            os.set_blocking(self._signals[1], False)
-            self._previous = signal.set_wakeup_fd(self._signals[1], warn_on_full_buffer=False)
+            self._pipe = os.pipe()
+            # the interpreter's handler writes there, and must never wait
+            os.set_blocking(self._pipe[1], False)
+            self._previous = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._thread.start()
         return self
 
@@ -124,15 +129,15 @@ class Watchdog:
         listened = self._thread.ident is not None and not self._over.is_set()
         self._over.set()
         if listened:
-            if self._signals is not None:
+            if self._pipe is not None:
                 signal.set_wakeup_fd(self._previous)
-                os.write(self._signals[1], b"\0")  # so that the thread looks
+                os.write(self._pipe[1], b"\0")  # so that the thread looks
             self._thread.join()
-            for end in self._signals or ():
+            for end in self._pipe or ():
                 os.close(end)
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the first rank, which may hold the store, may have ended
+            # so that the rank before does not take the silence for a death; the first rank, which
+            # may hold the store, may have ended
+            with contextlib.suppress(RuntimeError):
                 self._store.set(f"left {self._rank}", "")
 
     def _end_with(self, error: BaseException) -> None:
@@ -140,48 +145,52 @@ class Watchdog:
         blame is found.
         """
         if isinstance(error, CollectiveError):
-            self._error = str(error)
+            self._collective_error = str(error)
         else:
-            self._own = f"{type(error).__name__}: {error}"
+            self._own_error = f"{type(error).__name__}: {error}"
             where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
-            said = (
-                ""
-                if isinstance(error, KeyboardInterrupt)
-                else "".join(traceback.format_exception(error))
+            stack = ""
+            if not isinstance(error, KeyboardInterrupt):  # who interrupts asks for no stack
+                stack = "".join(traceback.format_exception(error))
+            print(
+                f"{stack}train.py: {where} failed: {self._own_error}", file=sys.stderr, flush=True
             )
-            print(f"{said}train.py: {where} failed: {self._own}", file=sys.stderr, flush=True)
         self._call(lambda: self._store.add("alarm", 1))
+        # the thread answers as on the other ranks, and ends the process: this does not return
         self._thread.join()
 
     def _listen(self) -> None:
         pause = min(1.0, self._timeout / _POLLS)
-        seen, since = -1, time.monotonic()
+        issued = -1
+        since = time.monotonic()  # the last time that this rank got on
         while not self._sleep(pause):
-            if self._progress.issued != seen:
-                seen, since = self._progress.issued, time.monotonic()
+            if self._progress.issued != issued:
+                issued = self._progress.issued
+                since = time.monotonic()
+            # a ring: each rank looks after the next one, so the store is asked little
             raised = self._next_died(pause) or time.monotonic() - since > self._timeout
             if raised:
                 self._call(lambda: self._store.add("alarm", 1))
             if raised or self._call(lambda: self._store.add("alarm", 0)):
                 self._answer(time.monotonic() - since)
                 return
-            if (
-                self._signalled
-                and time.monotonic() - max(since, self._since_signal) > _STUCK_SIGNALLED_S
-            ):
+            stuck_s = time.monotonic() - max(since, self._signalled_at)
+            if self._signal_name and stuck_s > _STUCK_SIGNALLED_S:
                 self._stand()
-        if self._signals is not None:
+        if self._pipe is not None:
             faulthandler.cancel_dump_traceback_later()
 
     def _sleep(self, pause: float) -> bool:
         """Waits so long, or for a signal; whether the watch is over."""
-        if self._signals is None:
+        if self._pipe is None:
             return self._over.wait(pause)
+        # set anew in each turn: it fires if something holds the interpreter, and this thread too
         faulthandler.dump_traceback_later(_STARVED_S + pause)
-        if select.select([self._signals[0]], [], [], pause)[0]:
-            came = [n for n in os.read(self._signals[0], 64) if n]
-            if came and not self._signalled:
-                self._signalled, self._since_signal = signal.Signals(came[0]).name, time.monotonic()
+        if select.select([self._pipe[0]], [], [], pause)[0]:
+            numbers = os.read(self._pipe[0], 64).replace(b"\0", b"")  # 0: close() woke it
+            if numbers and not self._signal_name:
+                self._signal_name = signal.Signals(numbers[0]).name
+                self._signalled_at = time.monotonic()
         return self._over.is_set()
 
     def _next_died(self, pause: float) -> bool:
@@ -193,16 +202,18 @@ class Watchdog:
         other = (self._rank + 1) % self._mesh.world_size
         self._call(lambda: self._store.add(f"beats {self._rank}", 1))
         heard = self._call(lambda: self._store.add(f"beats {other}", 0))
-        self._silent = self._silent + pause if heard == self._heard else 0.0
-        self._heard = heard
-        limit = min(_SILENCE_S, _SILENCE_SIGNALLED_S) if self._signalled else _SILENCE_S
-        return self._silent > limit and not self._call(lambda: self._store.check([f"left {other}"]))
+        self._silent_s = self._silent_s + pause if heard == self._last_beat else 0.0
+        self._last_beat = heard
+        limit = min(_SILENCE_S, _SILENCE_SIGNALLED_S) if self._signal_name else _SILENCE_S
+        return self._silent_s > limit and not self._call(
+            lambda: self._store.check([f"left {other}"])
+        )
 
     def _stand(self) -> None:
         """Says where this rank stands though a signal asked it to end, once for each signal."""
         frame = sys._current_frames().get(self._main)
         why = (
-            f"{self._signalled} came {time.monotonic() - self._since_signal:.0f} s ago, and no "
+            f"{self._signal_name} came {time.monotonic() - self._signalled_at:.0f} s ago, and no "
             "collective since"
         )
         waiting = f", waits in {self._progress.waiting}" if self._progress.waiting else ""
@@ -211,7 +222,7 @@ class Watchdog:
             f"train.py: {where}: {why}: at {_position(frame)}{waiting}", file=sys.stderr, flush=True
         )
         self._write_record(why)
-        self._signalled = ""
+        self._signal_name = ""
 
     def _write_record(self, why: str) -> bool:
         """Writes what this rank does beside the run; whether it could."""
@@ -225,42 +236,45 @@ class Watchdog:
         said.
         """
         frame = sys._current_frames().get(self._main)
-        written = self._write_record(self._own or self._error or "a rank was lost")
-        mine = {
-            "failed": self._own,
-            "waiting": self._error or self._progress.waiting,
+        written = self._write_record(self._own_error or self._collective_error or "a rank was lost")
+        answer = {
+            "failed": self._own_error,
+            "waiting": self._collective_error or self._progress.waiting,
             "issued": self._progress.issued,
             "where": _position(frame),
             "still": round(still, 1),
         }
-        self._call(lambda: self._store.set(f"rank {self._rank}", json.dumps(mine)))
+        self._call(lambda: self._store.set(f"rank {self._rank}", json.dumps(answer)))
         self._answered = True
+        # those that say nothing until then are taken for dead
         deadline = time.monotonic() + _GRACE_S
         said = self._said()
         while len(said) < self._mesh.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
             said = self._said()
+        # the first to count is the one that reports; which one is all the same
         if self._call(lambda: self._store.add("reporter", 1)) == 1:
             beside = f"; what the ranks did: {self.folder}" if written else ""
             for line in lost(self._mesh, said):
                 print(f"train.py: {line}{beside}", file=sys.stderr, flush=True)
             self._call(lambda: self._store.set("reported", ""))
-        while (
-            not self._call(lambda: self._store.check(["reported"]))
-            and time.monotonic() < deadline + 1
-        ):
+        # Until it is printed nobody ends: the store, or torchrun, would go with the first one.
+        while time.monotonic() < deadline + 1:
+            if self._call(lambda: self._store.check(["reported"])):
+                break
             time.sleep(0.05)
         sys.stdout.flush()
         self._end(1)
 
     def _said(self) -> dict[int, dict[str, Any]]:
-        names = {r: f"rank {r}" for r in range(self._mesh.world_size)}
-        there = [
-            r
-            for r, name in names.items()
-            if self._call(lambda name=name: self._store.check([name]))
-        ]
-        return {r: json.loads(self._store.get(names[r])) for r in there}
+        """What ranks have said so far, by rank."""
+        said = {}
+        for rank in range(self._mesh.world_size):
+            name = f"rank {rank}"
+            # get() would wait for a rank that says nothing
+            if self._call(functools.partial(self._store.check, [name])):
+                said[rank] = json.loads(self._store.get(name))
+        return said
 
     def _call(self, ask: Callable[[], Any]) -> Any:
         """What the store says. Without it, whoever held it is gone, and this rank ends."""
@@ -296,6 +310,7 @@ def lost(mesh: Mesh, said: dict[int, dict[str, Any]]) -> list[str]:
     if dead:
         return [f"{names[r]} died: it says nothing any more{meanwhile}" for r in dead]
     hanging = [r for r, state in said.items() if not state["waiting"]]
+    # On a device all wait or none does, as far as the host knows: then it is who is behind.
     if not waiting or not hanging:
         hanging = [r for r in said if _behind(r, mesh, said)] or list(said)
     return [
@@ -307,6 +322,7 @@ def lost(mesh: Mesh, said: dict[int, dict[str, Any]]) -> list[str]:
 
 def _behind(rank: int, mesh: Mesh, said: dict[int, dict[str, Any]]) -> bool:
     """Whether another rank of the same pipeline stage has issued more collectives."""
+    # stages issue different numbers of collectives, so only ranks of one stage compare
     stage = mesh.coordinate(rank).get("pp")
     peers = [r for r in said if mesh.coordinate(r).get("pp") == stage]
     return said[rank]["issued"] < max(said[r]["issued"] for r in peers)
@@ -317,6 +333,7 @@ def _position(frame: FrameType | None) -> str:
     places = []
     while frame is not None and len(places) < 3:
         code = frame.f_code
+        # where the project's own code stands, not torch's or the interpreter's
         if "site-packages" not in code.co_filename and not code.co_filename.startswith("<"):
             places.append(f"{os.path.relpath(code.co_filename)}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back
