@@ -7,6 +7,7 @@ several classes carries which one it is as ``"kind"``: of a layer, the name of i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -35,10 +36,11 @@ def to_dict(config: Any) -> dict[str, Any]:
         ValueError: a layer of no registered kind, or a config of another class than its field
             declares, which would be read back as what it is not.
     """
-    return {
-        name: _encode(kind, getattr(config, name), f"{name_of(type(config))}.{name}")
-        for name, kind in _fields(type(config)).items()
-    }
+    data = {}
+    for name, kind in _fields(type(config)).items():
+        # all fields, also those with their default: a default may change, a run must not
+        data[name] = _encode(kind, getattr(config, name), f"{name_of(type(config))}.{name}")
+    return data
 
 
 def from_dict(cls: type[_T], data: Any) -> _T:
@@ -78,11 +80,13 @@ def classes(kind: Any) -> dict[str, type]:
     """Config classes of a union, or of a role of layers, by kind; empty where the field's class
     needs no tag.
     """
-    if (role := _role(kind)) is not None:
+    role = _role(kind)
+    if role is not None:
         return {name: known.config for name, known in kinds.names(role).items()}
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
-    found = [m for m in members if dataclasses.is_dataclass(m) and isinstance(m, type)]
-    return {_kind(c): c for c in found} if len(found) > 1 else {}
+    configs = [m for m in members if dataclasses.is_dataclass(m) and isinstance(m, type)]
+    # one class beside () or None needs no tag: an object can only be of it
+    return {_kind(cls): cls for cls in configs} if len(configs) > 1 else {}
 
 
 def _role(kind: Any) -> type[Kind] | None:
@@ -96,7 +100,8 @@ def _encode(kind: Any, value: Any, at: str) -> Any:
     if _role(kind) is not None:
         return _encode_layer(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        cls, tagged = type(value), classes(kind)
+        cls = type(value)
+        tagged = classes(kind)
         if cls not in (tagged.values() or (kind, *get_args(kind))):
             raise ValueError(
                 f"{at} is a {name_of(cls)}, which is not among the classes of that field: it would "
@@ -109,6 +114,7 @@ def _encode(kind: Any, value: Any, at: str) -> Any:
         elements = _element_kinds(_tuple_of(kind), len(value))
         return [_encode(k, v, at) for k, v in zip(elements, value, strict=True)]
     if isinstance(value, torch.dtype):
+        # by name, which a reader knows and no version of torch changes
         return str(value).removeprefix("torch.")
     assert isinstance(value, _PLAIN), f"a config field cannot be a {type(value).__name__}"
     return value
@@ -122,11 +128,13 @@ def _decode(kind: Any, value: Any, at: str) -> Any:
     origin = get_origin(kind)
     if kind is Sublayers:
         return _decode_sublayers(value, at)
-    if (role := _role(kind)) is not None:
+    role = _role(kind)
+    if role is not None:
         return _decode_layer(value, at, role)
     if origin in (Union, types.UnionType):
         return _decode_union(kind, value, at)
     if origin is Literal:
+        # the type too: True == 1
         if not any(type(value) is type(a) and value == a for a in get_args(kind)):
             raise ValueError(f"{at}={value!r} must be one of {list(get_args(kind))}")
         return value
@@ -147,7 +155,7 @@ def _decode(kind: Any, value: Any, at: str) -> Any:
     if kind is torch.dtype:
         return _decode_dtype(value, at)
     if kind is float and type(value) is int:
-        return float(value)
+        return float(value)  # JSON writes 1.0 as either; the other way round would lose digits
     assert kind in _PLAIN, f"{at}: a config field cannot be of type {kind}"
     if type(value) is not kind:
         raise _wrong(at, value, "null" if kind is type(None) else kind.__name__)
@@ -158,21 +166,32 @@ def _decode_dataclass(cls: type[_T], data: Any, at: str) -> _T:
     if not isinstance(data, dict):
         raise _wrong(at or name_of(cls), data, f"the fields of {name_of(cls)}")
     known = _fields(cls)
-    if unknown := [name for name in data if name not in known]:
-        raise ValueError("; ".join(_unknown(_join(at, name), name, cls, known) for name in unknown))
-    required = {
-        f.name
-        for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-        if f.init and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    if missing := [name for name in known if name in required and name not in data]:
-        raise ValueError(
-            f"{name_of(cls)} lacks {', '.join(_join(at, name) for name in missing)}; no default: "
-            "set it"
-        )
-    return cls(
-        **{name: _decode(known[name], value, _join(at, name)) for name, value in data.items()}
-    )
+    # Refused, not passed over: a field that is spelled wrong would leave its default in force.
+    unknown = [_unknown(_join(at, name), name, cls, known) for name in data if name not in known]
+    if unknown:
+        raise ValueError("; ".join(unknown))
+    required = _required(cls)
+    missing = [_join(at, name) for name in known if name in required and name not in data]
+    if missing:
+        raise ValueError(f"{name_of(cls)} lacks {', '.join(missing)}; no default: set it")
+    values = {}
+    for name, value in data.items():
+        values[name] = _decode(known[name], value, _join(at, name))
+    return cls(**values)
+
+
+def _required(cls: type) -> set[str]:
+    """Fields without a default."""
+    names = set()
+    for f in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+        no_default = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if f.init and no_default:
+            names.add(f.name)
+    return names
+
+
+def _without_tag(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if name != _KIND}
 
 
 def _decode_sublayers(value: Any, at: str) -> Sublayers:
@@ -197,29 +216,28 @@ def _decode_layer(value: Any, at: str, *roles: type[Kind]) -> Any:
             "config.json runs no code: go on from the recipe that registers the kind, with "
             "train.py RECIPE.py --resume auto, or sample with --recipe RECIPE.py"
         )
-    return _decode_dataclass(kind.config, {n: v for n, v in value.items() if n != _KIND}, at)
+    return _decode_dataclass(kind.config, _without_tag(value), at)
 
 
 def _decode_union(kind: Any, value: Any, at: str) -> Any:
     """By the tag where several classes are possible, else the member that fits the value's type."""
-    tagged, members = classes(kind), get_args(kind)
+    tagged = classes(kind)
+    members = get_args(kind)
     if tagged and isinstance(value, dict):
-        if value.get(_KIND) not in tagged:
-            raise ValueError(
-                f"{_join(at, _KIND)}={value.get(_KIND)!r} must be one of {sorted(tagged)}"
-            )
-        return _decode_dataclass(
-            tagged[value[_KIND]], {n: v for n, v in value.items() if n != _KIND}, at
-        )
+        tag = value.get(_KIND)
+        if tag not in tagged:
+            raise ValueError(f"{_join(at, _KIND)}={tag!r} must be one of {sorted(tagged)}")
+        return _decode_dataclass(tagged[tag], _without_tag(value), at)
+    # first by type, so that an error inside a part names the field in it
     for member in members:
         if member is type(value) or (dataclasses.is_dataclass(member) and isinstance(value, dict)):
             return _decode(member, value, at)
-    rest = [m for m in members if not dataclasses.is_dataclass(m)]
-    for member in rest:
-        try:
-            return _decode(member, value, at)
-        except ValueError:
+    # then what is left, such as a list for a tuple or an integer for a float
+    for member in members:
+        if dataclasses.is_dataclass(member):
             continue
+        with contextlib.suppress(ValueError):
+            return _decode(member, value, at)
     raise _wrong(at, value, " or ".join(_spell(m) for m in members))
 
 
@@ -232,20 +250,23 @@ def _decode_dtype(value: Any, at: str) -> torch.dtype:
 
 def _tuple_of(kind: Any) -> Any:
     """The tuple among the members of ``kind``."""
-    return next((k for k in (kind, *get_args(kind)) if get_origin(k) is tuple), tuple[Any, ...])
+    for member in (kind, *get_args(kind)):
+        if get_origin(member) is tuple:
+            return member
+    return tuple[Any, ...]
 
 
 def _element_kinds(kind: Any, length: int) -> tuple[Any, ...]:
     args = get_args(kind)
-    return (args[0],) * length if len(args) == 2 and args[1] is Ellipsis else args
+    if len(args) == 2 and args[1] is Ellipsis:
+        return (args[0],) * length
+    return args
 
 
 def _unknown(path: str, name: str, cls: type, known: dict[str, Any]) -> str:
     nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return (
-        f"{path} is not a field of {name_of(cls)}; nearest: "
-        f"{', '.join(nearest) or ', '.join(known)}"
-    )
+    listed = ", ".join(nearest or known)  # all of them where none is near
+    return f"{path} is not a field of {name_of(cls)}; nearest: {listed}"
 
 
 def _wrong(at: str, value: Any, expected: str) -> ValueError:
@@ -255,11 +276,9 @@ def _wrong(at: str, value: Any, expected: str) -> ValueError:
 def _spell(kind: Any) -> str:
     if kind is type(None):
         return "null"
-    return (
-        name_of(kind)
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type)
-        else getattr(kind, "__name__", str(kind))
-    )
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return name_of(kind)
+    return getattr(kind, "__name__", str(kind))
 
 
 def _join(at: str, name: str) -> str:

@@ -21,7 +21,8 @@ def with_named_layers(recipe: Any) -> Any:
     if not isinstance(old, dict) or "full_attention_layers" not in old:
         return recipe
     model = dict(old)
-    full, num_dense = model.pop("full_attention_layers"), model.pop("num_dense_layers", 1)
+    full = model.pop("full_attention_layers")
+    num_dense = model.pop("num_dense_layers", 1)  # 1 was the default, which hand-written data omits
     layers = []
     for number in range(model.pop("num_layers", 0)):
         mixer = "full_attention" if number in full else "kda"

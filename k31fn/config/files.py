@@ -40,7 +40,7 @@ def load_recipe(path: str | Path) -> Recipe:
     """
     file = Path(path)
     if file.suffix != ".json":
-        return _call(path, "train", Recipe)
+        return _call(path, "train", Recipe)  # the user's own code, which they name
     _must_exist(file)
     try:
         return from_dict(Recipe, with_named_layers(json.loads(file.read_bytes())))
@@ -84,6 +84,7 @@ def _run(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=None)
     assert spec is not None, f"{file} is no Python file"
     assert spec.loader is not None, f"{file} is no Python file"
+    # there before it runs: a dataclass in it looks its own module up
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     sys.path.append(str(file.parent))  # last: a neighbour hides no installed package
     try:
@@ -107,11 +108,14 @@ def _must_exist(file: Path) -> None:
         )
     folder = file.parent
     here = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
-    known = {p.stem: p for p in (*Path("configs").glob("*.py"), *(folder / name for name in here))}
-    nearest = [str(known[n]) for n in difflib.get_close_matches(file.stem, known, n=3, cutoff=0.6)]
+    # configs/ too: who types a name alone most likely means one of those
+    known = {p.stem: str(p) for p in Path("configs").glob("*.py")}
+    known |= {Path(name).stem: str(folder / name) for name in here}
+    nearest = [known[n] for n in difflib.get_close_matches(file.stem, known, n=3, cutoff=0.6)]
+    hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
     raise ValueError(
         f"config file {str(file)!r} does not exist; in its directory: {', '.join(here) or 'none'}"
-        + (f"; nearest: {', '.join(nearest)}" if nearest else "")
+        + hint
     )
 
 

@@ -17,6 +17,8 @@ from k31fn.params import ParamSpec
 
 __all__ = ["check_mesh", "check_split", "split_share"]
 
+# Of the parameters, that fsdp must split: with less, ranks hold most of the model each, and the
+# memory that was to be saved is not.
 _LEAST_SHARE = 0.5
 
 
@@ -36,6 +38,7 @@ def check_mesh(
         ValueError: names the view, all sizes that it does not divide, and the nearest values that
             would do.
     """
+    # All checks are on the host and by numbers: a mesh of thousands of ranks is refused at once.
     tensor = {f"model.{name}": size for name, size in _tensor_parallel(cfg).items()}
     _divides("mesh.tp", mesh.tp, tensor)
     counts, widths = _expert_parallel(cfg)
@@ -46,6 +49,7 @@ def check_mesh(
     _check_kinds(mesh, cfg)
     if mesh.pp > 1:
         _check_stages(mesh, cfg, micro_batches, num_chunks)
+    # tp too: between the layers its ranks split the tokens (Sharding.sequence)
     _multiple("length", length, {"mesh.cp": mesh.cp, "mesh.tp": mesh.tp})
     if patches:
         _multiple(
@@ -105,8 +109,10 @@ def check_split(mesh: Mesh, cfg: model.Config) -> None:
         ValueError: names the ranks, the share that they split, and the nearest values that split
             half or more.
     """
+    # layers of one kind have equal declarations: a hundred layers cost as much as one of each
     specs = Counter(tree.leaves(model.specs(cfg)))
-    if (share := _share(mesh, specs)) >= _LEAST_SHARE:
+    share = _share(mesh, specs)
+    if share >= _LEAST_SHARE:
         return
     fitting = []
     for n in range(1, 2 * mesh.fsdp + 1):
@@ -116,13 +122,12 @@ def check_split(mesh: Mesh, cfg: model.Config) -> None:
             continue
         if _share(other, specs) >= _LEAST_SHARE:
             fitting.append(n)
-    ranks = f"mesh.fsdp={mesh.fsdp}" + (
-        f" x mesh.cp={mesh.cp} = {mesh.fsdp * mesh.cp}" if mesh.cp > 1 else ""
-    )
+    ranks = f"mesh.fsdp={mesh.fsdp}"
+    if mesh.cp > 1:
+        ranks += f" x mesh.cp={mesh.cp} = {mesh.fsdp * mesh.cp}"
     raise ValueError(
         f"{ranks} splits {share:.1%} of the parameters: each of its ranks holds all of a weight "
-        "of which it "
-        "divides no size, and at least half must be split; nearest: mesh.fsdp "
+        "of which it divides no size, and at least half must be split; nearest: mesh.fsdp "
         f"{_nearest(mesh.fsdp, fitting)}"
     )
 
@@ -136,11 +141,19 @@ def split_share(mesh: Mesh, cfg: model.Config) -> float:
 
 def _share(mesh: Mesh, specs: Mapping[ParamSpec, int]) -> float:
     """Of so many weights of each declaration: layers of one kind have the same, and are many."""
-    axes, split = mesh.axes(), 0
+    axes = mesh.axes()
+    wanted = {axis.name for axis in axes.fsdp}
+    split = total = 0
     for spec, p in zip(specs, partition(list(specs), AxisRules(), mesh), strict=True):
-        names = {a.name for dim in resolve(p, axes, len(spec.shape)) for a in dim}
-        split += specs[spec] * spec.numel if names.issuperset(a.name for a in axes.fsdp) else 0
-    return split / sum(spec.numel * count for spec, count in specs.items())
+        names = set()
+        for dim in resolve(p, axes, len(spec.shape)):
+            names |= {axis.name for axis in dim}
+        size = specs[spec] * spec.numel
+        total += size
+        # over all of fsdp's axes: split over a part of them, ranks of the rest hold the same
+        if wanted <= names:
+            split += size
+    return split / total
 
 
 def _check_stages(mesh: Mesh, cfg: model.Config, micro_batches: int, num_chunks: int) -> None:
@@ -148,8 +161,8 @@ def _check_stages(mesh: Mesh, cfg: model.Config, micro_batches: int, num_chunks:
         fitting = cfg.num_layers // num_chunks
         raise ValueError(
             f"mesh.pp={mesh.pp} x pipeline.num_chunks={num_chunks} stages are more than "
-            "model.num_layers="
-            f"{cfg.num_layers}: a stage has a layer at least; nearest: mesh.pp {max(fitting, 1)}"
+            f"model.num_layers={cfg.num_layers}: a stage has a layer at least; nearest: mesh.pp "
+            f"{max(fitting, 1)}"
         )
     if num_chunks > 1:
         _multiple("micro_batches", micro_batches, {"mesh.pp": mesh.pp})
@@ -188,13 +201,18 @@ def _expert_parallel(cfg: model.Config) -> tuple[dict[str, int], dict[str, int]]
 
 
 def _divides(view: str, ranks: int, sizes: Mapping[str, int]) -> None:
-    if wrong := {name: size for name, size in sizes.items() if size % ranks}:
-        common = math.gcd(*sizes.values())
-        fitting = [n for n in range(1, common + 1) if common % n == 0]
-        named = ", ".join(f"{name}={size}" for name, size in wrong.items())
-        raise ValueError(
-            f"{view}={ranks} does not divide {named}; nearest: {_nearest(ranks, fitting)}"
-        )
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size % ranks]
+    if not wrong:
+        return
+    # what divides all sizes, not only the wrong ones, or the next try would fail at another
+    fitting = _divisors(math.gcd(*sizes.values()))
+    raise ValueError(
+        f"{view}={ranks} does not divide {', '.join(wrong)}; nearest: {_nearest(ranks, fitting)}"
+    )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
@@ -207,17 +225,20 @@ def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
     shown = " x ".join(f"{piece}={n}" for piece, n in pieces.items())
     fixes = []
     for piece, n in pieces.items():
+        # one piece is changed and the others stay, if that can help
         rest = product // n
         if n > 1 and size % rest == 0:
-            fitting = [d for d in range(1, size // rest + 1) if size % (rest * d) == 0]
-            fixes.append(f"{piece} {_nearest(n, fitting)}")
-    near = [n for n in (size // product * product, -(-size // product) * product) if n]
-    fixes.append(f"{name} {', '.join(map(str, near))}")
+            fixes.append(f"{piece} {_nearest(n, _divisors(size // rest))}")
+    below, above = size // product * product, -(-size // product) * product
+    near = [str(n) for n in (below, above) if n]
+    fixes.append(f"{name} {', '.join(near)}")
     raise ValueError(
         f"{shown} = {product} does not divide {name}={size}; nearest: {' or '.join(fixes)}"
     )
 
 
 def _nearest(value: int, valid: list[int]) -> str:
-    below, above = [v for v in valid if v < value][-1:], [v for v in valid if v > value][:2]
+    """Up to three of the ascending values: one below, two above."""
+    below = [v for v in valid if v < value][-1:]
+    above = [v for v in valid if v > value][:2]
     return ", ".join(map(str, below + above))

@@ -43,11 +43,13 @@ def override(config: _T, args: Sequence[str], *, prog: str, description: str = "
     config, args = _choose(config, args)
     if not args:
         return config
+    # Through a mirror of the config: tyro would offer subcommands where a field allows several
+    # classes, and build each part by itself, whose checks would see half of the changes.
     plain = _plain(config, flat)
-    return _like(
-        config,
-        tyro.cli(type(plain), default=plain, args=list(args), prog=prog, description=description),
+    changed = tyro.cli(
+        type(plain), default=plain, args=list(args), prog=prog, description=description
     )
+    return _like(config, changed)
 
 
 def _choose(config: _T, args: Sequence[str]) -> tuple[_T, list[str]]:
@@ -56,28 +58,36 @@ def _choose(config: _T, args: Sequence[str]) -> tuple[_T, list[str]]:
     for argument in args:
         name, _, value = argument.partition("=")
         path = name.removeprefix("--").replace("-", "_").split(".")
-        kinds, own = _kinds_at(config, path) if name.startswith("--") else ({}, None)
-        if not kinds:
+        if not name.startswith("--"):
             continue
+        allowed, own = _classes_at(config, path)
+        if not allowed:
+            continue  # a plain field, which tyro sets
         at = rest.index(argument)
-        given = [value] if value else rest[at + 1 : at + 2]
-        if not given or given[0] not in kinds:
-            raise ValueError(
-                f"{name}: {''.join(given)!r} must be one of {', '.join(sorted(kinds))}"
-            )
-        if kinds[given[0]] is not own:
-            try:
-                chosen = kinds[given[0]]()
-            except TypeError as e:
-                raise ValueError(
-                    f"{name} {given[0]}: {e}; it has no defaults, so write a config that sets it"
-                ) from e
-            config = _with(config, path, chosen)
-        del rest[at : at + 1 + (not value)]
+        # "--name=value" is one argument, "--name value" two
+        if value:
+            num_arguments, chosen = 1, value
+        else:
+            num_arguments, chosen = 2, next(iter(rest[at + 1 : at + 2]), "")
+        if chosen not in allowed:
+            raise ValueError(f"{name}: {chosen!r} must be one of {', '.join(sorted(allowed))}")
+        # its own class changes nothing: its fields keep the values that the config gave them
+        if allowed[chosen] is not own:
+            config = _with(config, path, _defaults(allowed[chosen], f"{name} {chosen}"))
+        del rest[at : at + num_arguments]
     return config, rest
 
 
-def _kinds_at(config: Any, path: Sequence[str]) -> tuple[dict[str, type], type]:
+def _defaults(cls: type, argument: str) -> Any:
+    try:
+        return cls()
+    except TypeError as e:  # a field without a default
+        raise ValueError(
+            f"{argument}: {e}; it has no defaults, so write a config that sets it"
+        ) from e
+
+
+def _classes_at(config: Any, path: Sequence[str]) -> tuple[dict[str, type], type]:
     """The classes that a field allows, by name, if there are several and it is not absent; and its
     own.
     """
@@ -113,7 +123,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _hint(config: Any, name: str) -> Any:
-    """What the field of a config may be."""
+    """The declared type of the field of a config."""
     if isinstance(config, Sublayers):
         return Annotated[Any, type(kinds.kind_of(config[name]))]  # another kind of the same role
     return typing.get_type_hints(type(config), include_extras=True)[name]
@@ -167,10 +177,10 @@ def _plain(config: Any, flat: Any) -> Any:
     for f in dataclasses.fields(cls):
         value = getattr(config, f.name)
         nested = dataclasses.is_dataclass(value) or isinstance(value, Sublayers)
-        if value == () and any(
-            dataclasses.is_dataclass(kind) for kind in typing.get_args(hints[f.name])
-        ):
-            continue
+        allows_config = any(dataclasses.is_dataclass(k) for k in typing.get_args(hints[f.name]))
+        if value == () and allows_config:
+            continue  # an absent part has no fields to set, and stays absent
+        # its own class alone: which one it is was settled by _choose
         values[f.name] = _plain(value, flat) if nested else value
         kind = type(values[f.name]) if nested else hints[f.name]
         fields.append((f.name, flat(kind) if f.metadata.get("flat") else kind))
@@ -189,5 +199,5 @@ def _like(config: Any, plain: Any) -> Any:
     values = {}
     for f in dataclasses.fields(config):
         old = getattr(config, f.name)
-        values[f.name] = _like(old, getattr(plain, f.name, old))
+        values[f.name] = _like(old, getattr(plain, f.name, old))  # old: an absent part
     return type(config)(**values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,11 +51,11 @@ class Phase:
                 f"peak_lr={self.peak_lr} must be at least 0 and "
                 f"final_fraction={self.final_fraction} in [0, 1]"
             )
+        # without a schedule of its own they would be passed over in silence
         if not self.peak_lr and (self.warmup_steps or self.final_fraction != 1):
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}, final_fraction={self.final_fraction} without "
-                "peak_lr: they are of "
-                "the phase's own schedule; set peak_lr, or leave them out"
+                "peak_lr: they are of the phase's own schedule; set peak_lr, or leave them out"
             )
 
 
@@ -78,11 +77,19 @@ def spans(phases: Sequence[Phase], num_steps: int) -> list[Span]:
             raise ValueError(
                 f"phases[{number}].steps=0: only the last phase goes on to the end; say how many"
             )
+    # the last phase may say 0: with the whole run's steps it reaches the end wherever it begins
     sizes = [phase.steps or num_steps for phase in phases]
     if phases and sum(sizes) < num_steps:
         raise ValueError(
             f"phases have {sum(sizes)} steps, steps={num_steps}: lower steps, or set "
             f"phases[{len(phases) - 1}].steps=0"
         )
-    ends = [min(end, num_steps) for end in itertools.accumulate(sizes)]
-    return [Span(a, b) for a, b in itertools.pairwise([0, *ends]) if a < b]
+    result = []
+    start = 0
+    for size in sizes:
+        stop = min(start + size, num_steps)
+        # a run of fewer steps, as one tries a recipe, has the phases that it reaches
+        if start < stop:
+            result.append(Span(start, stop))
+        start = stop
+    return result

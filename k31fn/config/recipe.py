@@ -94,6 +94,7 @@ class Optimizer:
             ("state_dtype", _StateDtype),
         ):
             _one_of(f"optimizer.{name}", getattr(self, name), allowed)
+        # "not value > 0", so that NaN is refused too
         for name in ("peak_lr", "eps", "max_norm"):
             value = getattr(self, name)
             if not value > 0 or (name != "max_norm" and value == math.inf):
@@ -128,8 +129,7 @@ class Pipeline:
         if self.num_chunks < 1 or (self.num_chunks > 1) != (self.schedule == "interleaved"):
             raise ValueError(
                 f"pipeline.num_chunks={self.num_chunks}: schedule 'interleaved' has 2 or more "
-                "stages per rank, "
-                f"the others 1; schedule is {self.schedule!r}"
+                f"stages per rank, the others 1; schedule is {self.schedule!r}"
             )
 
 
@@ -204,34 +204,7 @@ class Recipe:
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
-        if (
-            not self.name
-            or not all(c.isalnum() or c in "-_." for c in self.name)
-            or self.name.startswith(".")
-        ):
-            raise ValueError(
-                f"name={self.name!r} must be a folder name of letters, digits, '-', '_' and '.'"
-            )
-        kinds = {
-            "compute": _Compute,
-            "remat": model.Remat,
-            "trainable": _Trainable,
-            "master": _StateDtype,
-        }
-        for name, allowed in kinds.items():
-            _one_of(name, getattr(self, name), allowed)
-        for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("keep_every", "keep_best"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0; 0 keeps none")
-        if self.length < 2:
-            raise ValueError(
-                f"length={self.length} must be at least 2: a row of one token predicts nothing"
-            )
-        if not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"seed={self.seed} must be in [0, 2**64); take it modulo 2**64")
+        self._check_values()
         if self.batch_size % self.micro_batches:
             divisors = [d for d in range(1, self.batch_size + 1) if self.batch_size % d == 0]
             raise ValueError(
@@ -254,43 +227,69 @@ class Recipe:
             patches=self.patches,
             num_chunks=self.pipeline.num_chunks,
         )
+        # last, as they make recipes of their own, for which all of the above holds
         self._check_phases()
         self._check_adapters()
         _ = self.precision  # checks itself
+
+    def _check_values(self) -> None:
+        """Each field by itself."""
+        # a leading dot would hide the folder of runs, and ".." would leave it
+        letters = all(c.isalnum() or c in "-_." for c in self.name)
+        if not self.name or not letters or self.name.startswith("."):
+            raise ValueError(
+                f"name={self.name!r} must be a folder name of letters, digits, '-', '_' and '.'"
+            )
+        # Literals are for the type checker and the command line; a config file may hold anything.
+        _one_of("compute", self.compute, _Compute)
+        _one_of("remat", self.remat, model.Remat)
+        _one_of("trainable", self.trainable, _Trainable)
+        _one_of("master", self.master, _StateDtype)
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0; 0 keeps none")
+        if self.length < 2:
+            raise ValueError(
+                f"length={self.length} must be at least 2: a row of one token predicts nothing"
+            )
+        # the bits of a Threefry key (k31fn.random)
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed={self.seed} must be in [0, 2**64); take it modulo 2**64")
 
     def phase_of(self, step: int) -> int:
         """The number of the phase that a step is in; that of the last one from the end of the run
         on.
         """
-        found = [
-            number
-            for number, span in enumerate(spans(self.phases, self.steps))
-            if span.start <= step
-        ]
-        return found[-1] if found else 0
+        phase = 0
+        for number, span in enumerate(spans(self.phases, self.steps)):
+            if span.start <= step:
+                phase = number
+        return phase
 
     def at(self, step: int) -> Recipe:
         """What holds at a step: the recipe with the fields of its phase."""
         return self._with(self.phases[self.phase_of(step)]) if self.phases else self
 
     def _with(self, phase: Phase) -> Recipe:
-        changes = {
-            n: v
-            for n in ("length", "batch_size", "micro_batches", "trainable")
-            if (v := getattr(phase, n))
-        }
+        changes = {}
+        for name in ("length", "batch_size", "micro_batches", "trainable"):
+            value = getattr(phase, name)
+            if value:  # 0 and "": as the recipe says
+                changes[name] = value
         if phase.attention:
-            staged = {
-                name: with_stage(self.model.sublayers[name], phase.attention)
-                for name, with_stage in _indexed(self.model, f"attention={phase.attention!r}")
-            }
+            staged = {}
+            for name, with_stage in _indexed(self.model, f"attention={phase.attention!r}"):
+                staged[name] = with_stage(self.model.sublayers[name], phase.attention)
             changes["model"] = self.model.with_sublayers(**staged)
         if changes.get("trainable", self.trainable) != self.trainable != "all":
             raise ValueError(
                 f"trainable={phase.trainable!r} in a run with trainable={self.trainable!r}: a "
-                "phase can only freeze "
-                "more; set trainable='all' for the run"
+                "phase can only freeze more; set trainable='all' for the run"
             )
+        # phases=(): and so the checks of Recipe hold for each phase by itself
         return replace(self, phases=(), **changes)
 
     def _check_adapters(self) -> None:
@@ -332,7 +331,7 @@ class Recipe:
 
     @property
     def patches(self) -> int:
-        """Of images in a row; 0: rows of text."""
+        """Patches of images in a row; 0: rows of text."""
         return self.data.patches if isinstance(self.data, data.Prepared) else 0
 
     @property
@@ -341,7 +340,7 @@ class Recipe:
         ``master`` is bfloat16.
         """
         compute = getattr(torch, self.compute)
-        wide = torch.promote_types(compute, torch.float32)
+        wide = torch.promote_types(compute, torch.float32)  # float64 stays float64
         param = torch.bfloat16 if self.master == "bfloat16" else wide
         return Precision(param=param, compute=compute, reduce=wide, products=self.products)
 
@@ -352,19 +351,19 @@ def _indexed(cfg: model.Config, asked: str) -> list[tuple[str, Callable[..., Any
     Raises:
         ValueError: the model has none; says what ``asked`` for one.
     """
-    found, others = [], []
+    indexed, others = [], []
     for name in cfg.used():
         kind = kinds.kind_of(cfg.sublayers[name])
         if isinstance(kind, TokenMixer):
             if kind.with_stage is None:
                 others.append(f"model.{name}")
             else:
-                found.append((name, kind.with_stage))
-    if not found:
+                indexed.append((name, kind.with_stage))
+    if not indexed:
         raise ValueError(
             f"{asked}: {' and '.join(others)} have no indexer; give the model a dsa.Config"
         )
-    return found
+    return indexed
 
 
 def _one_of(name: str, value: str, allowed: object) -> None:

@@ -42,16 +42,13 @@ def new(root: Path, recipe: Recipe) -> Path:
     Raises:
         ValueError: it cannot be made or written; nothing of it is left then.
     """
-    parent = root / recipe.name
-    folder = parent / time.strftime("%Y%m%d-%H%M%S")
-    made = False
+    folder = parent = root / recipe.name
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = _make_new(folder)
-        made = True
+        folder = _make_new(parent / time.strftime("%Y%m%d-%H%M%S"))
         write(folder / CONFIG, json.dumps(to_dict(recipe), indent=2) + "\n")
     except OSError as error:
-        if made:  # else it is another run's, or not there
+        if folder != parent:  # else none was made, and the parent has the other runs
             shutil.rmtree(folder, ignore_errors=True)
         raise ValueError(
             f"run folder {folder} cannot be made: {error.strerror}; give runs another place than "

@@ -89,12 +89,14 @@ def train(
         OtherRankError: one of these on another rank.
     """
     ranks = ranks or Ranks()
+    # once for the run: what needs it is handed it
     layout = lay_out(recipe, ranks.axes)
     with _TrainingRun(layout, corpus, folder, device, view, ranks, profile) as run:
         if rehearsal:
             run.rehearse()
         loop(run, stop)
         heldout = run.evaluate_all(stop)
+        # After it no rank waits for another: the first may take its time for the 4-gram model.
         run.part(stop)
         outcome = run.report(heldout)
     if outcome.step and ranks.first:
@@ -115,7 +117,7 @@ def loop(run: _TrainingRun, stop: Stop) -> None:
     while not run.agree(stop) and run.done < recipe.steps:
         if run.done and run.done % recipe.eval_every == 0 and not run.is_scored:
             run.evaluate_some(stop)
-            continue
+            continue  # the ranks agree again: a signal may have ended the evaluation
         phase = run.phase()
         lr = learning_rate(recipe, run.done)
         with run.profile.step(run.done):
@@ -266,6 +268,7 @@ class _TrainingRun:
     def next_batches(self, phase: _Phase) -> list[model.Batch]:
         """The micro-batches of the next step."""
         axes = self.layout.axes
+        # by the number of the step alone: a run that goes on reads what it would have read
         with scopes.scope("data"):
             rows = rows_at(self._corpus.dataset, self.done, axes)
             return make_batches(phase.layout.recipe, rows, self._device, axes)
@@ -307,6 +310,7 @@ class _TrainingRun:
     def agree(self, stop: Stop) -> bool:
         """Whether a signal came on any rank. Raises on all if something failed on one."""
         assert self._saves is not None
+        # Saves go on in the background, and all ranks must take their stages at the same point.
         self._errors.attempt(self._saves.poll)
         stop.agree(self._ranks, self._errors.take())
         return bool(stop.cause)
@@ -322,7 +326,8 @@ class _TrainingRun:
         """A step that changes nothing, if any follows."""
         if self.done == self.layout.recipe.steps:
             return
-        phase, axes = self.phase(), self.layout.axes
+        phase = self.phase()
+        axes = self.layout.axes
         rows = rows_at(self._corpus.dataset, self.done, axes)
         state = self._give_up_state()
         self.state, seconds = rehearse(
@@ -333,7 +338,7 @@ class _TrainingRun:
 
     def evaluate_some(self, stop: Stop) -> None:
         """An evaluation during the run."""
-        self._errors.attempt(self._log.flush)
+        self._errors.attempt(self._log.flush)  # its line comes before that of the evaluation
         some = self._corpus.some
         loss = self._evaluate(some, stop)
         if not isinstance(loss, tuple):
@@ -353,10 +358,12 @@ class _TrainingRun:
     def _evaluate(self, scored: data.HeldOut, stop: Stop) -> float | tuple[()]:
         """Nats per byte, also written down; ``()`` if a signal came first."""
         assert self.state is not None
+        # as the last step was trained: the indexer may have only watched in its phase
         layout = phase_layout(self.layout, max(self.done - 1, 0))
         with self.view.evaluating(len(scored.rows.tokens)) as advance:
 
             def progress(rows: int) -> None:
+                # after each batch of rows, all ranks alike: an evaluation may take minutes
                 advance(rows)
                 if self.agree(stop):
                     raise _Stopped
@@ -374,7 +381,8 @@ class _TrainingRun:
         """How the run ended; tells the held-out loss, and of text beside it that of the 4-gram
         model of the bytes that the run trained on.
         """
-        recipe, scored = self.layout.recipe, self._corpus.all
+        recipe = self.layout.recipe
+        scored = self._corpus.all
         if isinstance(heldout, tuple):
             return Outcome(self.done, False, (), ())
         if not self._ranks.first:
@@ -384,6 +392,7 @@ class _TrainingRun:
             self.view.note(text)
             return Outcome(self.done, True, heldout, ())
         ngram = self._scores.ngram
+        # fitting takes seconds, so a run that is only scored again takes what it wrote down
         if isinstance(ngram, tuple):
             ngram = ngram_loss(recipe, self._corpus)
             self._log.write({"step": recipe.steps - 1, NGRAM: ngram})

@@ -43,10 +43,13 @@ def read_scores(folder: Path, done: int, ranks: Ranks) -> Scores:
 
 def _recorded(file: Path, done: int) -> list[Any]:
     """As JSON data, whose objects have no numbers as keys."""
+    # steps after the checkpoint are made again, and would be there twice
     metrics.rewind(file, done)
     heldout, ngram = [], None
-    for record in metrics.read(file) if file.exists() else []:
+    records = metrics.read(file) if file.exists() else []
+    for record in records:
         if HELDOUT in record:
+            # a record has the number of the last step, from 0; scores are by steps done
             heldout.append([record["step"] + 1, record[HELDOUT]])
         if NGRAM in record and ngram is None:
             ngram = record[NGRAM]

@@ -59,11 +59,10 @@ class Warmed(NamedTuple):
     loaded_s: float
 
     def __str__(self) -> str:
-        parts = [
-            f"{self.states[name]} {name}"
-            for name in ("compiled", "rebuilt", "found")
-            if self.states[name]
-        ]
+        parts = []
+        for name in ("compiled", "rebuilt", "found"):
+            if self.states[name]:
+                parts.append(f"{self.states[name]} {name}")
         seconds = (
             f"{self.found_s:.1f} s to find them, {self.compiled_s:.1f} s to compile, "
             f"{self.loaded_s:.1f} s to load"
@@ -120,16 +119,22 @@ def warm_up(
     if device.type == "cpu" or missing_triton() or INTERPRETED:
         view.note(f"warm-up: no kernels to compile on {device.type}")
         return None
+    # by name: the module imports triton, which need not be installed
     cache = importlib.import_module("k31fn.kernels.warmup.triton")
     folder: Path = cache.folder(devices.name(device))
     cache.use_folder(folder)
-    count = (processes or devices.num_cores(torch.device("cpu"))) if compiles else 0
+    count = 0
+    if compiles:
+        count = processes or devices.num_cores(torch.device("cpu"))
     clock = [time.perf_counter()]
-    with Compilers(count, folder) as compilers:  # they start while it is found out what to compile
+    # The processes import torch and triton, which takes them seconds, while this one finds out what
+    # to compile.
+    with Compilers(count, folder) as compilers:
         own = ranks.on_each(lambda: launches(calls_of(recipe, own_index(ranks.axes.pp)), device))
         clock.append(time.perf_counter())
         wanted = of_all(own, ranks)
-        states, error = Counter[str](), None
+        states = Counter[str]()
+        error = None
         if compiles:
             try:
                 with view.working("compiling kernels", len(wanted)) as advance:
@@ -137,6 +142,7 @@ def warm_up(
             except WarmUpError as e:
                 error = e
         clock.append(time.perf_counter())
+        # until then the others wait here: they must not look for a kernel that is being compiled
         ranks.agree(error=error)
     cache.load(own, on_device=True)
     clock.append(time.perf_counter())
@@ -149,10 +155,12 @@ def of_all(own: list[Launch], ranks: Ranks) -> list[Launch]:
     """What any rank launches: the stages of a pipeline differ, and a host may have ranks of
     several.
     """
-    found: dict[Launch, None] = {}
+    wanted: dict[Launch, None] = {}  # in the order of the ranks, each once
     for of_rank in exchange_json(own, ranks.axes.atoms):
-        found |= dict.fromkeys(Launch(m, f, (t[0], t[1], t[2]), d) for m, f, t, d in of_rank)
-    return list(found)
+        for module, name, tile, dtypes in of_rank:
+            # lists since they came as JSON, which has no tuples
+            wanted[Launch(module, name, (tile[0], tile[1], tile[2]), dtypes)] = None
+    return list(wanted)
 
 
 def rehearse(
@@ -178,6 +186,7 @@ def rehearse(
     """
     began = time.perf_counter()
     unlabelled = dataclasses.replace(rows, labels=torch.full_like(rows.labels, losses.IGNORED))
+    # the step counts itself although it is skipped, and the run must not be one ahead
     done = state.step
     new, _ = step(state, make_batches(recipe, unlabelled, device, axes), 0.0)
     devices.synchronize(device)
