@@ -79,25 +79,31 @@ def summarise(cfg: model.Config) -> Summary:
     attention, ffn = _layer_titles(cfg)
     part = find_part(cfg)
     leaves = tree.flatten_with_paths(model.specs(cfg))
-    parts, stored = Counter[str](), Counter[torch.dtype]()
+    parts = Counter[str]()
+    stored = Counter[torch.dtype]()
+    active = gradient_bytes = adamw_bytes = muon_bytes = 0
     for path, spec in leaves:
-        parts[part(path)] += spec.numel
+        name = part(path)
+        parts[name] += spec.numel
         stored[spec.dtype] += spec.numel * spec.dtype.itemsize
-    trained = [spec for _, spec in leaves if "frozen" not in spec.tags]
+        if name not in _NOT_ACTIVE:
+            active += _active(spec, cfg)
+        if "frozen" not in spec.tags:
+            # gradients are summed in float32 whatever the weight's dtype is
+            gradient_bytes += 4 * spec.numel
+            adamw_bytes += _optimiser_bytes(spec, moments=2)
+            muon_bytes += _optimiser_bytes(spec, moments=1 if "matrix" in spec.tags else 2)
     return Summary(
         attention=attention,
         ffn=ffn,
         opens=tuple(i for i, layer in enumerate(layers) if layer.opens_block),
         parts={name: parts[name] for name in model_parts(cfg) if name in parts},
         total=sum(parts.values()),
-        active=sum(_active(spec, cfg) for _, spec in leaves)
-        - sum(parts[name] for name in _NOT_ACTIVE),
+        active=active,
         weight_bytes=dict(sorted(stored.items(), key=lambda item: item[0].itemsize)),
-        gradient_bytes=sum(4 * spec.numel for spec in trained),
-        adamw_bytes=sum(_optimiser_bytes(spec, moments=2) for spec in trained),
-        muon_bytes=sum(
-            _optimiser_bytes(spec, moments=1 if "matrix" in spec.tags else 2) for spec in trained
-        ),
+        gradient_bytes=gradient_bytes,
+        adamw_bytes=adamw_bytes,
+        muon_bytes=muon_bytes,
     )
 
 
@@ -111,37 +117,44 @@ def _layer_titles(cfg: model.Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _active(spec: ParamSpec, cfg: model.Config) -> int:
-    experts = model.experts(cfg)
     if "expert" not in spec.tags:
         return spec.numel
+    # a token goes to top_k of the experts, which all have the same shapes
+    experts = model.experts(cfg)
     return spec.numel * experts.top_k // experts.num_experts
 
 
 def _optimiser_bytes(spec: ParamSpec, *, moments: int) -> int:
+    # a float32 weight is its own master copy
     master = 0 if spec.dtype.itemsize >= 4 else 4
     return spec.numel * (master + 4 * moments)
 
 
 def pattern(kinds: Sequence[str]) -> str:
     """A sequence with its repetitions counted: ``23 x (KDA KDA KDA DSA) DSA``."""
-    pieces, at = [], 0
+    pieces = []
+    at = 0
     while at < len(kinds):
+        # the longest stretch from here that is a unit repeated; of as long ones the shortest unit
         best, count = 1, 1
         for period in range(1, (len(kinds) - at) // 2 + 1):
-            repeats = 1
-            while (
-                kinds[at : at + period]
-                == kinds[at + repeats * period : at + (repeats + 1) * period]
-            ):
-                repeats += 1
+            repeats = _repeats(kinds[at:], period)
             if repeats > 1 and repeats * period > best * count:
                 best, count = period, repeats
         unit = " ".join(kinds[at : at + best])
-        pieces.append(
-            unit if count == 1 else f"{count} x {unit}" if best == 1 else f"{count} x ({unit})"
-        )
+        if best > 1:
+            unit = f"({unit})"
+        pieces.append(unit if count == 1 else f"{count} x {unit}")
         at += best * count
     return ", ".join(pieces)
+
+
+def _repeats(kinds: Sequence[str], period: int) -> int:
+    """How often the first ``period`` of them come one after the other."""
+    repeats = 1
+    while kinds[:period] == kinds[repeats * period : (repeats + 1) * period]:
+        repeats += 1
+    return repeats
 
 
 def render(summary: Summary) -> str:
@@ -158,13 +171,15 @@ def render(summary: Summary) -> str:
         lines.append(f"  {name:<22}{count:>22,}{100 * count / summary.total:>11.2f}%")
     lines.append(f"  {'total':<22}{summary.total:>22,}{_short(summary.total):>12}")
     lines.append(f"  {'active per token':<22}{summary.active:>22,}{_short(summary.active):>12}")
-    sizes = {
-        f"weights, {str(d).removeprefix('torch.')}": n for d, n in summary.weight_bytes.items()
-    }
-    sizes |= {"gradients, float32": summary.gradient_bytes, "AdamW state": summary.adamw_bytes}
-    sizes |= {"Muon + AdamW state": summary.muon_bytes}
+    sizes = []
+    for dtype, size in summary.weight_bytes.items():
+        sizes.append((f"weights, {str(dtype).removeprefix('torch.')}", size))
+    sizes.append(("gradients, float32", summary.gradient_bytes))
+    sizes.append(("AdamW state", summary.adamw_bytes))
+    sizes.append(("Muon + AdamW state", summary.muon_bytes))
     lines += ["", "bytes"]
-    lines += [f"  {name:<22}{size:>22,}{_bytes(size):>12}" for name, size in sizes.items()]
+    for name, size in sizes:
+        lines.append(f"  {name:<22}{size:>22,}{_bytes(size):>12}")
     return "\n".join(lines)
 
 
@@ -178,6 +193,7 @@ def _short(count: int) -> str:
 
 
 def _bytes(size: int) -> str:
+    # powers of ten, as vendors count a device's memory
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if size >= scale:
             return f"{size / scale:,.2f} {unit}"
@@ -189,17 +205,10 @@ def render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
     of text.
     """
     mesh = recipe.mesh
+    # ranks at one place of the pipeline hold as much; of the places the fullest one counts
     ranks = [rank_weights(recipe, i) for i in range(mesh.pp)]
-    most = max(
-        range(mesh.pp), key=lambda i: sum(x.weight + x.gradient + x.optimizer for x in ranks[i])
-    )
-    sizes = " x ".join(
-        f"{name} {n}" for name, n in dataclasses.asdict(mesh).items() if n > 1 and name != "ep"
-    )
-    lines = [
-        f"mesh        {sizes or 'one rank'} = {mesh.world_size} ranks"
-        + (f", ep {mesh.ep}" if mesh.ep > 1 else "")
-    ]
+    most = max(range(mesh.pp), key=lambda i: _total_bytes(ranks[i]))
+    lines = [_mesh_line(mesh)]
     if mesh.fsdp > 1:
         share = split_share(mesh, recipe.model)
         lines.append(
@@ -213,9 +222,8 @@ def render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
     lines += _bytes_by_part(recipe.model, ranks[most])
     lines += ["", "parts of the weights, one layer of each kind"]
     lines += _shapes(recipe.model, ranks[most])
-    pieces = (
-        "1 micro-batch" if recipe.micro_batches == 1 else f"{recipe.micro_batches} micro-batches"
-    )
+    plural = "" if recipe.micro_batches == 1 else "es"
+    pieces = f"{recipe.micro_batches} micro-batch{plural}"
     step = (
         f"{recipe.batch_size} x {recipe.length} tokens, {pieces}, {recipe.compute}, remat "
         f"{recipe.remat}"
@@ -227,26 +235,38 @@ def render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
         ]
         lines += _needed(memory.predict(recipe))
     lines += ["", f"sent by a rank in a step of {step}, balanced routes"]
-    found = volumes(recipe)
-    busiest = max(range(mesh.pp), key=lambda i: found[i].nbytes.total())
+    sent = volumes(recipe)
+    busiest = max(range(mesh.pp), key=lambda i: sent[i].nbytes.total())
     if mesh.pp > 1:
         lines.append(f"  (stage rank {busiest}, which sends most)")
-    lines += _sent(found[busiest])
+    lines += _sent(sent[busiest])
     return "\n".join(lines)
 
 
-def _needed(found: memory.Memory) -> list[str]:
-    names = {
-        "frozen": "frozen weights",
-        "trained": "trained weights",
-        "optimizer": "optimiser state",
-    }
-    names |= {
-        "gradients": "gradients",
-        "gathered": "two gathered layers",
-        "activations": "activations, largest layer",
-    }
-    rows = [(text, getattr(found, name)) for name, text in names.items()] + [("total", found.total)]
+def _total_bytes(weights: Sequence[RankWeight]) -> int:
+    return sum(x.weight + x.gradient + x.optimizer for x in weights)
+
+
+def _mesh_line(mesh: Mesh) -> str:
+    sizes = []
+    for view, ranks in dataclasses.asdict(mesh).items():
+        # ep is another view of the ranks of the others, and multiplies nothing
+        if ranks > 1 and view != "ep":
+            sizes.append(f"{view} {ranks}")
+    experts = f", ep {mesh.ep}" if mesh.ep > 1 else ""
+    return f"mesh        {' x '.join(sizes) or 'one rank'} = {mesh.world_size} ranks{experts}"
+
+
+def _needed(needs: memory.Memory) -> list[str]:
+    rows = (
+        ("frozen weights", needs.frozen),
+        ("trained weights", needs.trained),
+        ("optimiser state", needs.optimizer),
+        ("gradients", needs.gradients),
+        ("two gathered layers", needs.gathered),
+        ("activations, largest layer", needs.activations),
+        ("total", needs.total),
+    )
     return [f"  {text:<40}{_bytes(size):>12}" for text, size in rows]
 
 
@@ -258,30 +278,29 @@ def _bytes_by_part(cfg: model.Config, rank: Sequence[RankWeight]) -> list[str]:
             sums.setdefault(part, Counter()).update(
                 weight=x.weight, gradient=x.gradient, optimizer=x.optimizer
             )
-    order = [p for p in (*model_parts(cfg), "total") if p in sums]
-    return [
-        f"  {part:<40}"
-        + "".join(
-            f"{_bytes(sums[part][k]):>{w}}" for k, w in zip(_COLUMNS, (12, 12, 14), strict=True)
-        )
-        for part in order
-    ]
-
-
-_COLUMNS = ("weight", "gradient", "optimizer")
+    lines = []
+    for part in (*model_parts(cfg), "total"):
+        if part in sums:  # a stage of a pipeline has not every part
+            of_part = sums[part]
+            lines.append(
+                f"  {part:<40}{_bytes(of_part['weight']):>12}{_bytes(of_part['gradient']):>12}"
+                f"{_bytes(of_part['optimizer']):>14}"
+            )
+    return lines
 
 
 def _shapes(cfg: model.Config, rank: Sequence[RankWeight]) -> list[str]:
     """A line per weight, of the first layer of each kind that the rank has."""
     attention, ffn = _layer_titles(cfg)
-    seen: dict[tuple[str, str], int] = {}
+    first: dict[tuple[str, str], int] = {}  # layer of each kind
     lines = []
     for x in rank:
         number = re.match(r"layers\.(\d+)\.", x.path)
         if number:
             i = int(number[1])
-            if seen.setdefault((attention[i], ffn[i]), i) != i:
+            if first.setdefault((attention[i], ffn[i]), i) != i:
                 continue
+        # the tower's blocks are all of one kind
         if re.match(r"vision\.blocks\.[1-9]", x.path):
             continue
         split = ", ".join("*".join(dim) or "-" for dim in x.axes)
@@ -290,17 +309,18 @@ def _shapes(cfg: model.Config, rank: Sequence[RankWeight]) -> list[str]:
 
 
 def _sent(volume: Volume) -> list[str]:
-    keys = sorted((k for k in volume.calls if volume.calls[k]), key=lambda k: -volume.nbytes[k])
-    lines = [
-        f"  {kind:<22}{' x '.join(axes):<28}{volume.calls[kind, axes]:>9,} "
-        f"calls{_bytes(volume.nbytes[kind, axes]):>14}"
-        for kind, axes in keys
-    ]
+    # a count of 0 is left where volumes were subtracted
+    keys = [key for key in volume.calls if volume.calls[key]]
+    keys.sort(key=lambda key: -volume.nbytes[key])
+    lines = []
+    for kind, axes in keys:
+        calls, nbytes = volume.calls[kind, axes], volume.nbytes[kind, axes]
+        lines.append(f"  {kind:<22}{' x '.join(axes):<28}{calls:>9,} calls{_bytes(nbytes):>14}")
     return lines or ["  nothing"]
 
 
 @dataclass(frozen=True)
-class _Options:
+class _InspectOptions:
     """A mesh, and the step that is run on it.
 
     Attributes:
@@ -331,12 +351,14 @@ class _Options:
             )
 
 
-def _recipe(path: str, cfg: model.Config, options: _Options) -> config.Recipe:
+def _recipe(path: str, cfg: model.Config, options: _InspectOptions) -> config.Recipe:
     """The step that the options describe, of the config's recipe if it has one."""
     o = options
+    # A config of a model alone is inspected under a usual recipe, with a row for each data rank and
+    # micro-batch.
     try:
         base = config.load_recipe(path)
-    except ValueError:  # a config of a model alone
+    except ValueError:
         micro_batches = o.micro_batches or o.mesh.pp
         rows = o.mesh.dp * o.mesh.fsdp * micro_batches
         base = config.Recipe(
@@ -372,8 +394,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_USAGE, end="", file=sys.stderr)
         return 0 if args and args[0] in ("-h", "--help") else 2
     try:
-        cfg = config.load(args[0])
-        options = config.override(_Options(), args[1:], prog=f"python -m k31fn.inspect {args[0]}")
+        cfg = config.load(args[0])  # without a mesh a model is enough
+        options = config.override(
+            _InspectOptions(), args[1:], prog=f"python -m k31fn.inspect {args[0]}"
+        )
         recipe = _recipe(args[0], cfg, options) if args[1:] else None
         check_split(options.mesh, cfg)
     except (ValueError, ImportError) as e:

@@ -57,9 +57,9 @@ def append(path: str | Path, record: Mapping[str, Any]) -> None:
     step = record.get("step")
     if type(step) is not int or step < 0:
         raise ValueError(f"metrics record has step={step!r}; it needs an int of at least 0")
-    line = (
-        json.dumps({name: _encode(name, value) for name, value in record.items()}).encode() + b"\n"
-    )
+    encoded = {name: _encode(name, value) for name, value in record.items()}
+    line = json.dumps(encoded).encode() + b"\n"
+    # Unbuffered and in one write: a reader sees whole lines, and a full disk is told here.
     with open(path, "ab", buffering=0) as file:
         before = file.tell()
         try:
@@ -67,7 +67,7 @@ def append(path: str | Path, record: Mapping[str, Any]) -> None:
             if written < len(line):
                 file.write(line[written:])  # says why it was cut short
         except OSError as error:
-            file.truncate(before)
+            file.truncate(before)  # half a line would spoil the next one
             raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -93,10 +93,10 @@ def rewind(path: str | Path, step: int) -> None:
     path = Path(path)
     if not path.exists():
         return
-    kept = [line for line, record in _lines(path) if record["step"] < step]
+    earlier = [line for line, record in _lines(path) if record["step"] < step]
     temporary = path.with_name(f"{path.name}.rewound")
     with open(temporary, "wb") as file:
-        file.writelines(kept)
+        file.writelines(earlier)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -110,7 +110,9 @@ def step_line(record: Mapping[str, Any], num_steps: int | None = None) -> str:
     """
     total = "" if num_steps is None else f"/{num_steps}"
     parts = [f"step {record['step']:>{max(len(total) - 1, 5)}}{total}"]
-    parts += [f"{label} {_number(record[name])}" for label, name in _COLUMNS if name in record]
+    for label, name in _COLUMNS:
+        if name in record:
+            parts.append(f"{label} {_number(record[name])}")
     if "tokens_per_second" in record:
         parts.append(f"{record['tokens_per_second']:>9,.0f} tok/s")
     if "mfu" in record:
@@ -124,8 +126,11 @@ def _number(value: float) -> str:
     """In seven characters; a negative number with an exponent takes eight."""
     if math.isfinite(value) and value != 0 and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.1e}"
-    fitting = (text for decimals in (4, 3, 2, 1, 0) if len(text := f"{value:.{decimals}f}") <= 7)
-    return next(fitting, f"{value:.1e}").rjust(7)
+    for decimals in (4, 3, 2, 1, 0):
+        text = f"{value:.{decimals}f}"
+        if len(text) <= 7:
+            return text.rjust(7)
+    return f"{value:.1e}".rjust(7)
 
 
 def _encode(name: str, value: Any) -> Any:
@@ -144,12 +149,18 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is not a file; a run writes its metrics there")
     *lines, _torn = path.read_bytes().split(b"\n")
-    return [(line + b"\n", _parse(path, number, line)) for number, line in enumerate(lines, 1)]
+    result = []
+    for number, line in enumerate(lines, 1):
+        result.append((line + b"\n", _parse(path, number, line)))
+    return result
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         record = json.loads(line)
         if isinstance(record, dict) and type(record.get("step")) is int:
-            return {n: _AS_NUMBER.get(v, v) if isinstance(v, str) else v for n, v in record.items()}
+            for name, value in record.items():
+                if isinstance(value, str):
+                    record[name] = _AS_NUMBER.get(value, value)
+            return record
     raise ValueError(f"{path}:{number}: not a metrics record: {line[:80]!r}")

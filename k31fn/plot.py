@@ -74,7 +74,9 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
         ImportError: matplotlib is not installed.
         OSError: ``out`` cannot be written; its folder is made if it is missing.
     """
-    records = {name: _records(Path(run)) for name, run in _names([Path(r) for r in runs]).items()}
+    records = {}
+    for name, run in _names([Path(r) for r in runs]).items():
+        records[name] = _records(run)
     figure = _draw(records)
     out = Path(out)
     kinds = sorted(figure.canvas.get_supported_filetypes())
@@ -82,6 +84,7 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
         raise ValueError(
             f"--out {str(out)!r} must end in one of {', '.join('.' + k for k in kinds)}"
         )
+    # the ending stays last: matplotlib takes the format from it
     temporary = out.with_name(f".{out.stem}.partial{out.suffix}")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -95,14 +98,11 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
 def _records(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     if not path.is_file():
-        near = (
-            sorted(str(p.parent) for p in run.glob("*/metrics.jsonl"))[-3:] if run.is_dir() else []
-        )
-        hint = (
-            f"runs below it: {', '.join(near)}"
-            if near
-            else "give the folder of a run, such as runs/NAME/TIME"
-        )
+        # the folder of all runs of a name is given easily, and its newest run is most likely meant
+        near = sorted(str(p.parent) for p in run.glob("*/metrics.jsonl"))[-3:]
+        hint = "give the folder of a run, such as runs/NAME/TIME"
+        if near:
+            hint = f"runs below it: {', '.join(near)}"
         raise ValueError(f"{str(run)!r} has no metrics.jsonl; {hint}")
     records = metrics.read(path)
     if not any("train/loss" in r or "heldout/loss" in r for r in records):
@@ -123,22 +123,28 @@ def _names(runs: list[Path]) -> dict[str, Path]:
     if len(set(parts)) < len(parts):
         raise ValueError("a run is given twice; give each once")
 
-    def name(own: tuple[str, ...]) -> str:
-        longest = max(len(p) for p in parts)
-        endings = (own[-n:] for n in range(2, longest + 1))
-        return "/".join(next(e for e in endings if sum(p[-len(e) :] == e for p in parts) == 1))
+    def name(path: tuple[str, ...]) -> str:
+        for n in range(2, len(path) + 1):
+            ending = path[-n:]
+            if [p[-n:] for p in parts].count(ending) == 1:
+                return "/".join(ending)
+        return "/".join(path)  # the path of another run ends in all of this one's
 
-    return {name(own): run for own, run in zip(parts, runs, strict=True)}
+    names = {}
+    for path, run in zip(parts, runs, strict=True):
+        names[name(path)] = run
+    return names
 
 
 def _series(records: list[dict[str, Any]], name: str) -> Series:
-    pairs = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
-    steps, values = (
-        np.array([s for s, _ in pairs], dtype=float),
-        np.array([v for _, v in pairs], dtype=float),
-    )
-    finite = np.isfinite(values)
-    return Series(steps[finite], values[finite])
+    steps: list[float] = []
+    values: list[float] = []
+    for record in records:
+        value = record.get(name)
+        if isinstance(value, int | float) and np.isfinite(value):
+            steps.append(record["step"])
+            values.append(value)
+    return Series(np.array(steps, dtype=float), np.array(values, dtype=float))
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
@@ -147,6 +153,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     At the start, where a loss falls steeply, the window narrows to stay centred; at the end it is
     cut.
     """
+    # by differences of a running total: the window's width does not matter for the time
     index = np.arange(len(values))
     back = np.minimum(len(values) // 50, index)
     ahead = np.minimum(back, index[::-1])
@@ -161,14 +168,13 @@ def _draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
         raise ImportError(
             f"no plot: {error}; pip install 'k31fn[train]' adds matplotlib"
         ) from error
-    panels = [
-        (label, name)
-        for label, name in _PANELS
-        if any(len(_series(r, name).steps) for r in runs.values())
-    ]
-    loss, *below = _layout(figure := Figure(layout="constrained"), len(panels))
+    panels = [(label, name) for label, name in _PANELS if _any_has(runs, name)]
+    figure = Figure(layout="constrained")
+    loss, *below = _layout(figure, len(panels))
     for i, (run, records) in enumerate(runs.items()):
-        prefix, held_out_colour = (f"{run} ", f"C{i}") if len(runs) > 1 else ("", "C1")
+        prefix, held_out_colour = "", "C1"
+        if len(runs) > 1:  # a colour for each run, and so both of its losses in one
+            prefix, held_out_colour = f"{run} ", f"C{i}"
         _draw_loss(loss, records, prefix, f"C{i}", held_out_colour)
         for axes, (_, name) in zip(below, panels, strict=True):
             if len(runs) == 1 and name in _DETAILS:
@@ -180,18 +186,26 @@ def _draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
     _finish_loss(loss, runs)
     for axes, (label, name) in zip(below, panels, strict=True):
         _finish(axes, label)
-        if name == "train/indexer_kl" and all(
-            (_series(r, name).values > 0).all() for r in runs.values()
-        ):
+        # it falls by orders of magnitude; a step without queries has 0
+        if name == "train/indexer_kl" and _all_positive(runs, name):
             axes.set_yscale("log")
     return figure
 
 
+def _any_has(runs: dict[str, list[dict[str, Any]]], name: str) -> bool:
+    return any(len(_series(records, name).steps) for records in runs.values())
+
+
+def _all_positive(runs: dict[str, list[dict[str, Any]]], name: str) -> bool:
+    return all((_series(records, name).values > 0).all() for records in runs.values())
+
+
 def _layout(figure: Any, num_panels: int) -> list[Any]:
     """The loss above, and up to three panels in each row below it."""
-    columns = 2 if num_panels in (2, 4) else min(num_panels, 3) or 1
+    columns = 2 if num_panels in (2, 4) else min(num_panels, 3) or 1  # 4 as 2 x 2, not as 3 + 1
     rows = -(-num_panels // columns)
     figure.set_size_inches(8.4, 4.4 + 2.2 * rows)
+    # six columns: rows of one, two or three panels all fill the width
     grid = figure.add_gridspec(1 + rows, 6, height_ratios=[5] + [3] * rows)
     axes = [figure.add_subplot(grid[0, :])]
     for i in range(num_panels):
@@ -203,18 +217,20 @@ def _layout(figure: Any, num_panels: int) -> list[Any]:
 
 def _draw_details(axes: Any, records: list[dict[str, Any]], start: str) -> None:
     """A thin line for each metric of that beginning, named by the rest."""
-    names = sorted({name for record in records for name in record if name.startswith(start)})
-    for i, name in enumerate(names):
-        series, label = _series(records, name), name.removeprefix(start)
+    names: set[str] = set()
+    for record in records:  # phases may measure different parts
+        names |= {name for name in record if name.startswith(start)}
+    for i, name in enumerate(sorted(names)):
+        series = _series(records, name)
         axes.plot(
             series.steps,
             _smooth(series.values),
-            color=f"C{1 + i % 9}",
+            color=f"C{1 + i % 9}",  # C0 is the thick line of the whole
             linewidth=0.7,
             alpha=0.7,
-            label=label,
+            label=name.removeprefix(start),
         )
-    if 0 < len(names) <= 16:
+    if 0 < len(names) <= 16:  # a legend of a hundred layers would hide the curves
         axes.legend(frameon=False, fontsize=5, ncols=2)
 
 
@@ -233,16 +249,16 @@ def table(runs: Sequence[str | Path]) -> list[str]:
     """
     names = _names([Path(r) for r in runs])
     width = max(len(name) for name in names)
-    lines = [
-        f"{'run':<{width}}{'steps':>8}"
-        + "".join(f"{head:>{_width(form)}}" for head, *_, form in _COLUMNS)
-    ]
+    header = f"{'run':<{width}}{'steps':>8}"
+    for head, _, _, form in _COLUMNS:
+        header += f"{head:>{_width(form)}}"
+    lines = [header]
     for name, run in names.items():
         records = _records(run)
-        cells = [
-            _cell(_series(records, metric).values, over, form) for _, metric, over, form in _COLUMNS
-        ]
-        lines.append(f"{name:<{width}}{1 + max(r['step'] for r in records):>8,}" + "".join(cells))
+        line = f"{name:<{width}}{1 + max(r['step'] for r in records):>8,}"
+        for _, metric, over, form in _COLUMNS:
+            line += _cell(_series(records, metric).values, over, form)
+        lines.append(line)
     return lines
 
 
@@ -254,6 +270,7 @@ def _cell(values: np.ndarray, over: str, form: str) -> str:
     if not len(values):
         return f"{'-':>{_width(form)}}"
     if over == "last":
+        # a mean: losses of single steps are too noisy to compare runs by
         number = values[-max(len(values) // 10, 1) :].mean()
     else:
         number = {"end": values[-1], "all": np.median(values), "sum": values.sum()}[over]
@@ -263,7 +280,8 @@ def _cell(values: np.ndarray, over: str, form: str) -> str:
 def _draw_loss(
     axes: Any, records: list[dict[str, Any]], prefix: str, colour: str, held_out_colour: str
 ) -> None:
-    train, held_out = _series(records, "train/loss"), _series(records, "heldout/loss")
+    train = _series(records, "train/loss")
+    held_out = _series(records, "heldout/loss")
     axes.plot(train.steps, train.values, color=colour, alpha=0.22, linewidth=0.8)
     axes.plot(
         train.steps, _smooth(train.values), color=colour, linewidth=1.6, label=f"{prefix}train"

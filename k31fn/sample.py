@@ -84,14 +84,17 @@ def choose(
         )
     if temperature == 0:
         return logits.argmax(dim=-1)
+    # float64: probabilities of a large vocabulary add up to 1 closely enough for top_p
     scaled = logits.to(torch.float64) / temperature
     probs, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
-    upto = probs.cumsum(dim=-1)
-    kept = 1 + (upto[:, :-1] < top_p).sum(dim=-1, keepdim=True)
-    mass = upto.gather(-1, kept - 1)
+    cumulative = probs.cumsum(dim=-1)
+    # the most likely token always counts, also if it alone has more than top_p
+    num_tokens = 1 + (cumulative[:, :-1] < top_p).sum(dim=-1, keepdim=True)
+    mass = cumulative.gather(-1, num_tokens - 1)
     point = random.uniform(key, (len(logits), 1), dtype=torch.float64) * mass
-    place = (upto <= point).sum(dim=-1, keepdim=True)
-    return order.gather(-1, torch.minimum(place, kept - 1)).squeeze(-1)
+    place = (cumulative <= point).sum(dim=-1, keepdim=True)
+    # rounding may put the point at the very end of the mass
+    return order.gather(-1, torch.minimum(place, num_tokens - 1)).squeeze(-1)
 
 
 @torch.no_grad()
@@ -137,7 +140,8 @@ def generate(
             f"prompt of {prompt.shape[1]} tokens, num_tokens={num_tokens}: both must be at least 1"
         )
     decoding = model.init_state(cfg, len(prompt), dtype=params.head.dtype, device=prompt.device)
-    tokens, drawn = prompt, []
+    tokens = prompt  # the first call reads all of it
+    drawn = []
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     for i in range(num_tokens):
         scores, decoding = model.extend(
@@ -146,11 +150,12 @@ def generate(
         chosen = choose(
             scores[:, -1, :vocab_size], random.fold_in(key, i), temperature=temperature, top_p=top_p
         )
+        # rows end at different tokens, and the tensor stays a rectangle
         chosen = torch.where(ended, end_token, chosen)
         ended = chosen == end_token
         emit(chosen)
         drawn.append(chosen)
-        if end_token >= 0 and bool(ended.all()):
+        if end_token >= 0 and bool(ended.all()):  # waits for the device, as emit does in any case
             break
         tokens = chosen[:, None]
     return torch.stack(drawn, dim=1)
@@ -180,11 +185,13 @@ def look(
     if isinstance(tower, tuple) or not isinstance(recipe.data, data.Prepared):
         raise ValueError("--image: the run's model has no vision, or its data no images")
     cfg = images.Config(patch_size=tower.patch_size, max_patches=max(4, recipe.patches))
-    if (index := Path(recipe.data.train[0]) / INDEX).is_file():
+    index = Path(recipe.data.train[0]) / INDEX
+    if index.is_file():
         cfg = images.Config(**data.open_store(index.parent).index["prepared"]["image"])
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
     pictures = [images.decode(Path(file).read_bytes(), str(file), cfg) for file in files]
-    text = text if media.PLACEHOLDER in text else media.PLACEHOLDER * len(pictures) + text
+    if media.PLACEHOLDER not in text:
+        text = media.PLACEHOLDER * len(pictures) + text
     tokens = torch.from_numpy(media.encode(text, pictures, tokenizer, "--prompt"))[None]
     pixels = images.normalise(np.concatenate([p.patches for p in pictures]))[None]
     where = from_grids([[p.grid for p in pictures]], pixels.shape[1])
@@ -256,6 +263,7 @@ def _run(args: argparse.Namespace) -> None:
         raise ValueError(f"count={args.count} must be at least 1")
     if args.threads < 1:
         raise ValueError(f"threads={args.threads} must be at least 1")
+    # one by default: products of a token are too small to share, and waiting costs more
     torch.set_num_threads(args.threads)
     where = device.parse(args.device) if args.device else device.default()
     keys = [random.key(args.seed + i, device=where) for i in range(args.count)]
@@ -270,10 +278,10 @@ def _run(args: argparse.Namespace) -> None:
         texts.append(_print_sample(args, key, recipe, params, state))
     if args.save:
         file = run / "samples.txt"
-        heads = (f"--- seed {args.seed + i}" for i in range(args.count))
-        folder.write(
-            file, "".join(f"{head}\n{text}\n" for head, text in zip(heads, texts, strict=True))
-        )
+        samples = ""
+        for i, text in enumerate(texts):
+            samples += f"--- seed {args.seed + i}\n{text}\n"
+        folder.write(file, samples)
         print(f"samples: {file}")
 
 
@@ -286,31 +294,31 @@ def _print_sample(
 ) -> str:
     """Prints a sample as it is drawn; returns it with its prompt."""
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
-    seen: Images | tuple[()] = ()
+    pictures: Images | tuple[()] = ()
     if args.image:
         if args.chat:
             raise ValueError(
                 "--image with --chat: a message with images is not made here; leave out --chat"
             )
-        prompt, seen = tree.map(lambda x: x.to(key.device), look(args.image, args.prompt, recipe))
+        inputs = look(args.image, args.prompt, recipe)
+        prompt, pictures = tree.map(lambda x: x.to(key.device), inputs)
     else:
-        encoded = (
-            chat.prompt(args.prompt, tokenizer)
-            if args.chat
-            else tokenizer.encode(args.prompt).astype("int64")
-        )
+        if args.chat:
+            encoded = chat.prompt(args.prompt, tokenizer)
+        else:
+            encoded = tokenizer.encode(args.prompt).astype("int64")
         prompt = torch.from_numpy(encoded)[None].to(key.device)
+    # an answer ends before its document does
     end = tokenizer.special_tokens[chat.END_OF_ANSWER] if args.chat else tokenizer.end_token
-    decoder = codecs.getincrementaldecoder("utf-8")(
-        "replace"
-    )  # a character may come in several tokens
+    # incremental: a character may come in several tokens
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     shown: list[str] = []
 
     def show(tokens: Tensor) -> None:
         # The prompt is shown with the first token, when all arguments have proved right.
-        text = ("" if shown else args.prompt + "\n" * args.chat) + decoder.decode(
-            tokenizer.decode_bytes(tokens.cpu())
-        )
+        text = decoder.decode(tokenizer.decode_bytes(tokens.cpu()))
+        if not shown:
+            text = args.prompt + "\n" * args.chat + text
         shown.append(text)
         print(text, end="", flush=True)
 
@@ -324,8 +332,8 @@ def _print_sample(
         temperature=args.temperature,
         top_p=args.top_p,
         end_token=end,
-        vocab_size=tokenizer.vocab_size,
-        images=seen,
+        vocab_size=tokenizer.vocab_size,  # the head may be padded, to tokens that nothing decodes
+        images=pictures,
         emit=show,
     )
     shown.append(decoder.decode(b"", final=True))

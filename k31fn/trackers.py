@@ -63,6 +63,7 @@ class TensorBoard:
 
     def __init__(self, make_writer: Callable[[str], Any], directory: Path) -> None:
         self._directory = directory
+        # its writer has a thread, whose errors would only be printed
         self._uncaught = threading.excepthook
         threading.excepthook = self._of_thread
         with self._naming_the_directory():
@@ -72,11 +73,8 @@ class TensorBoard:
         """One scalar per number; infinite and NaN values stay, TensorBoard shows them as such."""
         with self._naming_the_directory():
             for name, value in record.items():
-                if (
-                    name != "step"
-                    and isinstance(value, int | float)
-                    and not isinstance(value, bool)
-                ):
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if name != "step" and is_number:
                     self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -115,10 +113,12 @@ def tensorboard(
             there on.
     """
     try:
+        # here, not above: the package is optional, and slow to import
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         warn(f"no TensorBoard events: {error}; pip install 'k31fn[train]' adds them")
         return NoTracker()
+    # seconds: what is at most lost when a run is killed, and late for who watches it
     writer = functools.partial(SummaryWriter, purge_step=resumed_at, flush_secs=10)
     return TensorBoard(writer, Path(directory))
 
@@ -136,6 +136,7 @@ class Several:
 
     def close(self) -> None:
         """Each, also if one before it fails."""
+        # a stack calls in reverse order, so they are closed in theirs
         with contextlib.ExitStack() as stack:
             for tracker in reversed(self._trackers):
                 stack.callback(tracker.close)
@@ -153,11 +154,11 @@ class Service:
 
     def log(self, step: int, record: Mapping[str, Any]) -> None:
         """The finite numbers of a step."""
-        numbers = {
-            name: value
-            for name, value in record.items()
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-        }
+        numbers = {}
+        for name, value in record.items():
+            # metrics.jsonl has the others; not every service takes NaN
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                numbers[name] = value
         self._try(lambda: self._module.log(numbers, step=step))
 
     def close(self) -> None:
@@ -170,7 +171,7 @@ class Service:
         try:
             call()
         except Exception as error:  # of a package that may raise anything
-            self._run = None
+            self._run = None  # told once: the next step would say the same
             self._warn(f"{self._name} gets no more metrics: {type(error).__name__}: {error}")
 
 
@@ -224,6 +225,7 @@ def service(
         "resume": "allow",
     }
     if name == "wandb":
+        # by the id it finds the run to continue; trackio does by the name
         options |= {"id": f"{project}-{run}", "dir": str(directory)}
     try:
         started = module.init(**options)
