@@ -273,6 +273,7 @@ def _needed(needs: memory.Memory) -> list[str]:
 def _bytes_by_part(cfg: model.Config, rank: Sequence[RankWeight]) -> list[str]:
     part_of = find_part(cfg)
     sums: dict[str, Counter[str]] = {}
+    # from the bytes of each weight: parts are split differently, so no total could be divided
     for x in rank:
         for part in (part_of(x.path), "total"):
             sums.setdefault(part, Counter()).update(
@@ -360,10 +361,11 @@ def _recipe(path: str, cfg: model.Config, options: _InspectOptions) -> config.Re
         base = config.load_recipe(path)
     except ValueError:
         micro_batches = o.micro_batches or o.mesh.pp
-        rows = o.mesh.dp * o.mesh.fsdp * micro_batches
+        rows = o.mesh.dp * o.mesh.fsdp * micro_batches  # the fewest that split evenly
         base = config.Recipe(
             "inspect", cfg, batch_size=rows, length=8192, compute="bfloat16", remat="layer"
         )
+    # one replace for all: the checks of Recipe must see mesh, rows and pieces together
     optimizer = dataclasses.replace(base.optimizer, kind=o.optimizer or base.optimizer.kind)
     return dataclasses.replace(
         base,
@@ -398,6 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = config.override(
             _InspectOptions(), args[1:], prog=f"python -m k31fn.inspect {args[0]}"
         )
+        # without options nothing of a rank is shown, which would take seconds
         recipe = _recipe(args[0], cfg, options) if args[1:] else None
         check_split(options.mesh, cfg)
     except (ValueError, ImportError) as e:

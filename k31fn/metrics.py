@@ -78,7 +78,10 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: there is no such file, or a line is not a record; names the line.
     """
-    return [record for _, record in _lines(Path(path))]
+    records = []
+    for _, record in _lines(Path(path)):
+        records.append(record)
+    return records
 
 
 def rewind(path: str | Path, step: int) -> None:
@@ -98,7 +101,7 @@ def rewind(path: str | Path, step: int) -> None:
     with open(temporary, "wb") as file:
         file.writelines(earlier)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
     os.replace(temporary, path)
 
 
@@ -148,6 +151,7 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Each whole line and its record."""
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is not a file; a run writes its metrics there")
+    # after the last end of a line there is nothing, or what a killed run did not finish
     *lines, _torn = path.read_bytes().split(b"\n")
     result = []
     for number, line in enumerate(lines, 1):

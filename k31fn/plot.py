@@ -75,15 +75,13 @@ def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
         OSError: ``out`` cannot be written; its folder is made if it is missing.
     """
     records = {}
-    for name, run in _names([Path(r) for r in runs]).items():
+    for name, run in _names(runs).items():
         records[name] = _records(run)
     figure = _draw(records)
     out = Path(out)
     kinds = sorted(figure.canvas.get_supported_filetypes())
     if out.suffix[1:] not in kinds:
-        raise ValueError(
-            f"--out {str(out)!r} must end in one of {', '.join('.' + k for k in kinds)}"
-        )
+        raise ValueError(f"--out {str(out)!r} must end in one of .{', .'.join(kinds)}")
     # the ending stays last: matplotlib takes the format from it
     temporary = out.with_name(f".{out.stem}.partial{out.suffix}")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -113,13 +111,13 @@ def _records(run: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _names(runs: list[Path]) -> dict[str, Path]:
+def _names(runs: Sequence[str | Path]) -> dict[str, Path]:
     """A legend entry for each run: the shortest ending of its path, of two names or more, that no
     other run has.
 
     Runs are ``runs/NAME/TIME``, and a time alone would say little.
     """
-    parts = [run.resolve().parts for run in runs]
+    parts = [Path(run).resolve().parts for run in runs]
     if len(set(parts)) < len(parts):
         raise ValueError("a run is given twice; give each once")
 
@@ -132,7 +130,7 @@ def _names(runs: list[Path]) -> dict[str, Path]:
 
     names = {}
     for path, run in zip(parts, runs, strict=True):
-        names[name(path)] = run
+        names[name(path)] = Path(run)
     return names
 
 
@@ -168,7 +166,10 @@ def _draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
         raise ImportError(
             f"no plot: {error}; pip install 'k31fn[train]' adds matplotlib"
         ) from error
-    panels = [(label, name) for label, name in _PANELS if _any_has(runs, name)]
+    panels = []
+    for label, name in _PANELS:
+        if any(len(_series(records, name).steps) for records in runs.values()):
+            panels.append((label, name))
     figure = Figure(layout="constrained")
     loss, *below = _layout(figure, len(panels))
     for i, (run, records) in enumerate(runs.items()):
@@ -190,10 +191,6 @@ def _draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
         if name == "train/indexer_kl" and _all_positive(runs, name):
             axes.set_yscale("log")
     return figure
-
-
-def _any_has(runs: dict[str, list[dict[str, Any]]], name: str) -> bool:
-    return any(len(_series(records, name).steps) for records in runs.values())
 
 
 def _all_positive(runs: dict[str, list[dict[str, Any]]], name: str) -> bool:
@@ -219,8 +216,9 @@ def _draw_details(axes: Any, records: list[dict[str, Any]], start: str) -> None:
     """A thin line for each metric of that beginning, named by the rest."""
     names: set[str] = set()
     for record in records:  # phases may measure different parts
-        names |= {name for name in record if name.startswith(start)}
-    for i, name in enumerate(sorted(names)):
+        names.update(record)
+    detailed = sorted(name for name in names if name.startswith(start))
+    for i, name in enumerate(detailed):
         series = _series(records, name)
         axes.plot(
             series.steps,
@@ -230,7 +228,7 @@ def _draw_details(axes: Any, records: list[dict[str, Any]], start: str) -> None:
             alpha=0.7,
             label=name.removeprefix(start),
         )
-    if 0 < len(names) <= 16:  # a legend of a hundred layers would hide the curves
+    if 0 < len(detailed) <= 16:  # a legend of a hundred layers would hide the curves
         axes.legend(frameon=False, fontsize=5, ncols=2)
 
 
@@ -247,15 +245,16 @@ def table(runs: Sequence[str | Path]) -> list[str]:
     Raises:
         ValueError: a run has no metrics.
     """
-    names = _names([Path(r) for r in runs])
-    width = max(len(name) for name in names)
+    names = _names(runs)
+    width = max(map(len, names))
     header = f"{'run':<{width}}{'steps':>8}"
     for head, _, _, form in _COLUMNS:
         header += f"{head:>{_width(form)}}"
     lines = [header]
     for name, run in names.items():
         records = _records(run)
-        line = f"{name:<{width}}{1 + max(r['step'] for r in records):>8,}"
+        steps = 1 + max(record["step"] for record in records)  # the last line may be an evaluation
+        line = f"{name:<{width}}{steps:>8,}"
         for _, metric, over, form in _COLUMNS:
             line += _cell(_series(records, metric).values, over, form)
         lines.append(line)
@@ -313,10 +312,13 @@ def _finish_loss(axes: Any, runs: dict[str, list[dict[str, Any]]]) -> None:
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    shown = [_smooth(_series(r, "train/loss").values) for r in runs.values()]
-    shown += [_series(r, "heldout/loss").values for r in runs.values()]
+    shown = []
+    for records in runs.values():
+        shown.append(_smooth(_series(records, "train/loss").values))
+        shown.append(_series(records, "heldout/loss").values)
     values = np.concatenate(shown)  # none if every loss was NaN
     low, high = (values.min(), values.max()) if len(values) else (0.0, 0.0)
+    # 1.5: a loss that falls less is as well read on a linear scale
     if low > 0 and high > 1.5 * low:
         axes.set_yscale("log")
         axes.set_ylim(low * 0.92, high * 1.08)

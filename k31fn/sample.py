@@ -139,6 +139,7 @@ def generate(
         raise ValueError(
             f"prompt of {prompt.shape[1]} tokens, num_tokens={num_tokens}: both must be at least 1"
         )
+    # in the parameters' dtype: a sample is drawn from what was trained, not from its rounding
     decoding = model.init_state(cfg, len(prompt), dtype=params.head.dtype, device=prompt.device)
     tokens = prompt  # the first call reads all of it
     drawn = []
@@ -184,6 +185,7 @@ def look(
     tower = recipe.model.vision
     if isinstance(tower, tuple) or not isinstance(recipe.data, data.Prepared):
         raise ValueError("--image: the run's model has no vision, or its data no images")
+    # 4: the tower merges 2 x 2 patches, and a run on text alone says 0
     cfg = images.Config(patch_size=tower.patch_size, max_patches=max(4, recipe.patches))
     index = Path(recipe.data.train[0]) / INDEX
     if index.is_file():
@@ -194,6 +196,7 @@ def look(
         text = media.PLACEHOLDER * len(pictures) + text
     tokens = torch.from_numpy(media.encode(text, pictures, tokenizer, "--prompt"))[None]
     pixels = images.normalise(np.concatenate([p.patches for p in pictures]))[None]
+    # one row, with all images of the prompt in it
     where = from_grids([[p.grid for p in pictures]], pixels.shape[1])
     return tokens, Images(pixels, where, projector.slots(tokens, media.media_tokens(tokenizer).pad))
 
@@ -266,6 +269,7 @@ def _run(args: argparse.Namespace) -> None:
     # one by default: products of a token are too small to share, and waiting costs more
     torch.set_num_threads(args.threads)
     where = device.parse(args.device) if args.device else device.default()
+    # each sample has its own seed, so one of several can be drawn again alone
     keys = [random.key(args.seed + i, device=where) for i in range(args.count)]
     run = folder.resolve(args.run)
     if args.recipe is not None:

@@ -11,8 +11,10 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import itertools
 import types
 import typing
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
@@ -58,6 +60,7 @@ def from_dict(cls: type[_T], data: Any) -> _T:
 def _fields(cls: type) -> dict[str, Any]:
     """Types of the fields that ``__init__`` takes."""
     hints = typing.get_type_hints(cls, include_extras=True)  # a layer's role is an annotation
+    # of the others, computed in __post_init__, nothing is written or read
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
@@ -82,6 +85,7 @@ def classes(kind: Any) -> dict[str, type]:
     """
     role = _role(kind)
     if role is not None:
+        # also those that a user's recipe has registered by now
         return {name: known.config for name, known in kinds.names(role).items()}
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
     configs = [m for m in members if dataclasses.is_dataclass(m) and isinstance(m, type)]
@@ -116,6 +120,7 @@ def _encode(kind: Any, value: Any, at: str) -> Any:
     if isinstance(value, torch.dtype):
         # by name, which a reader knows and no version of torch changes
         return str(value).removeprefix("torch.")
+    # not a user's mistake: a config class declares what it may hold
     assert isinstance(value, _PLAIN), f"a config field cannot be a {type(value).__name__}"
     return value
 
@@ -167,11 +172,10 @@ def _decode_dataclass(cls: type[_T], data: Any, at: str) -> _T:
         raise _wrong(at or name_of(cls), data, f"the fields of {name_of(cls)}")
     known = _fields(cls)
     # Refused, not passed over: a field that is spelled wrong would leave its default in force.
-    unknown = [_unknown(_join(at, name), name, cls, known) for name in data if name not in known]
+    unknown = [name for name in data if name not in known]
     if unknown:
-        raise ValueError("; ".join(unknown))
-    required = _required(cls)
-    missing = [_join(at, name) for name in known if name in required and name not in data]
+        raise ValueError(_unknown(unknown, at, cls, known))
+    missing = [_join(at, name) for name in _required(cls) if name not in data]
     if missing:
         raise ValueError(f"{name_of(cls)} lacks {', '.join(missing)}; no default: set it")
     values = {}
@@ -180,13 +184,13 @@ def _decode_dataclass(cls: type[_T], data: Any, at: str) -> _T:
     return cls(**values)
 
 
-def _required(cls: type) -> set[str]:
-    """Fields without a default."""
-    names = set()
+def _required(cls: type) -> list[str]:
+    """Fields without a default, in order."""
+    names = []
     for f in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
         no_default = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if f.init and no_default:
-            names.add(f.name)
+            names.append(f.name)
     return names
 
 
@@ -210,7 +214,7 @@ def _decode_layer(value: Any, at: str, *roles: type[Kind]) -> Any:
     name = value.get(_KIND)
     kind = kinds.named(name)
     if not isinstance(kind, roles):
-        known = ", ".join(n for role in roles for n in kinds.names(role))
+        known = ", ".join(itertools.chain.from_iterable(kinds.names(role) for role in roles))
         raise ValueError(
             f"{_join(at, _KIND)}={name!r} is no registered kind; registered here are {known}. A "
             "config.json runs no code: go on from the recipe that registers the kind, with "
@@ -238,7 +242,7 @@ def _decode_union(kind: Any, value: Any, at: str) -> Any:
             continue
         with contextlib.suppress(ValueError):
             return _decode(member, value, at)
-    raise _wrong(at, value, " or ".join(_spell(m) for m in members))
+    raise _wrong(at, value, " or ".join(map(_spell, members)))
 
 
 def _decode_dtype(value: Any, at: str) -> torch.dtype:
@@ -263,10 +267,13 @@ def _element_kinds(kind: Any, length: int) -> tuple[Any, ...]:
     return args
 
 
-def _unknown(path: str, name: str, cls: type, known: dict[str, Any]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    listed = ", ".join(nearest or known)  # all of them where none is near
-    return f"{path} is not a field of {name_of(cls)}; nearest: {listed}"
+def _unknown(names: Sequence[str], at: str, cls: type, known: dict[str, Any]) -> str:
+    texts = []
+    for name in names:
+        nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        listed = ", ".join(nearest or known)  # all of them where none is near
+        texts.append(f"{_join(at, name)} is not a field of {name_of(cls)}; nearest: {listed}")
+    return "; ".join(texts)
 
 
 def _wrong(at: str, value: Any, expected: str) -> ValueError:

@@ -44,6 +44,7 @@ def load_recipe(path: str | Path) -> Recipe:
     _must_exist(file)
     try:
         return from_dict(Recipe, with_named_layers(json.loads(file.read_bytes())))
+    # each with the file's name, which none of them knows
     except OSError as error:
         raise ValueError(f"config file {str(file)!r} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -55,6 +56,7 @@ def load_recipe(path: str | Path) -> Recipe:
 def _call(path: str | Path, function: str, cls: type[_T]) -> _T:
     file = Path(path)
     _must_exist(file)
+    # a config.json has a recipe and no functions; load_recipe takes it
     if file.suffix != ".py":
         raise ValueError(
             f"config file {str(file)!r} must be a Python file (.py) that defines {function}()"
@@ -107,16 +109,13 @@ def _must_exist(file: Path) -> None:
             f"{str(file / 'RUN' / 'config.json')!r}"
         )
     folder = file.parent
-    here = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
+    neighbours = sorted(folder.glob("*.py"))
     # configs/ too: who types a name alone most likely means one of those
-    known = {p.stem: str(p) for p in Path("configs").glob("*.py")}
-    known |= {Path(name).stem: str(folder / name) for name in here}
-    nearest = [known[n] for n in difflib.get_close_matches(file.stem, known, n=3, cutoff=0.6)]
-    hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
-    raise ValueError(
-        f"config file {str(file)!r} does not exist; in its directory: {', '.join(here) or 'none'}"
-        + hint
-    )
+    known = {p.stem: str(p) for p in (*Path("configs").glob("*.py"), *neighbours)}
+    nearest = difflib.get_close_matches(file.stem, known, n=3, cutoff=0.6)
+    hint = f"; nearest: {', '.join(known[n] for n in nearest)}" if nearest else ""
+    here = ", ".join(p.name for p in neighbours) or "none"
+    raise ValueError(f"config file {str(file)!r} does not exist; in its directory: {here}{hint}")
 
 
 def _full_name(cls: type) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -39,10 +40,10 @@ def check_mesh(
             would do.
     """
     # All checks are on the host and by numbers: a mesh of thousands of ranks is refused at once.
-    tensor = {f"model.{name}": size for name, size in _tensor_parallel(cfg).items()}
-    _divides("mesh.tp", mesh.tp, tensor)
+    _divides("mesh.tp", mesh.tp, _tensor_parallel(cfg))
     counts, widths = _expert_parallel(cfg)
     if counts:
+        # ranks of tp that do not hold other experts split the width of each
         expert_width_ranks = math.prod(a.size for a in mesh.axes().etp)
         _divides("mesh.ep", mesh.ep, counts)
         _divides("mesh.tp without the ranks of mesh.ep", expert_width_ranks, widths)
@@ -89,9 +90,7 @@ def _check_halos(mesh: Mesh, cfg: model.Config, length: int) -> None:
         halo = kind.halo(config) if isinstance(kind, TokenMixer) and kind.halo else None
         if halo is None or length // mesh.cp >= halo.tokens:
             continue
-        fitting = [
-            n for n in range(1, length + 1) if length % n == 0 and length // n >= halo.tokens
-        ]
+        fitting = [n for n in _divisors(length) if length // n >= halo.tokens]
         raise ValueError(
             f"mesh.cp={mesh.cp} leaves a rank {length // mesh.cp} of length={length} tokens, "
             f"fewer than the {halo.tokens} that {halo.reader} of "
@@ -118,8 +117,8 @@ def check_split(mesh: Mesh, cfg: model.Config) -> None:
     for n in range(1, 2 * mesh.fsdp + 1):
         try:
             other = dataclasses.replace(mesh, fsdp=n)
-        except ValueError:  # mesh.ep does not fit it
-            continue
+        except ValueError:
+            continue  # mesh.ep, which lies inside of fsdp and the others, does not fit it
         if _share(other, specs) >= _LEAST_SHARE:
             fitting.append(n)
     ranks = f"mesh.fsdp={mesh.fsdp}"
@@ -145,9 +144,8 @@ def _share(mesh: Mesh, specs: Mapping[ParamSpec, int]) -> float:
     wanted = {axis.name for axis in axes.fsdp}
     split = total = 0
     for spec, p in zip(specs, partition(list(specs), AxisRules(), mesh), strict=True):
-        names = set()
-        for dim in resolve(p, axes, len(spec.shape)):
-            names |= {axis.name for axis in dim}
+        dims = resolve(p, axes, len(spec.shape))
+        names = {axis.name for axis in itertools.chain.from_iterable(dims)}
         size = specs[spec] * spec.numel
         total += size
         # over all of fsdp's axes: split over a part of them, ranks of the rest hold the same
@@ -164,7 +162,7 @@ def _check_stages(mesh: Mesh, cfg: model.Config, micro_batches: int, num_chunks:
             f"model.num_layers={cfg.num_layers}: a stage has a layer at least; nearest: mesh.pp "
             f"{max(fitting, 1)}"
         )
-    if num_chunks > 1:
+    if num_chunks > 1:  # an interleaved schedule takes micro-batches in groups of as many
         _multiple("micro_batches", micro_batches, {"mesh.pp": mesh.pp})
     if cfg.num_mtp_layers:
         raise ValueError(
@@ -174,16 +172,17 @@ def _check_stages(mesh: Mesh, cfg: model.Config, micro_batches: int, num_chunks:
 
 
 def _tensor_parallel(cfg: model.Config) -> dict[str, int]:
-    """Sizes that tensor parallelism splits."""
-    sizes = {"vocab_size": cfg.vocab_size}
+    """Sizes that tensor parallelism splits, by the path of their field in the recipe."""
+    # the embedding and the head are split by tokens of the vocabulary
+    sizes = {"model.vocab_size": cfg.vocab_size}
     for name in cfg.used():
         config = cfg.sublayers[name]
         for field, size in kinds.sublayer_of(config).tensor_parallel(config).items():
-            sizes[f"{name}.{field}"] = size
+            sizes[f"model.{name}.{field}"] = size
     if not isinstance(cfg.vision, tuple):
-        sizes["vision.block.num_heads"] = cfg.vision.block.num_heads
-        sizes["vision.block.intermediate_size"] = cfg.vision.block.intermediate_size
-        sizes["vision.output_size"] = cfg.vision.output_size
+        sizes["model.vision.block.num_heads"] = cfg.vision.block.num_heads
+        sizes["model.vision.block.intermediate_size"] = cfg.vision.block.intermediate_size
+        sizes["model.vision.output_size"] = cfg.vision.output_size
     return sizes
 
 
@@ -230,8 +229,8 @@ def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
         if n > 1 and size % rest == 0:
             fixes.append(f"{piece} {_nearest(n, _divisors(size // rest))}")
     below, above = size // product * product, -(-size // product) * product
-    near = [str(n) for n in (below, above) if n]
-    fixes.append(f"{name} {', '.join(near)}")
+    near = f"{below}, {above}" if below else f"{above}"  # 0 is no size
+    fixes.append(f"{name} {near}")
     raise ValueError(
         f"{shown} = {product} does not divide {name}={size}; nearest: {' or '.join(fixes)}"
     )

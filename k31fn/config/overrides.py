@@ -60,15 +60,15 @@ def _choose(config: _T, args: Sequence[str]) -> tuple[_T, list[str]]:
         path = name.removeprefix("--").replace("-", "_").split(".")
         if not name.startswith("--"):
             continue
-        allowed, own = _classes_at(config, path)
+        allowed, own = _classes_at(config, path)  # of what the arguments before have chosen
         if not allowed:
             continue  # a plain field, which tyro sets
         at = rest.index(argument)
         # "--name=value" is one argument, "--name value" two
-        if value:
-            num_arguments, chosen = 1, value
-        else:
-            num_arguments, chosen = 2, next(iter(rest[at + 1 : at + 2]), "")
+        num_arguments, chosen = 1, value
+        if not value:
+            num_arguments = 2
+            chosen = rest[at + 1] if at + 1 < len(rest) else ""
         if chosen not in allowed:
             raise ValueError(f"{name}: {chosen!r} must be one of {', '.join(sorted(allowed))}")
         # its own class changes nothing: its fields keep the values that the config gave them
@@ -96,7 +96,8 @@ def _classes_at(config: Any, path: Sequence[str]) -> tuple[dict[str, type], type
         inside = _fields(config)
         if part not in inside:
             return {}, type(None)
-        hint, config = _hint(config, part), inside[part]
+        hint = _hint(config, part)
+        config = inside[part]
     return codec.classes(hint) if dataclasses.is_dataclass(config) else {}, type(config)
 
 

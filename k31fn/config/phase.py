@@ -46,6 +46,7 @@ class Phase:
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be at least 0; 0 is what the recipe says"
                 )
+        # written so that NaN is refused
         if not 0 <= self.peak_lr < math.inf or not 0 <= self.final_fraction <= 1:
             raise ValueError(
                 f"peak_lr={self.peak_lr} must be at least 0 and "

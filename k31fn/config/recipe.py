@@ -102,6 +102,7 @@ class Optimizer:
         for name in ("warmup_steps", "weight_decay", "qk_clip", "spike"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0")
+        # at 1 a moment would never change
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be in [0, 1)")
@@ -205,6 +206,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self._check_values()
+        # what depends on several fields, first what is asked of one rank, then of a mesh
         if self.batch_size % self.micro_batches:
             divisors = [d for d in range(1, self.batch_size + 1) if self.batch_size % d == 0]
             raise ValueError(
@@ -284,6 +286,7 @@ class Recipe:
             for name, with_stage in _indexed(self.model, f"attention={phase.attention!r}"):
                 staged[name] = with_stage(self.model.sublayers[name], phase.attention)
             changes["model"] = self.model.with_sublayers(**staged)
+        # the run's state has optimiser state for what the run trains, and for nothing else
         if changes.get("trainable", self.trainable) != self.trainable != "all":
             raise ValueError(
                 f"trainable={phase.trainable!r} in a run with trainable={self.trainable!r}: a "
@@ -299,10 +302,12 @@ class Recipe:
             raise ValueError(
                 "lora: adapters are all that is trained; set trainable='all', in phases too"
             )
+        # a second source of the frozen weights, of which only one could be saved by name
         if self.init:
             raise ValueError(
                 f"init={self.init!r} with lora: the model that is adapted is lora.base; set init=''"
             )
+        # refused, not without effect: a run would look bounded and is not
         if self.optimizer.qk_clip:
             raise ValueError(
                 f"optimizer.qk_clip={self.optimizer.qk_clip} with lora: it scales weights that "
