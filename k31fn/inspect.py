@@ -41,6 +41,7 @@ from k31fn.trainer.forecast.rank_weights import RankWeight, rank_weights
 
 __all__ = ["Summary", "main", "pattern", "render", "render_rank", "summarise"]
 
+# Parts that no token's computation goes through (see the counting rules above).
 _NOT_ACTIVE = ("embedding", "vision tower", "projector")
 
 

@@ -18,9 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 __all__ = [
     "Name",
     "NoTracker",
-    "Service",
     "Several",
-    "TensorBoard",
     "Tracker",
     "check",
     "service",
@@ -53,7 +51,7 @@ class NoTracker:
         """Does nothing."""
 
 
-class TensorBoard:
+class _TensorBoard:
     """Writes TensorBoard events; make one with :func:`tensorboard`.
 
     Raises:
@@ -120,7 +118,7 @@ def tensorboard(
         return NoTracker()
     # seconds: what is at most lost when a run is killed, and late for who watches it
     writer = functools.partial(SummaryWriter, purge_step=resumed_at, flush_secs=10)
-    return TensorBoard(writer, Path(directory))
+    return _TensorBoard(writer, Path(directory))
 
 
 class Several:
@@ -142,7 +140,7 @@ class Several:
                 stack.callback(tracker.close)
 
 
-class Service:
+class _Service:
     """wandb or trackio; make one with :func:`service`.
 
     A run does not depend on a service: the first error is told, and from then on it gets nothing
@@ -233,4 +231,4 @@ def service(
         raise OSError(
             f"trackers: {name} cannot begin a run: {type(error).__name__}: {error}"
         ) from error
-    return Service(name, module, started, warn)
+    return _Service(name, module, started, warn)

@@ -139,9 +139,10 @@ def _decode(kind: Any, value: Any, at: str) -> Any:
     if origin in (Union, types.UnionType):
         return _decode_union(kind, value, at)
     if origin is Literal:
-        # the type too: True == 1
-        if not any(type(value) is type(a) and value == a for a in get_args(kind)):
-            raise ValueError(f"{at}={value!r} must be one of {list(get_args(kind))}")
+        # the types too: True == 1
+        allowed = get_args(kind)
+        if value not in allowed or type(value) is not type(allowed[allowed.index(value)]):
+            raise ValueError(f"{at}={value!r} must be one of {list(allowed)}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
@@ -195,7 +196,9 @@ def _required(cls: type) -> list[str]:
 
 
 def _without_tag(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in data.items() if name != _KIND}
+    untagged = dict(data)
+    untagged.pop(_KIND, None)
+    return untagged
 
 
 def _decode_sublayers(value: Any, at: str) -> Sublayers:

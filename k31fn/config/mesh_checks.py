@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -221,9 +222,10 @@ def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
     product = math.prod(pieces.values())
     if size % product == 0:
         return
-    shown = " x ".join(f"{piece}={n}" for piece, n in pieces.items())
+    shown = []
     fixes = []
     for piece, n in pieces.items():
+        shown.append(f"{piece}={n}")
         # one piece is changed and the others stay, if that can help
         rest = product // n
         if n > 1 and size % rest == 0:
@@ -232,12 +234,12 @@ def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
     near = f"{below}, {above}" if below else f"{above}"  # 0 is no size
     fixes.append(f"{name} {near}")
     raise ValueError(
-        f"{shown} = {product} does not divide {name}={size}; nearest: {' or '.join(fixes)}"
+        f"{' x '.join(shown)} = {product} does not divide {name}={size}; nearest: "
+        f"{' or '.join(fixes)}"
     )
 
 
 def _nearest(value: int, valid: list[int]) -> str:
     """Up to three of the ascending values: one below, two above."""
-    below = [v for v in valid if v < value][-1:]
-    above = [v for v in valid if v > value][:2]
-    return ", ".join(map(str, below + above))
+    at = bisect.bisect_left(valid, value)  # ``value`` itself is not among them
+    return ", ".join(map(str, valid[max(at - 1, 0) : at + 2]))

@@ -169,9 +169,11 @@ def _plain(config: Any, flat: Any) -> Any:
     Checks wait for the whole: changing ``hidden_size`` in one place before another must not fail.
     """
     if isinstance(config, Sublayers):
-        parts = {name: _plain(value, flat) for name, value in config.items()}
-        mirror = dataclasses.make_dataclass("Sublayers", [(n, type(v)) for n, v in parts.items()])
-        return mirror(**parts)
+        parts, types = {}, []
+        for name, value in config.items():
+            parts[name] = _plain(value, flat)
+            types.append((name, type(parts[name])))
+        return dataclasses.make_dataclass("Sublayers", types)(**parts)
     cls = type(config)
     hints = typing.get_type_hints(cls)
     fields, values = [], {}
