@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from k31fn import _functorch, tree
 
-__all__ = ["captured_tensors", "refuse_captured"]
+__all__ = ["captured_tensors", "global_names", "reaches_nothing", "refuse_captured"]
 
 
 def captured_tensors(*functions: Any) -> Iterator[Tensor]:
@@ -79,6 +80,35 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+_PLAIN = (bool, int, float, str, torch.dtype)
+
+
+def global_names(f: Any) -> frozenset[str] | None:
+    """The names by which alone a function can reach a tensor that it is not given: those of
+    globals; None for one that may hold tensors in another way.
+    """
+    if not isinstance(f, types.FunctionType):
+        return None
+    if f.__closure__ or f.__defaults__ or f.__kwdefaults__:
+        return None
+    return _global_names(f.__code__)
+
+
+def reaches_nothing(f: Any, names: frozenset[str] | None, values: Sequence[Any]) -> bool:
+    """Whether no search is needed: ``f`` reaches neither a tensor nor a module, and the values are
+    numbers and words.
+
+    Args:
+        f: a function.
+        names: what :func:`global_names` says of it, which is found out once.
+        values: what it is handed besides tensors.
+    """
+    if names is None or any(type(v) not in _PLAIN for v in values):
+        return False
+    # At every call: a global may be a tensor only now.
+    return not any(isinstance(f.__globals__.get(name), Tensor | nn.Module) for name in names)
 
 
 def refuse_captured(name: str, *functions: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from k31fn import _functorch, tree
 from k31fn.autodiff.ambient import CarriedVariables
-from k31fn.autodiff.captured_tensors import refuse_captured
+from k31fn.autodiff.captured_tensors import global_names, reaches_nothing, refuse_captured
 from k31fn.autodiff.leaves import differentiable, pick
 
 __all__ = ["custom_vjp", "runs_rule", "stop_gradient"]
@@ -228,6 +229,12 @@ class _OpaqueBackward(torch.autograd.Function):
         )
 
 
+# Function.apply asks for these signatures at each call: so they are there (torch 2.11, 2.13).
+for _function in (_Forward, _OpaqueBackward):
+    _forward: Any = _function.forward
+    _forward.__signature__ = inspect.signature(_forward)
+
+
 def _run_backward(
     call: _VjpCall,
     wanted: list[int],
@@ -349,6 +356,7 @@ class custom_vjp:  # noqa: N801 (a function's maker, spelt as in JAX)
         self.needs = needs
         self.name = name or getattr(fwd, "__name__", type(fwd).__name__)
         self.instead = instead
+        self._global_names = global_names(fwd)
 
     def __call__(self, *args: Any) -> Any:
         """The function's value."""
@@ -356,7 +364,9 @@ class custom_vjp:  # noqa: N801 (a function's maker, spelt as in JAX)
         call.rule = self
         call.variables = CarriedVariables()
         call.static = tuple(pick(args, self.nondiff_argnums))
-        refuse_captured(self.name, self.fwd, call.static)
+        # The search takes as long as a small operator; most rules are plain functions.
+        if not reaches_nothing(self.fwd, self._global_names, call.static):
+            refuse_captured(self.name, self.fwd, call.static)
         traced = list(args)
         for i in reversed(self.nondiff_argnums):
             del traced[i]

@@ -116,6 +116,22 @@ def test_a_captured_global_is_refused():
         GLOBAL_WEIGHT.requires_grad_(False)
 
 
+def by_global(x: Tensor) -> tuple[Tensor, Tensor]:
+    return GLOBAL_WEIGHT * x, x
+
+
+def test_a_plain_rule_is_searched_for_globals_at_each_call():
+    """No search is made of a function without closure: its globals are looked up all the same."""
+    rule = custom_vjp(by_global, lambda x, ct: (ct * GLOBAL_WEIGHT,))
+    rule(normal(3))
+    GLOBAL_WEIGHT.requires_grad_()
+    try:
+        with pytest.raises(ValueError, match="captured a differentiated tensor"):
+            rule(normal(3))
+    finally:
+        GLOBAL_WEIGHT.requires_grad_(False)
+
+
 def test_rules_refuse_captured_tensors_too():
     """Also through a function passed as a static argument."""
 
