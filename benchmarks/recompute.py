@@ -135,9 +135,9 @@ def _branch(w: Tensor, x: Tensor) -> tuple[Tensor, Any]:
 
 
 def _layer(
-    connect: Connect, cfg: Any, opens: bool, p: Any, carry: Any, shared: Any, own: Any
+    connect: Connect, cfg: Any, opens: bool, p: Any, carry: Any, shared: Any, per_layer: Any
 ) -> tuple[Any, Any]:
-    del shared, own
+    del shared, per_layer
     for name in ("attention", "ffn"):
 
         def sublayer(h: Tensor, name: str = name) -> tuple[Tensor, Any]:
@@ -171,23 +171,26 @@ def kept(
     x = random.normal(random.key(1), (1, tokens, width)).to(dtype)
 
     def run(weights: Any, x: Tensor) -> Any:
-        carry = tree.map(lambda t: t * 1, module.start(x, cfg))  # a state like any between layers
-        return run_steps(
-            steps, weights, (), carry, (), [()] * LAYERS, remat=policy, light=_without_branch
-        )[0]
+        # A state like any between layers: the argument itself lives anyway.
+        carry = tree.map(lambda t: t * 1, module.start(x, cfg))
+        per_layer = [()] * LAYERS
+        carry, _ = run_steps(
+            steps, weights, (), carry, (), per_layer, remat=policy, light=_without_branch
+        )
+        return carry
 
     gc.collect()
     with live_bytes() as live:
         out, pull = vjp(run, weights, x)
-        own = sum(
-            {
-                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                for t in tree.leaves(out)
-            }.values()
-        )
-        between = live.current - own
+        # The result is the caller's. A storage counts once: states may share one.
+        result: dict[int, int] = {}
+        for t in tree.leaves(out):
+            storage = t.untyped_storage()
+            result[storage.data_ptr()] = storage.nbytes()
+        between = live.current - sum(result.values())
     del out, pull
     gc.collect()
+    # Without gradients of weights, which are as large as the weights under every policy.
     with live_bytes() as live:
         out, pull = vjp(functools.partial(run, weights), x)
         pull(tree.map(torch.ones_like, out))
@@ -209,21 +212,22 @@ class Reduction(NamedTuple):
 
 def reductions(rows: Sequence[Kept]) -> list[Reduction]:
     """Ratios of each policy against none, for forms of mHC; two outputs are 4 bytes per B*S*D."""
-    found = {(r.scheme, r.policy): r.kept for r in rows}
-    outputs, plain = 2 * 2, found["plain", "none"]
-    return [
-        Reduction(
-            s, p, 1 - (k - outputs) / (found[s, "none"] - plain - outputs), 1 - k / found[s, "none"]
-        )
-        for (s, p), k in found.items()
-        if s.startswith("mhc") and p in ("intra_layer", "cross_layer")
-    ]
+    kept_by = {(r.scheme, r.policy): r.kept for r in rows}
+    outputs = 2 * 2
+    plain = kept_by["plain", "none"]
+    falls: list[Reduction] = []
+    for (scheme, policy), nbytes in kept_by.items():
+        if scheme.startswith("mhc") and policy in ("intra_layer", "cross_layer"):
+            none = kept_by[scheme, "none"]
+            new = 1 - (nbytes - outputs) / (none - plain - outputs)
+            falls.append(Reduction(scheme, policy, new, 1 - nbytes / none))
+    return falls
 
 
 def timed(where: torch.device, repeats: int) -> list[Timed]:
     """Times of a gradient of the tiny model under each scheme and policy, and its peak."""
     recipe = config.load_recipe(Path(__file__).parents[1] / "configs" / "tiny.py")
-    found = []
+    rows: list[Timed] = []
     for kind, residual in _CONFIGS.items():
         residual = recipe.model.residual if kind == "attn_res" else residual
         cfg = dataclasses.replace(recipe.model, residual=residual)
@@ -247,16 +251,18 @@ def timed(where: torch.device, repeats: int) -> list[Timed]:
             with live_bytes() as live:
                 gradient(p)
             peaks[p] = live.peak
+        # In turns, so that a busy moment of the machine falls on all of them.
         for _ in range(repeats):
             for p in POLICIES:
                 devices.synchronize(where)
+                # On a CPU the time of the process, which other programs do not lengthen.
                 clock = time.process_time if where.type == "cpu" else time.perf_counter
                 start = clock()
                 gradient(p)
                 devices.synchronize(where)
                 times[p].append(1e3 * (clock() - start))
-        found += [Timed(kind, p, statistics.median(times[p]), peaks[p]) for p in POLICIES]
-    return found
+        rows += [Timed(kind, p, statistics.median(times[p]), peaks[p]) for p in POLICIES]
+    return rows
 
 
 def markdown(rows: Sequence[Kept], times: Sequence[Timed]) -> str:
@@ -305,7 +311,7 @@ def main() -> None:
     times = timed(where, args.repeats) if args.repeats else []
     print(markdown(rows, times))
     if args.json:
-        found = {
+        results = {
             "torch": torch.__version__,
             "layers": LAYERS,
             "streams": _CONFIGS["mhc"].num_streams,
@@ -316,7 +322,7 @@ def main() -> None:
             "times": [t._asdict() for t in times],
         }
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

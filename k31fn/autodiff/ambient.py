@@ -1,4 +1,4 @@
-"""What surrounds a forward, context variables and autocast, found again by its backward.
+"""Surroundings of a forward, context variables and autocast, found again by its backward.
 
 Autograd runs the backward of tensors on a device on a thread of its own. There context variables
 have their defaults, and autocast is off. A CPU run cannot show this: there the thread is the same.

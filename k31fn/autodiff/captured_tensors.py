@@ -36,7 +36,7 @@ def captured_tensors(*functions: Any) -> Iterator[Tensor]:
 
 
 def _contents(x: Any) -> Any:
-    """What an object refers to, one step deep."""
+    """The objects that an object refers to, one step deep."""
     match x:
         case type() | types.ModuleType():
             return ()

@@ -18,7 +18,7 @@ __all__ = ["custom_vjp", "runs_rule", "stop_gradient"]
 
 
 class _VjpCall:
-    """What one call of a rule knows besides its tensors; travels through ``Function.apply`` as a
+    """Record of one call of a rule besides its tensors; travels through ``Function.apply`` as a
     plain object.
     """
 

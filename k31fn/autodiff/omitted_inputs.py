@@ -74,7 +74,7 @@ class OmittedInputs:
         self._values[:count] = [None] * count
 
     def pack(self, x: Tensor) -> Any:
-        """What a graph is to hold for a tensor that it saves."""
+        """The tensor, or the note, that a graph holds for a tensor that it saves."""
         # Within the extent of the input, too: the next one may follow in the same storage.
         for i, whole in self._by_storage.get(_storage_id(x), ()):
             offset = int(x.storage_offset() - whole.storage_offset())

@@ -1,4 +1,4 @@
-"""What a run of a function notes, for a replay that must not choose or compute it again.
+"""Notes of a run of a function, for a replay that must not choose or compute it again.
 
 A remat runs its function twice. Choices (a route, a top-k set) are made in the first run only:
 exact ties or a kernel that is not deterministic could choose differently in the second. What both
@@ -99,7 +99,7 @@ def _deepest_level(value: Any) -> int:
 
 
 class ReplayTape(NamedTuple):
-    """What the running remat (or :func:`record_decisions`) shares with its replay.
+    """Notes that the running remat (or :func:`record_decisions`) shares with its replay.
 
     Attributes:
         decisions: all of them.

@@ -89,8 +89,8 @@ def differentiated(f: Callable[..., Any], inputs: Sequence[Tensor]) -> bool:
 def _vjp_by_transform(
     f: Callable[..., Any], values: list[Any], structure: Any, index: list[int], has_aux: bool
 ) -> tuple[Any, Any, Callable[[Any], Sequence[Tensor | None]]]:
-    """By ``torch.func.vjp``, which knows floating outputs and tensors only: all else goes around
-    it.
+    """Output, aux and pullback by ``torch.func.vjp``, which knows floating outputs and tensors
+    only: all else goes around it.
     """
     run: list[Any] = []  # what the run below leaves for this function, besides its tensors
 

@@ -72,9 +72,7 @@ class WeightTape:
             _TAPE.reset(token)
 
     def start_at(self, anchors: Sequence[Tensor], edges: Sequence[GradientEdge]) -> None:
-        """For inputs that are a :class:`GraphStart`: the inputs' edges, by the leaves behind
-        them.
-        """
+        """Notes the edges of inputs that are a :class:`GraphStart`, by the leaves behind them."""
         self.inputs = list(anchors)
         for anchor, edge in zip(anchors, edges, strict=True):
             self.starts[id(anchor)] = edge

@@ -97,7 +97,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _sent(weights: Any, placements: Placements) -> Any:
-    """Of which weights gradients are sent: all ranks send the same, also where one has none."""
+    """Flags of weights whose gradient is sent: by all ranks, also by one that has none."""
     return tree.map(lambda x, place: not place.frozen and differentiable(x), weights, placements)
 
 

@@ -1,4 +1,4 @@
-"""What of a scan depends on something that a gradient is asked for."""
+"""Flags of what depends, in a scan, on something that a gradient is asked for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_tracked(x: Any) -> bool:
 
 
 def trained_weights(params: Sequence[Any], placements: Sequence[Placements]) -> list[Any]:
-    """Of each layer, a tree of bools: whether a gradient of the weight may be asked for."""
+    """Trees of bools, one for each layer: whether a gradient of the weight may be asked for."""
     trained = tree.map(is_tracked, list(params))
     if not placements:
         return trained
@@ -45,7 +45,7 @@ def trained_weights(params: Sequence[Any], placements: Sequence[Placements]) -> 
 
 @dataclass(frozen=True)
 class Dependence:
-    """What depends on something that a gradient is asked for: trees of bools.
+    """Flags of what depends on something that a gradient is asked for: trees of bools.
 
     Attributes:
         trained: weights, by layer.
@@ -58,7 +58,7 @@ class Dependence:
     others: tuple[Any, list[Any]]
 
     def of(self, i: int) -> tuple[Any, ...]:
-        """Of the arguments of a layer."""
+        """Flags of the arguments of a layer."""
         shared, per_layer = self.others
         return self.trained[i], self.carries[i], shared, per_layer[i]
 
@@ -93,10 +93,10 @@ class Dependence:
         return (carry, aux), *recorded
 
     def wanted(self, needs: tuple[Any, Any, Any, Any]) -> list[tuple[Any, Any, Any, Any]]:
-        """By layer: of which arguments gradients are computed.
+        """Flags of the arguments of each layer: whether their gradient is computed.
 
         Args:
-            needs: of which arguments of the scan they are used.
+            needs: flags of the arguments of the scan: whether their gradient is used.
         """
         of_params, of_carry, of_shared, of_per_layer = needs
         carries = [_both(self.carries[0], of_carry), *self.carries[1:-1]]

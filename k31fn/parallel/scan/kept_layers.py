@@ -1,4 +1,4 @@
-"""What lives between the forward and the backward of a scan."""
+"""Values that live between the forward and the backward of a scan."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ class CarryTrees(NamedTuple):
 
 
 class KeptLayers:
-    """What a backward needs of each layer, given up when it is used; passes through a tree as one
-    opaque leaf.
+    """The values of each layer that a backward needs, given up when they are used.
+
+    Passes through a tree as one opaque leaf.
 
     Detached: some tensors are outputs of the rule, which would be kept by the graph that they keep.
     """

@@ -1,4 +1,4 @@
-"""What a layer of a scan is, and what is kept of it."""
+"""A layer of a scan, and the plan of what is kept of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Step = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class RematPlan:
-    """What a scan keeps for its backward besides decisions.
+    """The choice of what a scan keeps for its backward besides decisions.
 
     Attributes:
         keep: names of functions that do not run again (:func:`~k31fn.autodiff.keep`).
