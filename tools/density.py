@@ -7,6 +7,8 @@ A stranger reads a line once if it does one thing. What is counted, per package 
   count, and a trailing comment counts as one.
 - comprehensions, comprehensions inside or with several ``for``, and walruses per 1,000 statements.
 - public names per 1,000 lines: functions and classes at the top level without an underscore.
+  Functions under ``@triton.jit`` do not count: they are device code, which the module's own Python
+  launches, and nobody imports one as an API.
 """
 
 from __future__ import annotations
@@ -134,7 +136,13 @@ def _is_nested(node: ast.AST) -> bool:
 def _is_public(node: ast.stmt) -> bool:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return False
-    return not node.name.startswith("_")
+    is_device_code = any(_dotted_name(d) == "triton.jit" for d in node.decorator_list)
+    return not (is_device_code or node.name.startswith("_"))
+
+
+def _dotted_name(decorator: ast.expr) -> str:
+    """``triton.jit`` of ``@triton.jit`` and of ``@triton.jit(noinline=True)``."""
+    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
 
 
 def _assigns_calls_side_by_side(node: ast.Assign) -> bool:

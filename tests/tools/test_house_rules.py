@@ -198,6 +198,20 @@ def test_counts():
 
 
 @pytest.mark.parametrize(
+    ("decorator", "public"),
+    [
+        ("@triton.jit", 0),
+        ("@triton.jit(do_not_specialize=['n'])", 0),
+        ("@triton.autotune([], key=[])\n@triton.jit", 0),
+        ("@functools.cache", 1),
+        ("@torch.jit.script", 1),
+    ],
+)
+def test_device_code_is_no_public_name(decorator: str, public: int):
+    assert density.count(f"{decorator}\ndef kernel(n):\n    pass\n").public == public
+
+
+@pytest.mark.parametrize(
     ("code", "rule"),
     [
         ("a = [y for x in xs if (y := f(x))]", "walrus inside a comprehension"),
