@@ -39,7 +39,7 @@ from k31fn.trainer.forecast import memory
 from k31fn.trainer.forecast.collective_volume import Volume, volumes
 from k31fn.trainer.forecast.rank_weights import RankWeight, rank_weights
 
-__all__ = ["Summary", "main", "pattern", "render", "render_rank", "summarise"]
+__all__ = ["Summary", "main", "pattern", "render", "summarise"]
 
 # Parts that no token's computation goes through (see the counting rules above).
 _NOT_ACTIVE = ("embedding", "vision tower", "projector")
@@ -201,7 +201,7 @@ def _bytes(size: int) -> str:
     return f"{size / 1e3:,.2f} kB"
 
 
-def render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
+def _render_rank(recipe: config.Recipe, *, needed: bool = False) -> str:
     """What one rank of the recipe's mesh holds and sends in a step, and what it needs, as a table
     of text.
     """
@@ -410,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(render(summarise(cfg)))
     if recipe is not None:
         print()
-        print(render_rank(recipe, needed=options.memory))
+        print(_render_rank(recipe, needed=options.memory))
     return 0
 
 

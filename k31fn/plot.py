@@ -43,7 +43,7 @@ _COLUMNS = (  # heading, metric, over which of its values, format
 )
 
 
-class Series(NamedTuple):
+class _Series(NamedTuple):
     """One metric of one run: the steps that have it, and its values; values that are not finite are
     left out.
     """
@@ -134,7 +134,7 @@ def _names(runs: Sequence[str | Path]) -> dict[str, Path]:
     return names
 
 
-def _series(records: list[dict[str, Any]], name: str) -> Series:
+def _series(records: list[dict[str, Any]], name: str) -> _Series:
     steps: list[float] = []
     values: list[float] = []
     for record in records:
@@ -142,7 +142,7 @@ def _series(records: list[dict[str, Any]], name: str) -> Series:
         if isinstance(value, int | float) and np.isfinite(value):
             steps.append(record["step"])
             values.append(value)
-    return Series(np.array(steps, dtype=float), np.array(values, dtype=float))
+    return _Series(np.array(steps, dtype=float), np.array(values, dtype=float))
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
@@ -299,7 +299,7 @@ def _draw_loss(
         )
 
 
-def _draw_panel(axes: Any, series: Series, colour: str) -> None:
+def _draw_panel(axes: Any, series: _Series, colour: str) -> None:
     axes.plot(series.steps, series.values, color=colour, alpha=0.22, linewidth=0.8)
     axes.plot(series.steps, _smooth(series.values), color=colour, linewidth=1.4)
 

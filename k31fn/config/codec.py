@@ -23,7 +23,7 @@ from k31fn.layers import kinds
 from k31fn.layers.kind import ChannelMixer, Kind, TokenMixer
 from k31fn.model.sublayers import Sublayers
 
-__all__ = ["classes", "from_dict", "name_of", "to_dict"]
+__all__ = ["classes", "from_dict", "to_dict"]
 
 _T = TypeVar("_T")
 _KIND = "kind"
@@ -41,7 +41,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     data = {}
     for name, kind in _fields(type(config)).items():
         # all fields, also those with their default: a default may change, a run must not
-        data[name] = _encode(kind, getattr(config, name), f"{name_of(type(config))}.{name}")
+        data[name] = _encode(kind, getattr(config, name), f"{_name_of(type(config))}.{name}")
     return data
 
 
@@ -64,7 +64,7 @@ def _fields(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
-def name_of(cls: type) -> str:
+def _name_of(cls: type) -> str:
     """``mla.Config`` of ``k31fn.layers.mla.Config``, ``model.Config`` of
     ``k31fn.model.config.Config``.
     """
@@ -108,11 +108,11 @@ def _encode(kind: Any, value: Any, at: str) -> Any:
         tagged = classes(kind)
         if cls not in (tagged.values() or (kind, *get_args(kind))):
             raise ValueError(
-                f"{at} is a {name_of(cls)}, which is not among the classes of that field: it would "
-                "be read back as another; register a kind of layer of its own "
+                f"{at} is a {_name_of(cls)}, which is not among the classes of that field: it "
+                "would be read back as another; register a kind of layer of its own "
                 "(k31fn.layers.kinds)"
             )
-        assert not tagged or _KIND not in _fields(cls), f"{name_of(cls)}.{_KIND} is the tag's name"
+        assert not tagged or _KIND not in _fields(cls), f"{_name_of(cls)}.{_KIND} is the tag's name"
         return {_KIND: _kind(cls), **to_dict(value)} if tagged else to_dict(value)
     if isinstance(value, tuple):
         elements = _element_kinds(_tuple_of(kind), len(value))
@@ -170,7 +170,7 @@ def _decode(kind: Any, value: Any, at: str) -> Any:
 
 def _decode_dataclass(cls: type[_T], data: Any, at: str) -> _T:
     if not isinstance(data, dict):
-        raise _wrong(at or name_of(cls), data, f"the fields of {name_of(cls)}")
+        raise _wrong(at or _name_of(cls), data, f"the fields of {_name_of(cls)}")
     known = _fields(cls)
     # Refused, not passed over: a field that is spelled wrong would leave its default in force.
     unknown = [name for name in data if name not in known]
@@ -178,7 +178,7 @@ def _decode_dataclass(cls: type[_T], data: Any, at: str) -> _T:
         raise ValueError(_unknown(unknown, at, cls, known))
     missing = [_join(at, name) for name in _required(cls) if name not in data]
     if missing:
-        raise ValueError(f"{name_of(cls)} lacks {', '.join(missing)}; no default: set it")
+        raise ValueError(f"{_name_of(cls)} lacks {', '.join(missing)}; no default: set it")
     values = {}
     for name, value in data.items():
         values[name] = _decode(known[name], value, _join(at, name))
@@ -275,7 +275,7 @@ def _unknown(names: Sequence[str], at: str, cls: type, known: dict[str, Any]) ->
     for name in names:
         nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         listed = ", ".join(nearest or known)  # all of them where none is near
-        texts.append(f"{_join(at, name)} is not a field of {name_of(cls)}; nearest: {listed}")
+        texts.append(f"{_join(at, name)} is not a field of {_name_of(cls)}; nearest: {listed}")
     return "; ".join(texts)
 
 
@@ -287,7 +287,7 @@ def _spell(kind: Any) -> str:
     if kind is type(None):
         return "null"
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return name_of(kind)
+        return _name_of(kind)
     return getattr(kind, "__name__", str(kind))
 
 

@@ -31,7 +31,6 @@ __all__ = [
     "Source",
     "check_start",
     "find_source",
-    "load_parameters",
     "settled_base",
     "start_from",
     "with_base",
@@ -126,7 +125,7 @@ def start_from(
     source.
 
     Raises:
-        ValueError: as :func:`load_parameters`, or the source lacks a parameter that is not an
+        ValueError: as :func:`_load_parameters`, or the source lacks a parameter that is not an
             indexer's.
     """
     whole = abstract_state(lay_out(layout.recipe))
@@ -135,7 +134,7 @@ def start_from(
         wanted[f"params.{name}"] = x
     for name, x in tree.flatten_with_paths(whole.balance):
         wanted[f"balance.{name}"] = x
-    loaded = load_parameters(path, layout, wanted, ranks, device)
+    loaded = _load_parameters(path, layout, wanted, ranks, device)
     own = {f"params.{n}" for n in tree.paths(state.params)}
     _check_missing(path, own - loaded.keys())
     weights = tree.map_with_path(lambda name, x: loaded.get(f"params.{name}", x), state.params)
@@ -144,7 +143,7 @@ def start_from(
     return first_state(layout, weights, biases)
 
 
-def load_parameters(
+def _load_parameters(
     path: str | Path,
     layout: RankLayout,
     wanted: Mapping[str, Tensor],

@@ -39,10 +39,10 @@ from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import TrainState
 from k31fn.trainer.step import Step, make_batches
 
-__all__ = ["Warmed", "calls_of", "of_all", "rehearse", "warm_up"]
+__all__ = ["calls_of", "of_all", "rehearse", "warm_up"]
 
 
-class Warmed(NamedTuple):
+class _Warmed(NamedTuple):
     """What a warm-up did.
 
     Attributes:
@@ -96,7 +96,7 @@ def warm_up(
     ranks: Ranks,
     compiles: bool,
     processes: int = 0,
-) -> Warmed | None:
+) -> _Warmed | None:
     """Compiles and loads what a step of ``recipe`` launches on ``device``, by the implementations
     in force.
 
@@ -146,7 +146,7 @@ def warm_up(
         ranks.agree(error=error)
     cache.load(own, on_device=True)
     clock.append(time.perf_counter())
-    done = Warmed(states, *(b - a for a, b in itertools.pairwise(clock)))
+    done = _Warmed(states, *(b - a for a, b in itertools.pairwise(clock)))
     view.note(str(done))
     return done
 
