@@ -36,7 +36,7 @@ _LAGS = 3  # inputs before a token that the kernels hold; a narrower filter has 
 _TILES = {
     "cuda": (
         Tile(warps=2, per_core=32, columns=256),
-        Tile(warps=4, per_core=16, columns=256),
+        Tile(warps=2, per_core=16, columns=256),
     ),
     "npu": (Tile(per_core=1, columns=1024), Tile(per_core=1, columns=128)),
     "cpu": (Tile(columns=16), Tile(columns=16)),
