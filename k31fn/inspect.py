@@ -39,7 +39,7 @@ from k31fn.trainer.forecast import memory
 from k31fn.trainer.forecast.collective_volume import Volume, volumes
 from k31fn.trainer.forecast.rank_weights import RankWeight, rank_weights
 
-__all__ = ["Summary", "main", "pattern", "render", "summarise"]
+__all__ = ["Summary", "main", "summarise"]
 
 # Parts that no token's computation goes through (see the counting rules above).
 _NOT_ACTIVE = ("embedding", "vision tower", "projector")
@@ -131,7 +131,7 @@ def _optimiser_bytes(spec: ParamSpec, *, moments: int) -> int:
     return spec.numel * (master + 4 * moments)
 
 
-def pattern(kinds: Sequence[str]) -> str:
+def _pattern(kinds: Sequence[str]) -> str:
     """A sequence with its repetitions counted: ``23 x (KDA KDA KDA DSA) DSA``."""
     pieces = []
     at = 0
@@ -158,12 +158,12 @@ def _repeats(kinds: Sequence[str], period: int) -> int:
     return repeats
 
 
-def render(summary: Summary) -> str:
+def _render(summary: Summary) -> str:
     """The summary as a table of text."""
     lines = [
         f"layers      {len(summary.attention)}: {_tally(summary.attention)}; {_tally(summary.ffn)}",
-        f"attention   {pattern(summary.attention)}",
-        f"ffn         {pattern(summary.ffn)}",
+        f"attention   {_pattern(summary.attention)}",
+        f"ffn         {_pattern(summary.ffn)}",
     ]
     if summary.opens:
         lines.append(f"AttnRes     blocks open at layers {', '.join(map(str, summary.opens))}")
@@ -407,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as e:
         print(f"k31fn.inspect: {e}", file=sys.stderr)
         return 2
-    print(render(summarise(cfg)))
+    print(_render(summarise(cfg)))
     if recipe is not None:
         print()
         print(_render_rank(recipe, needed=options.memory))

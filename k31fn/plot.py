@@ -20,7 +20,7 @@ import numpy as np
 
 from k31fn import metrics
 
-__all__ = ["compare", "main", "save_loss_plot", "table"]
+__all__ = ["main", "save_loss_plot"]
 
 _GRID = {"color": "#d0d0d0", "linewidth": 0.6}
 _PANELS = (
@@ -59,10 +59,10 @@ def save_loss_plot(run: str | Path) -> Path:
         ValueError: the run has no metrics.
         ImportError: matplotlib is not installed.
     """
-    return compare([run], Path(run) / "loss.png")
+    return _compare([run], Path(run) / "loss.png")
 
 
-def compare(runs: Sequence[str | Path], out: str | Path) -> Path:
+def _compare(runs: Sequence[str | Path], out: str | Path) -> Path:
     """Draws the loss curves of several runs into one picture; its format follows from the name's
     ending.
 
@@ -238,7 +238,7 @@ def _borders(records: list[dict[str, Any]]) -> list[float]:
     return phases.steps[1:][np.diff(phases.values) != 0].tolist()
 
 
-def table(runs: Sequence[str | Path]) -> list[str]:
+def _table(runs: Sequence[str | Path]) -> list[str]:
     """The runs' numbers, a line each: means over the last tenth of the steps, medians of rates,
     steps skipped.
 
@@ -358,8 +358,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        picture = compare(options.runs, options.out)
-        print("\n".join([*table(options.runs), str(picture)]))
+        picture = _compare(options.runs, options.out)
+        print("\n".join([*_table(options.runs), str(picture)]))
     except (ValueError, ImportError, OSError) as error:
         print(f"k31fn.plot: {error}", file=sys.stderr)
         return 2

@@ -30,7 +30,7 @@ from k31fn.layers.patches import Images, from_grids
 from k31fn.trainer import folder
 from k31fn.typing import Float, Int
 
-__all__ = ["choose", "generate", "load", "look", "main"]
+__all__ = ["generate", "load", "main"]
 
 
 def load(
@@ -62,7 +62,7 @@ def load(
     return recipe, params, whole.balance
 
 
-def choose(
+def _choose(
     logits: Float[Tensor, "B Z"],
     key: Int[Tensor, "2"],
     *,
@@ -124,8 +124,8 @@ def generate(
         prompt: one document per row, all of one length.
         num_tokens: how many at most.
         key: of the draws; the same key gives the same tokens.
-        temperature: see :func:`choose`.
-        top_p: see :func:`choose`.
+        temperature: see :func:`_choose`.
+        top_p: see :func:`_choose`.
         end_token: a row that has drawn it repeats it; ends when all rows have. None is -1.
         vocab_size: only tokens below it are drawn; None: all that the head has, which may be
             padded.
@@ -148,7 +148,7 @@ def generate(
         scores, decoding = model.extend(
             params, tokens, cfg, decoding, balance=state, images=() if i else images
         )
-        chosen = choose(
+        chosen = _choose(
             scores[:, -1, :vocab_size], random.fold_in(key, i), temperature=temperature, top_p=top_p
         )
         # rows end at different tokens, and the tensor stays a rectangle
@@ -162,7 +162,7 @@ def generate(
     return torch.stack(drawn, dim=1)
 
 
-def look(
+def _look(
     files: Sequence[str | Path], text: str, recipe: Recipe
 ) -> tuple[Int[Tensor, "1 T"], Images]:
     """A prompt with images, prepared as those that the run is trained on.
@@ -304,7 +304,7 @@ def _print_sample(
             raise ValueError(
                 "--image with --chat: a message with images is not made here; leave out --chat"
             )
-        inputs = look(args.image, args.prompt, recipe)
+        inputs = _look(args.image, args.prompt, recipe)
         prompt, pictures = tree.map(lambda x: x.to(key.device), inputs)
     else:
         if args.chat:

@@ -38,7 +38,7 @@ def test_published_totals(name, total, active, text):
     found = summary(name)
     assert (found.total, found.active) == (total, active)
     assert sum(found.parts.values()) == total
-    lines = inspect.render(found).splitlines()
+    lines = inspect._render(found).splitlines()
     for label, number in zip(("total", "active per token"), text, strict=True):
         assert next(line for line in lines if line.strip().startswith(label)).endswith(number)
 
@@ -124,16 +124,16 @@ def test_nothing_is_allocated():
             raise AssertionError(f"{func} ran")
 
     with NoTensors():
-        inspect.render(inspect.summarise(config.load(CONFIGS / "k31_pro_reduced_npu.py")))
+        inspect._render(inspect.summarise(config.load(CONFIGS / "k31_pro_reduced_npu.py")))
 
 
 def test_layers():
     found = summary("k31_pro")
-    assert inspect.pattern(found.attention) == "23 x (KDA KDA KDA DSA), DSA"
-    assert inspect.pattern(found.ffn) == "dense, 92 x MoE"
+    assert inspect._pattern(found.attention) == "23 x (KDA KDA KDA DSA), DSA"
+    assert inspect._pattern(found.ffn) == "dense, 92 x MoE"
     assert found.opens == (0, 12, 24, 36, 48, 60, 72, 84)
-    assert inspect.pattern(summary("k3").attention) == "23 x (KDA KDA KDA MLA), MLA"
-    text = inspect.render(found)
+    assert inspect._pattern(summary("k3").attention) == "23 x (KDA KDA KDA MLA), MLA"
+    text = inspect._render(found)
     assert "93: 69 KDA, 24 DSA; 1 dense, 92 MoE" in text
     assert "open at layers 0, 12, 24, 36, 48, 60, 72, 84" in text
 
@@ -151,7 +151,7 @@ def test_layers():
     ],
 )
 def test_pattern(kinds, text):
-    assert inspect.pattern(tuple(kinds)) == text
+    assert inspect._pattern(tuple(kinds)) == text
 
 
 class TestCommand:

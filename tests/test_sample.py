@@ -25,7 +25,7 @@ N = 20_000
 def draw(key, **kwargs):
     """How often each of the tokens comes in N rows."""
     logits = PROBS.log().expand(N, -1)
-    return torch.bincount(sample.choose(logits, random.key(key), **kwargs), minlength=len(PROBS))
+    return torch.bincount(sample._choose(logits, random.key(key), **kwargs), minlength=len(PROBS))
 
 
 def chi_square(counts, probs):
@@ -72,25 +72,25 @@ class TestChoose:
 
     def test_a_sum_that_hits_top_p_exactly(self):
         logits = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log().expand(N, -1)
-        assert sample.choose(logits, random.key(0), top_p=0.75).unique().tolist() == [0, 1]
+        assert sample._choose(logits, random.key(0), top_p=0.75).unique().tolist() == [0, 1]
 
     def test_temperature_zero_and_nearly_zero(self):
         logits = torch.randn(50, 9)
         for temperature in (0.0, 1e-6):
-            chosen = sample.choose(logits, random.key(0), temperature=temperature)
+            chosen = sample._choose(logits, random.key(0), temperature=temperature)
             assert torch.equal(chosen, logits.argmax(-1))
 
     def test_keys_and_rows(self):
         """The same key gives the same draw; a row's depends on its number and its logits alone."""
         logits = torch.randn(40, 30)
-        first = sample.choose(logits, random.key(3))
-        assert torch.equal(first, sample.choose(logits, random.key(3)))
-        assert not torch.equal(first, sample.choose(logits, random.key(4)))
-        assert torch.equal(first[:7], sample.choose(logits[:7], random.key(3)))
+        first = sample._choose(logits, random.key(3))
+        assert torch.equal(first, sample._choose(logits, random.key(3)))
+        assert not torch.equal(first, sample._choose(logits, random.key(4)))
+        assert torch.equal(first[:7], sample._choose(logits[:7], random.key(3)))
         changed = torch.cat([torch.randn(20, 30), logits[20:]])
-        assert torch.equal(first[20:], sample.choose(changed, random.key(3))[20:])
+        assert torch.equal(first[20:], sample._choose(changed, random.key(3))[20:])
         assert (
-            len(sample.choose(torch.zeros(40, 30), random.key(3)).unique()) > 10
+            len(sample._choose(torch.zeros(40, 30), random.key(3)).unique()) > 10
         )  # rows do not share a draw
 
     @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ class TestChoose:
     )
     def test_bad_numbers(self, bad):
         with pytest.raises(ValueError, match="must be at least 0 and top_p="):
-            sample.choose(torch.zeros(1, 3), random.key(0), **bad)
+            sample._choose(torch.zeros(1, 3), random.key(0), **bad)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ class TestGenerate:
             scores = model.logits(
                 weights, model.apply(weights, whole[:, : 4 + i], cfg, balance=state).hidden
             )[:, -1]
-            expected = sample.choose(scores, random.fold_in(key, i), temperature=0.7, top_p=0.9)
+            expected = sample._choose(scores, random.fold_in(key, i), temperature=0.7, top_p=0.9)
             assert torch.equal(expected, drawn[:, i])
 
     def test_emits_each_column_and_ends_after_the_end_token(self, parts):

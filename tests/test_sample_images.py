@@ -83,7 +83,7 @@ def test_a_prompt_is_the_row_that_training_sees(picture: Path, stores: Path) -> 
     rows = data.open_prepared(
         made.data, data.open_tokenizer("bytes+media"), length=128, batch_size=1
     ).batch_at(0)
-    tokens, seen = sample.look([picture], f"see {PLACEHOLDER}12\n", made)
+    tokens, seen = sample._look([picture], f"see {PLACEHOLDER}12\n", made)
     count, patches = tokens.shape[1], seen.pixels.shape[1]
     assert torch.equal(tokens[0], rows.tokens[0, :count])
     assert int(rows.tokens[0, count]) == data.open_tokenizer("bytes+media").end_token
@@ -95,11 +95,11 @@ def test_a_prompt_is_the_row_that_training_sees(picture: Path, stores: Path) -> 
 
 
 def test_without_its_store_as_many_patches_as_a_row(picture: Path, tmp_path: Path) -> None:
-    tokens, seen = sample.look([picture], "x", recipe(tmp_path))
+    tokens, seen = sample._look([picture], "x", recipe(tmp_path))
     assert seen.pixels.shape[1] == 8 * 6  # 90 x 60 pixels, padded to 112 x 84 and not shrunk
     assert int((seen.slots >= 0).sum()) == 12
     assert tokens[0, -1] == ord("x")
-    assert sample.look([picture, picture], "x", recipe(tmp_path))[1].pixels.shape[1] == 96
+    assert sample._look([picture, picture], "x", recipe(tmp_path))[1].pixels.shape[1] == 96
 
 
 def test_the_command(
@@ -128,7 +128,7 @@ def test_the_command(
     ]
     assert sample.main(command) == 0
     said = capsys.readouterr().out
-    tokens, seen = sample.look([picture], "", made)
+    tokens, seen = sample._look([picture], "", made)
     drawn = sample.generate(
         state.params,
         made.model,

@@ -41,7 +41,6 @@ __all__ = [
     "complete_steps",
     "finish_part",
     "flush_tree",
-    "kept_steps",
     "read_manifest",
     "remove_leftovers",
     "retire",
@@ -167,7 +166,7 @@ def commit(
     _flush(directory)
 
 
-def kept_steps(steps: Sequence[int], scores: Mapping[int, float], keep: Retention) -> set[int]:
+def _kept_steps(steps: Sequence[int], scores: Mapping[int, float], keep: Retention) -> set[int]:
     """Which of ``steps``, ascending, stay."""
     stay = set(steps[-keep.last :])
     scored: list[int] = []
@@ -185,7 +184,7 @@ def kept_steps(steps: Sequence[int], scores: Mapping[int, float], keep: Retentio
 def retire(directory: Path, saved: int, scores: Mapping[int, float], keep: Retention) -> None:
     """Deletes what does not stay; never ``saved``, though an older step may have a better score."""
     steps = complete_steps(directory)
-    for old in sorted(set(steps) - kept_steps(steps, scores, keep) - {saved}):
+    for old in sorted(set(steps) - _kept_steps(steps, scores, keep) - {saved}):
         # Renamed first: a step that is half deleted must not look complete.
         removed = directory / f"{old}.removed"
         os.rename(directory / str(old), removed)

@@ -13,13 +13,13 @@ import numpy as np
 from k31fn.checkpoint import orbax_arrays, step_folders
 from k31fn.checkpoint.boxes import Box, cut
 
-__all__ = ["StoredBlock", "blocks_of", "load"]
+__all__ = ["blocks_of", "load"]
 
 _AT_ONCE = 256 << 20  # bytes in memory at once; orbax reads the blocks of a call side by side
 _NAMED = 3  # damaged blocks that a message names
 
 
-class StoredBlock(NamedTuple):
+class _StoredBlock(NamedTuple):
     """A piece of a tensor as it lies on disk.
 
     Attributes:
@@ -42,7 +42,7 @@ class StoredBlock(NamedTuple):
         return f"{self.name!r} {self.box}, block {self.key!r} of {self.rank}/state"
 
 
-def blocks_of(manifest: Mapping[str, Any], wanted: Mapping[str, Box]) -> Iterator[StoredBlock]:
+def blocks_of(manifest: Mapping[str, Any], wanted: Mapping[str, Box]) -> Iterator[_StoredBlock]:
     """The blocks of a step that have something of what is wanted, by tensor."""
     for name, box in wanted.items():
         tensor = manifest["tensors"][name]
@@ -52,16 +52,17 @@ def blocks_of(manifest: Mapping[str, Any], wanted: Mapping[str, Box]) -> Iterato
             pieces = cut(whole, dtype.itemsize, manifest["block_bytes"])
             for number, (piece, digest) in enumerate(zip(pieces, shard["sha256"], strict=True)):
                 if piece.overlap(box).numel:
-                    yield StoredBlock(name, f"{name}.{number}", shard["rank"], piece, dtype, digest)
+                    stored_as = f"{name}.{number}"
+                    yield _StoredBlock(name, stored_as, shard["rank"], piece, dtype, digest)
 
 
-def load(folder: Path, blocks: Iterable[StoredBlock]) -> Iterator[tuple[StoredBlock, np.ndarray]]:
+def load(folder: Path, blocks: Iterable[_StoredBlock]) -> Iterator[tuple[_StoredBlock, np.ndarray]]:
     """Each block that is what was written, a few at a time.
 
     Raises:
         DamagedError: at the end, if some were not; names them.
     """
-    damaged: list[StoredBlock] = []
+    damaged: list[_StoredBlock] = []
     first_cause = ""
     # By the rank that wrote them: each has an orbax checkpoint of its own.
     by_rank = itertools.groupby(sorted(blocks, key=lambda b: b.rank), key=lambda b: b.rank)
@@ -83,8 +84,8 @@ def load(folder: Path, blocks: Iterable[StoredBlock]) -> Iterator[tuple[StoredBl
         raise step_folders.DamagedError(f"damaged: {names}{others}{first_cause}")
 
 
-def _batches(blocks: Iterable[StoredBlock]) -> Iterator[list[StoredBlock]]:
-    batch: list[StoredBlock] = []
+def _batches(blocks: Iterable[_StoredBlock]) -> Iterator[list[_StoredBlock]]:
+    batch: list[_StoredBlock] = []
     size = 0
     for block in blocks:
         batch.append(block)
@@ -97,7 +98,7 @@ def _batches(blocks: Iterable[StoredBlock]) -> Iterator[list[StoredBlock]]:
         yield batch
 
 
-def _read(path: Path, blocks: list[StoredBlock]) -> tuple[dict[str, np.ndarray], str]:
+def _read(path: Path, blocks: list[_StoredBlock]) -> tuple[dict[str, np.ndarray], str]:
     """The blocks that can be read, by key, and why others cannot."""
     keys = [b.key for b in blocks]
     try:
@@ -116,5 +117,5 @@ def _read(path: Path, blocks: list[StoredBlock]) -> tuple[dict[str, np.ndarray],
         return readable, f" ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
 
 
-def _differs(array: np.ndarray, digest: str, block: StoredBlock) -> bool:
+def _differs(array: np.ndarray, digest: str, block: _StoredBlock) -> bool:
     return (array.dtype, array.shape, digest) != (block.dtype, block.box.shape, block.sha256)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from k31fn.data import images
 from k31fn.data.prepare import Config, PrepareProgress, prepare
 
-__all__ = ["bar", "main"]
+__all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         cfg = _config(args)
         # On stderr, so that what was prepared can be piped on.
-        with bar(sys.stderr.write, terminal=sys.stderr.isatty()) as report:
+        with _bar(sys.stderr.write, terminal=sys.stderr.isatty()) as report:
             result = prepare(cfg, args.folder, workers=args.workers, report=report)
     except (ValueError, ImportError, OSError) as e:
         print(f"k31fn.data: {e}", file=sys.stderr)
@@ -95,7 +95,7 @@ def _config(args: argparse.Namespace) -> Config:
 
 
 @contextlib.contextmanager
-def bar(
+def _bar(
     write: Callable[[str], object], *, terminal: bool
 ) -> Iterator[Callable[[PrepareProgress], None]]:
     """Reports progress to a terminal as a bar, whose line ends with the block, elsewhere as a line

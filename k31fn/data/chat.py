@@ -42,11 +42,9 @@ from k31fn.data.tokenizer import CHAT_NAMES, Tokenizer
 __all__ = [
     "END_OF_ANSWER",
     "Conversation",
-    "MessagePiece",
     "check_tokenizer",
     "encode",
     "prompt",
-    "render",
 ]
 
 _OPEN, _CLOSE, _SEP, _END = CHAT_NAMES
@@ -69,7 +67,7 @@ _KINDS = {
 }
 
 
-class MessagePiece(NamedTuple):
+class _MessagePiece(NamedTuple):
     """A part of a message: a special token by name, text, or an image, and whether it is learnt."""
 
     kind: str
@@ -136,7 +134,7 @@ def encode(messages: Any, images: Sequence[Image], tokenizer: Tokenizer, name: s
     tokens: list[np.ndarray] = []
     learnt: list[bool] = []
     ends: list[int] = []
-    for pieces in render(messages, name):
+    for pieces in _render(messages, name):
         for piece in pieces:
             if piece.kind == "image" and not left:
                 raise ValueError(
@@ -161,13 +159,13 @@ def encode(messages: Any, images: Sequence[Image], tokenizer: Tokenizer, name: s
 def prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
     """The tokens after which a model answers a user's message."""
     check_tokenizer(tokenizer)
-    (question,) = render([{"role": "user", "content": text}], "prompt")
+    (question,) = _render([{"role": "user", "content": text}], "prompt")
     pieces = [*question, *_open("message", {"role": "assistant"}), *_open("response")]
     # Piece by piece, as in training: a token never spans two of them.
     return np.concatenate([_encode(piece, [], tokenizer, "prompt") for piece in pieces])
 
 
-def render(messages: Any, name: str) -> list[list[MessagePiece]]:
+def _render(messages: Any, name: str) -> list[list[_MessagePiece]]:
     """The pieces of each message.
 
     Raises:
@@ -177,7 +175,7 @@ def render(messages: Any, name: str) -> list[list[MessagePiece]]:
         raise ValueError(
             f"{name}: messages must be a list of at least one message, not {str(messages)[:60]!r}"
         )
-    rendered: list[list[MessagePiece]] = []
+    rendered: list[list[_MessagePiece]] = []
     calls: list[tuple[str, dict[str, Any]]] = []  # of the last answer
     answered = 0  # how many of them have their result
     for number, message in enumerate(messages):
@@ -198,7 +196,7 @@ def render(messages: Any, name: str) -> list[list[MessagePiece]]:
             answered += 1
             attributes |= _tool_attributes(message, calls, answered, where)
         learnt = role == "assistant"
-        end = MessagePiece("special", _END, learnt)
+        end = _MessagePiece("special", _END, learnt)
         # What opens a message is the prompt's, also of an answer: a model never writes it.
         rendered.append([*_open("message", attributes), *body, *_close("message", learnt), end])
     return rendered
@@ -221,7 +219,7 @@ def _tool_attributes(
     return {"tool": tool, "index": str(index)}
 
 
-def _answer(message: Mapping[str, Any], where: str) -> list[MessagePiece]:
+def _answer(message: Mapping[str, Any], where: str) -> list[_MessagePiece]:
     """The elements inside of an answer's message."""
     content = _content(message.get("content"), True, where)
     calls = _calls(message, where)
@@ -232,7 +230,7 @@ def _answer(message: Mapping[str, Any], where: str) -> list[MessagePiece]:
     # The first element is opened by the prompt (:func:`prompt`): behind a thought the model opens
     # the response itself.
     thought = message.get("reasoning_content")
-    body: list[MessagePiece] = []
+    body: list[_MessagePiece] = []
     if isinstance(thought, str):
         body += [*_open("think"), *_text(thought, True), *_close("think", True)]
     body += [*_open("response", learnt=bool(body)), *content, *_close("response", True)]
@@ -244,7 +242,7 @@ def _answer(message: Mapping[str, Any], where: str) -> list[MessagePiece]:
     return body
 
 
-def _call(tool: str, index: int, arguments: Mapping[str, Any]) -> list[MessagePiece]:
+def _call(tool: str, index: int, arguments: Mapping[str, Any]) -> list[_MessagePiece]:
     pieces = _open("call", {"tool": tool, "index": str(index)}, learnt=True)
     for key, value in arguments.items():
         # A string stands as it is, without quotes: its type says that it is one.
@@ -297,15 +295,15 @@ def _check(message: Any, where: str) -> None:
         )
 
 
-def _content(content: Any, learnt: bool, where: str) -> list[MessagePiece]:
+def _content(content: Any, learnt: bool, where: str) -> list[_MessagePiece]:
     """The pieces of text, or of a list of parts with their type."""
     if content is None or isinstance(content, str):
         return _text(content or "", learnt)
-    pieces: list[MessagePiece] = []
+    pieces: list[_MessagePiece] = []
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("image", "image_url"):
-            pieces.append(MessagePiece("image", "", learnt))
+            pieces.append(_MessagePiece("image", "", learnt))
         elif kind == "text" and isinstance(part.get("text"), str):
             pieces += _text(part["text"], learnt)
         else:
@@ -316,32 +314,32 @@ def _content(content: Any, learnt: bool, where: str) -> list[MessagePiece]:
     return pieces
 
 
-def _text(text: str, learnt: bool) -> list[MessagePiece]:
+def _text(text: str, learnt: bool) -> list[_MessagePiece]:
     # An empty text has no tokens, so no piece either: contents may be empty.
-    return [MessagePiece("text", text, learnt)] if text else []
+    return [_MessagePiece("text", text, learnt)] if text else []
 
 
 def _open(
     tag: str, attributes: Mapping[str, str] | None = None, *, learnt: bool = False
-) -> list[MessagePiece]:
-    pieces = [MessagePiece("special", _OPEN, learnt), *_text(tag, learnt)]
+) -> list[_MessagePiece]:
+    pieces = [_MessagePiece("special", _OPEN, learnt), *_text(tag, learnt)]
     for key, value in (attributes or {}).items():
         # Only what would end the attribute is escaped, and the mark of an escape itself.
         escaped = str(value).replace("&", "&amp;").replace('"', "&quot;")
         for text in (f" {key}", '="', escaped, '"'):
             pieces += _text(text, learnt)
-    return [*pieces, MessagePiece("special", _SEP, learnt)]
+    return [*pieces, _MessagePiece("special", _SEP, learnt)]
 
 
-def _close(tag: str, learnt: bool) -> list[MessagePiece]:
+def _close(tag: str, learnt: bool) -> list[_MessagePiece]:
     return [
-        MessagePiece("special", _CLOSE, learnt),
-        MessagePiece("text", tag, learnt),
-        MessagePiece("special", _SEP, learnt),
+        _MessagePiece("special", _CLOSE, learnt),
+        _MessagePiece("text", tag, learnt),
+        _MessagePiece("special", _SEP, learnt),
     ]
 
 
-def _encode(piece: MessagePiece, left: list[Image], tokenizer: Tokenizer, name: str) -> np.ndarray:
+def _encode(piece: _MessagePiece, left: list[Image], tokenizer: Tokenizer, name: str) -> np.ndarray:
     if piece.kind == "special":
         return np.array([tokenizer.special_tokens[piece.text]], np.int64)
     if piece.kind == "image":

@@ -30,7 +30,7 @@ from k31fn.layers import projector
 from k31fn.layers.patches import Grid, Images, from_grids, num_patches, num_slots
 from k31fn.typing import Tensor
 
-__all__ = ["DocumentPiece", "PackedDataset", "Row", "Shape", "collate"]
+__all__ = ["PackedDataset", "Row", "Shape", "collate"]
 
 IGNORED = -100
 
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
     patches: int = 0
 
 
-class DocumentPiece(NamedTuple):
+class _DocumentPiece(NamedTuple):
     """Part of a document: its number, and from where to where its tokens go."""
 
     document: int
@@ -131,13 +131,13 @@ class PackedDataset:
         return row
 
     @functools.cached_property
-    def _rows(self) -> list[list[DocumentPiece]]:
+    def _rows(self) -> list[list[_DocumentPiece]]:
         """The pieces of every row."""
         count = self.store.num_documents
         # Drawn once, from the numbers of an epoch that never comes: which documents share a row
         # stays the same, so all rows are known from lengths alone.
         _, keys = draw(self.seed, 1 << 63, count)
-        rows: list[list[DocumentPiece]] = []
+        rows: list[list[_DocumentPiece]] = []
         tokens = patches = 0
         for document in permute(np.arange(count), count, keys).tolist():
             for piece, size in self._pieces(document):
@@ -150,7 +150,7 @@ class PackedDataset:
                 rows[-1].append(piece)
         return rows
 
-    def _pieces(self, document: int) -> Iterator[tuple[DocumentPiece, int]]:
+    def _pieces(self, document: int) -> Iterator[tuple[_DocumentPiece, int]]:
         """The pieces of a document, each with its patches: as few as fit into rows, none ending
         inside an image.
         """
@@ -179,7 +179,7 @@ class PackedDataset:
                     break
                 used += int(sizes[image])
                 image += 1
-            yield DocumentPiece(document, start, stop), used
+            yield _DocumentPiece(document, start, stop), used
             start = stop
 
     def _check(self, document: int, spans: np.ndarray, sizes: np.ndarray) -> None:

@@ -36,9 +36,7 @@ __all__ = [
     "Image",
     "ImageError",
     "Reason",
-    "Size",
     "decode",
-    "fit",
     "normalise",
     "patchify",
 ]
@@ -101,8 +99,8 @@ class Config:
             raise ValueError(f"images.on_bad={self.on_bad!r} must be 'refuse' or 'skip'")
 
 
-class Size(NamedTuple):
-    """What :func:`fit` decides: the size after shrinking, in pixels, and the grid after padding."""
+class _Size(NamedTuple):
+    """What :func:`_fit` decides: the pixels after shrinking, and the grid after padding."""
 
     width: int
     height: int
@@ -130,7 +128,7 @@ class Image(NamedTuple):
         return num_slots(self.grid)
 
 
-def fit(width: int, height: int, cfg: Config) -> Size:
+def _fit(width: int, height: int, cfg: Config) -> _Size:
     """The size that an image of this size is brought to."""
     p = cfg.patch_size
     area = max(1, width // p) * max(1, height // p)
@@ -141,7 +139,7 @@ def fit(width: int, height: int, cfg: Config) -> Size:
     new_height = min(max(1, int(height * scale)), most)
     unit = MERGE * p
     grid = (1, -(-new_height // unit) * MERGE, -(-new_width // unit) * MERGE)
-    return Size(new_width, new_height, grid)
+    return _Size(new_width, new_height, grid)
 
 
 def decode(data: bytes, name: str, cfg: Config) -> Image:
@@ -183,7 +181,7 @@ def decode(data: bytes, name: str, cfg: Config) -> Image:
                 f"pixels of mode {image.mode!r}; convert it to 8 bits per channel",
             )
         image.load()
-        size = fit(width, height, cfg)
+        size = _fit(width, height, cfg)
         return Image(patchify(_pixels(image, size), cfg.patch_size), size.grid, width, height)
 
 
@@ -231,7 +229,7 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
         ) from e
 
 
-def _pixels(image: Any, size: Size) -> np.ndarray:
+def _pixels(image: Any, size: _Size) -> np.ndarray:
     """``[H W 3]`` bytes of a loaded image, shrunk, on the board where it is transparent."""
     import PIL.Image
 
@@ -246,7 +244,7 @@ def _pixels(image: Any, size: Size) -> np.ndarray:
     return np.asarray(image)
 
 
-def _board(size: Size) -> np.ndarray:
+def _board(size: _Size) -> np.ndarray:
     """Squares of white and grey, ``[H W]``."""
     rows, columns = np.indices((size.height, size.width)) // _SQUARE
     return np.where((rows + columns) % 2, _GREY, _WHITE).astype(np.uint8)

@@ -24,13 +24,13 @@ import numpy as np
 from k31fn.data.images import Image
 from k31fn.data.tokenizer import MEDIA_NAMES, Tokenizer
 
-__all__ = ["PLACEHOLDER", "MediaTokens", "encode", "expand", "media_tokens", "spans"]
+__all__ = ["PLACEHOLDER", "encode", "media_tokens", "spans"]
 
 PLACEHOLDER = "<|kimi_image_placeholder|>"
 _STRUCTURE = re.compile("(" + "|".join(map(re.escape, (PLACEHOLDER, *MEDIA_NAMES))) + ")")
 
 
-class MediaTokens(NamedTuple):
+class _MediaTokens(NamedTuple):
     """The tokens around an image, and the one that stands for its features."""
 
     begin: int
@@ -39,7 +39,7 @@ class MediaTokens(NamedTuple):
     pad: int
 
 
-def media_tokens(tokenizer: Tokenizer) -> MediaTokens:
+def media_tokens(tokenizer: Tokenizer) -> _MediaTokens:
     """The media tokens of a tokenizer.
 
     Raises:
@@ -53,7 +53,7 @@ def media_tokens(tokenizer: Tokenizer) -> MediaTokens:
             "one that has, such as ByteTokenizer(media=True)"
         )
     begin, content, end, pad = MEDIA_NAMES
-    return MediaTokens(known[begin], known[content], known[end], known[pad])
+    return _MediaTokens(known[begin], known[content], known[end], known[pad])
 
 
 def encode(text: str, images: Sequence[Image], tokenizer: Tokenizer, name: str) -> np.ndarray:
@@ -84,10 +84,10 @@ def encode(text: str, images: Sequence[Image], tokenizer: Tokenizer, name: str) 
             parts.append(tokenizer.encode(piece))
     # Behind an empty part, since an empty text has none and numpy refuses to join nothing.
     tokens = np.concatenate([np.zeros(0, np.int64), *parts], dtype=np.int64)
-    return expand(tokens, [image.num_slots for image in images], media.pad, name)
+    return _expand(tokens, [image.num_slots for image in images], media.pad, name)
 
 
-def expand(tokens: np.ndarray, slots: Sequence[int], pad: int, name: str) -> np.ndarray:
+def _expand(tokens: np.ndarray, slots: Sequence[int], pad: int, name: str) -> np.ndarray:
     """Tokens in which image i has ``slots[i]`` placeholders, from those with one per image or with
     all of them.
 
@@ -120,7 +120,7 @@ def expand(tokens: np.ndarray, slots: Sequence[int], pad: int, name: str) -> np.
     return tokens
 
 
-def spans(tokens: np.ndarray, slots: Sequence[int], media: MediaTokens) -> np.ndarray:
+def spans(tokens: np.ndarray, slots: Sequence[int], media: _MediaTokens) -> np.ndarray:
     """``[images, 2]``: from where to where the tokens of each image go, with those around its
     placeholders if there.
 

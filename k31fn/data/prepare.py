@@ -31,7 +31,7 @@ from k31fn.data.records import Record, Unit, position, read_unit, units
 from k31fn.data.tokenizer import Tokenizer
 from k31fn.data.tokenizer_files import open_tokenizer
 
-__all__ = ["SPLITS", "Config", "PrepareProgress", "PrepareResult", "prepare"]
+__all__ = ["SPLITS", "Config", "PrepareProgress", "prepare"]
 
 SPLITS = ("train", "heldout")
 _PLAN = "plan.json"  # what is prepared, of the whole folder
@@ -90,7 +90,7 @@ class PrepareProgress(NamedTuple):
     counts: Counter[str]
 
 
-class PrepareResult(NamedTuple):
+class _PrepareResult(NamedTuple):
     """What the stores hold, and how many documents were left out, by the fault of their image or as
     too long.
 
@@ -108,7 +108,7 @@ def prepare(
     *,
     workers: int = 1,
     report: Callable[[PrepareProgress], None] | None = None,
-) -> PrepareResult:
+) -> _PrepareResult:
     """Writes the stores ``folder/train`` and ``folder/heldout``.
 
     Shards that are there are kept, so calling it again after a failure does what is left. It is
@@ -152,7 +152,7 @@ def prepare(
             skipped[name.removeprefix(_SKIPPED)] = count
         else:
             totals[name] = count
-    return PrepareResult(totals, skipped)
+    return _PrepareResult(totals, skipped)
 
 
 def _keep_plan(root: Path, cfg: Config, work: list[Unit]) -> None:

@@ -35,7 +35,7 @@ import numpy as np
 
 from k31fn.layers.patches import Grid
 
-__all__ = ["INDEX", "VERSION", "Shard", "Store", "StoredDocument", "open_store", "write_shards"]
+__all__ = ["INDEX", "VERSION", "Store", "StoredDocument", "open_store", "write_shards"]
 
 INDEX = "index.json"
 VERSION = 1  # of the index and the arrays; another one is refused
@@ -60,7 +60,7 @@ class StoredDocument(NamedTuple):
     learnt: np.ndarray | tuple[()] = ()
 
 
-class Shard:
+class _Shard:
     """A writer of one shard. Documents are written as they come; nothing is kept but their
     lengths.
     """
@@ -149,7 +149,7 @@ def write_shards(
     token_dtype: np.dtype[Any],
     patch_width: int,
     answers: bool = False,
-) -> Iterator[tuple[Path, dict[str, Shard]]]:
+) -> Iterator[tuple[Path, dict[str, _Shard]]]:
     """Opens one shard per split, in ``folder/split``; gives the folder that they are made in, too.
 
     That folder gets its name on leaving; on failure nothing is left.
@@ -157,10 +157,10 @@ def write_shards(
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         with contextlib.ExitStack() as stack:
-            shards: dict[str, Shard] = {}
+            shards: dict[str, _Shard] = {}
             for split in splits:
                 (partial / split).mkdir(parents=True)
-                shards[split] = Shard(
+                shards[split] = _Shard(
                     partial / split,
                     token_dtype=token_dtype,
                     patch_width=patch_width,

@@ -28,7 +28,6 @@ __all__ = [
     "TensorInfo",
     "TensorSource",
     "open_source",
-    "read_header",
     "read_json",
     "survey",
 ]
@@ -120,7 +119,7 @@ def survey(directory: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     problems: list[str] = []
     for file, names in listed.items():
         try:
-            header = read_header(directory / file)
+            header = _read_header(directory / file)
         except ValueError as e:
             problems.append(str(e))
             continue
@@ -134,7 +133,7 @@ def survey(directory: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     return tensors, problems
 
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
+def _read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file. Reads its header only, and checks that the file is as long
     as it says.
 

@@ -28,14 +28,14 @@ from k31fn.hf_format.transforms import (
 )
 from k31fn.params import Constant, ParamSpec
 
-__all__ = ["ROWS", "VISION", "Entry", "TableRow", "Weights", "entries", "entries_of", "specs"]
+__all__ = ["ROWS", "VISION", "Entry", "Weights", "entries", "specs"]
 
 # How names begin.
 LANGUAGE = "language_model."
 VISION = ("vision_tower.", "mm_projector.")
 
 
-class TableRow(NamedTuple):
+class _TableRow(NamedTuple):
     """A kind of weight: its name in the checkpoint, its path in the tree, and how they differ in
     layout.
 
@@ -54,14 +54,14 @@ class TableRow(NamedTuple):
     wide: bool = False
 
 
-def _layer(name: str, path: str, transform: Transform, *, wide: bool = False) -> TableRow:
-    return TableRow(
+def _layer(name: str, path: str, transform: Transform, *, wide: bool = False) -> _TableRow:
+    return _TableRow(
         LANGUAGE + "model.layers.{i}." + name, "params.layers.{i}." + path, transform, wide=wide
     )
 
 
-def _block(name: str, path: str, transform: Transform, third: int | None = None) -> TableRow:
-    return TableRow(
+def _block(name: str, path: str, transform: Transform, third: int | None = None) -> _TableRow:
+    return _TableRow(
         "vision_tower.encoder.blocks.{i}." + name,
         "params.vision.blocks.{i}." + path,
         transform,
@@ -69,7 +69,7 @@ def _block(name: str, path: str, transform: Transform, third: int | None = None)
     )
 
 
-def _attention(path: str) -> tuple[TableRow, ...]:
+def _attention(path: str) -> tuple[_TableRow, ...]:
     """Rows of Gated MLA, at ``path`` of the layer: Gated DSA holds it beside the indexer.
 
     The gate and the output projection of KDA have the same names as Gated MLA's.
@@ -88,11 +88,11 @@ def _attention(path: str) -> tuple[TableRow, ...]:
 
 ROWS = (
     # Around the layers. A query of AttnRes is stored as a linear map onto one number.
-    TableRow(LANGUAGE + "model.embed_tokens.weight", "params.embedding.weight", SAME),
-    TableRow(LANGUAGE + "model.output_attn_res_proj.weight", "params.final_mix.query", ROW),
-    TableRow(LANGUAGE + "model.output_attn_res_norm.weight", "params.final_mix.norm", SAME),
-    TableRow(LANGUAGE + "model.norm.weight", "params.final_norm.weight", SAME),
-    TableRow(LANGUAGE + "lm_head.weight", "params.head", TRANSPOSED),
+    _TableRow(LANGUAGE + "model.embed_tokens.weight", "params.embedding.weight", SAME),
+    _TableRow(LANGUAGE + "model.output_attn_res_proj.weight", "params.final_mix.query", ROW),
+    _TableRow(LANGUAGE + "model.output_attn_res_norm.weight", "params.final_mix.norm", SAME),
+    _TableRow(LANGUAGE + "model.norm.weight", "params.final_norm.weight", SAME),
+    _TableRow(LANGUAGE + "lm_head.weight", "params.head", TRANSPOSED),
     # Norms and AttnRes of every layer.
     _layer("self_attention_res_proj.weight", "attn_mix.query", ROW),
     _layer("self_attention_res_norm.weight", "attn_mix.norm", SAME),
@@ -129,7 +129,7 @@ ROWS = (
     # MoE. The balance of all layers is one leaf of ours and a tensor of each layer there. The
     # release counts gate, down and up as 1, 2 and 3.
     _layer("block_sparse_moe.gate.weight", "ffn.router.weight", TRANSPOSED),
-    TableRow(
+    _TableRow(
         LANGUAGE + "model.layers.{m}.block_sparse_moe.gate.e_score_correction_bias",
         "balance",
         SAME,
@@ -146,8 +146,8 @@ ROWS = (
     _layer("block_sparse_moe.shared_experts.down_proj.weight", "ffn.shared.w_down", TRANSPOSED),
     # Vision. Queries, keys and values are three leaves of ours: tensor parallelism splits each by
     # heads.
-    TableRow("vision_tower.patch_embed.proj.weight", "params.vision.patch", KERNEL),
-    TableRow("vision_tower.patch_embed.pos_emb.weight", "params.vision.table", SAME),
+    _TableRow("vision_tower.patch_embed.proj.weight", "params.vision.patch", KERNEL),
+    _TableRow("vision_tower.patch_embed.pos_emb.weight", "params.vision.table", SAME),
     _block("norm0.weight", "attn_norm", SAME),
     _block("wqkv.weight", "w_q", TRANSPOSED, 0),
     _block("wqkv.weight", "w_k", TRANSPOSED, 1),
@@ -156,10 +156,10 @@ ROWS = (
     _block("norm1.weight", "mlp_norm", SAME),
     _block("mlp.fc0.weight", "w_in", TRANSPOSED),
     _block("mlp.fc1.weight", "w_out", TRANSPOSED),
-    TableRow("vision_tower.encoder.final_layernorm.weight", "params.vision.norm", SAME),
-    TableRow("mm_projector.proj.0.weight", "params.projector.w_in", TRANSPOSED),
-    TableRow("mm_projector.proj.2.weight", "params.projector.w_out", TRANSPOSED),
-    TableRow("mm_projector.post_norm.weight", "params.projector.norm", SAME),
+    _TableRow("vision_tower.encoder.final_layernorm.weight", "params.vision.norm", SAME),
+    _TableRow("mm_projector.proj.0.weight", "params.projector.w_in", TRANSPOSED),
+    _TableRow("mm_projector.proj.2.weight", "params.projector.w_out", TRANSPOSED),
+    _TableRow("mm_projector.post_norm.weight", "params.projector.norm", SAME),
 )
 
 
@@ -186,7 +186,7 @@ class Entry(NamedTuple):
 
     path: str
     spec: ParamSpec
-    row: TableRow
+    row: _TableRow
     names: tuple[str, ...]
     stacked: bool
 
@@ -240,13 +240,13 @@ def specs(cfg: model.Config) -> Weights:
     return Weights(model.specs(cfg), balance)
 
 
-def entries(cfg: model.Config, rows: tuple[TableRow, ...] = ROWS) -> list[Entry]:
-    """Every leaf of ``cfg`` with the names of its tensors (:func:`entries_of`)."""
-    return entries_of(specs(cfg), model.moe_layers(cfg), rows)
+def entries(cfg: model.Config, rows: tuple[_TableRow, ...] = ROWS) -> list[Entry]:
+    """Every leaf of ``cfg`` with the names of its tensors (:func:`_entries_of`)."""
+    return _entries_of(specs(cfg), model.moe_layers(cfg), rows)
 
 
-def entries_of(
-    declared: Weights, moe_layers: tuple[int, ...], rows: tuple[TableRow, ...] = ROWS
+def _entries_of(
+    declared: Weights, moe_layers: tuple[int, ...], rows: tuple[_TableRow, ...] = ROWS
 ) -> list[Entry]:
     """Every leaf of a tree of ParamSpecs with the names of its tensors, in the order of the tree.
 
@@ -259,7 +259,7 @@ def entries_of(
     entries: list[Entry] = []
     wrong: list[str] = []
     for path, spec in tree.flatten_with_paths(declared):
-        matches: list[tuple[TableRow, dict[str, str]]] = []
+        matches: list[tuple[_TableRow, dict[str, str]]] = []
         for row, pattern in zip(rows, patterns, strict=True):
             match = pattern.fullmatch(path)
             if match:
@@ -285,7 +285,7 @@ def entries_of(
 
 
 def _entry(
-    moe_layers: tuple[int, ...], path: str, spec: ParamSpec, row: TableRow, layer: dict[str, str]
+    moe_layers: tuple[int, ...], path: str, spec: ParamSpec, row: _TableRow, layer: dict[str, str]
 ) -> Entry:
     pattern = row.name.replace("{i}", layer.get("i", ""))
     for letter, numbers in (("{j}", range(spec.shape[0])), ("{m}", moe_layers)):

@@ -16,10 +16,10 @@ import torch
 from k31fn import device
 from k31fn.kernels.registry import OPS, Implementation, Op, load_all
 
-__all__ = ["main", "table"]
+__all__ = ["main"]
 
 
-def table(kind: str) -> list[tuple[str, str, str, str]]:
+def _table(kind: str) -> list[tuple[str, str, str, str]]:
     """(op, implementation, device types, whether it runs on a device of this kind or why not),
     header first.
     """
@@ -86,7 +86,7 @@ def main() -> None:
             f"no {kind} device on this machine; what would run on one, with the packages that are "
             "here:"
         )
-    rows = table(kind)
+    rows = _table(kind)
     widths = []
     for column in zip(*rows, strict=True):
         widths.append(max(map(len, column)))

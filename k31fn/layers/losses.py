@@ -24,7 +24,7 @@ from k31fn.params import LowRank, Quantized
 from k31fn.precision import island, upcast
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["IGNORED", "LOGITS_BYTES", "LossSum", "linear_cross_entropy", "mean"]
+__all__ = ["IGNORED", "LOGITS_BYTES", "linear_cross_entropy", "mean"]
 
 IGNORED = -100
 """The label of a token that is not trained: padding, a document's last token, an image."""
@@ -35,7 +35,7 @@ the peak.
 """
 
 
-class LossSum(NamedTuple):
+class _LossSum(NamedTuple):
     """Sum of the token losses (float32, float64 in a float64 run) and number of tokens with a
     label.
     """
@@ -51,7 +51,7 @@ def linear_cross_entropy(
     *,
     logits_bytes: int = LOGITS_BYTES,
     sh: Sharding = UNSHARDED,
-) -> LossSum:
+) -> _LossSum:
     """``sum_t [label_t valid] (logsumexp(hidden_t w) - hidden_t w[:, label_t])``.
 
     The vocabulary is cut into as few pieces of equal width as keep one piece's logits within
@@ -109,7 +109,7 @@ def linear_cross_entropy(
         total, picked = psum(torch.stack([torch.exp(lse - top), picked]), sh.vocab)
         lse = top + torch.log(total)
     valid = labels != IGNORED
-    return LossSum(total=torch.where(valid, lse - picked, 0).sum(), num_tokens=valid.sum())
+    return _LossSum(total=torch.where(valid, lse - picked, 0).sum(), num_tokens=valid.sum())
 
 
 def mean(total: Float[Tensor, ""], denominator: Tensor | int | float) -> Float[Tensor, ""]:

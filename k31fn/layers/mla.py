@@ -14,7 +14,7 @@ padding token's attention output is 0, so its ``y`` is 0.
 ``W_kvb = [W_uk ; W_uv]`` multiplies either the keys, as above, or the queries: ``<q, kn> = <q
 W_uk^T, c>`` and ``o = (softmax(...) c) W_uv``, the absorbed form, whose keys and values are the
 latent itself, one head for all. They differ by rounding only. The form with fewer multiplications
-is taken (:func:`absorbs`): the absorbed one where few queries meet many keys, in decoding and on
+is taken (:func:`_absorbs`): the absorbed one where few queries meet many keys, in decoding and on
 many ranks of context parallelism.
 
 On a mesh a rank has its own tokens: it computes their latents, and gathers ``cq`` and ``x`` (for
@@ -53,7 +53,6 @@ __all__ = [
     "Heads",
     "Params",
     "State",
-    "absorbs",
     "apply",
     "extend",
     "gated_output",
@@ -258,7 +257,7 @@ def latents(
     return cq, torch.cat([rms_norm(c, kv_norm, cfg.latent_norm_eps), kr], dim=-1)
 
 
-def absorbs(cfg: Config, num_queries: int, num_keys: int) -> bool:
+def _absorbs(cfg: Config, num_queries: int, num_keys: int) -> bool:
     """Whether the absorbed form takes fewer multiplications than products of the keys with
     ``W_kvb``.
 
@@ -284,7 +283,7 @@ def project(
     N, V = cfg.qk_nope_head_dim, cfg.v_head_dim
     q = split_heads(linear(cq, params.w_qb), cfg.num_heads, N + cfg.qk_rope_head_dim, "mla w_qb")
     c, kr = kv.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
-    if absorbs(cfg, cq.shape[1], kv.shape[1]):
+    if _absorbs(cfg, cq.shape[1], kv.shape[1]):
         w_uk, w_uv = per_head(params.w_kvb, cfg.num_heads, (N, V), "mla w_kvb")
         qn, qr = q.split([N, cfg.qk_rope_head_dim], dim=-1)
         q = torch.cat([_on_each_head(transposed_linear, qn, w_uk), qr], dim=-1)

@@ -38,7 +38,7 @@ from k31fn.params import Constant, Normal, ParamSpec, TruncatedNormal
 from k31fn.precision import island, upcast
 from k31fn.typing import Float, Int, Leaf, Tensor
 
-__all__ = ["Config", "Geometry", "Params", "apply", "geometry", "specs", "without_branches"]
+__all__ = ["Config", "Params", "apply", "geometry", "specs", "without_branches"]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     )
 
 
-class Geometry(NamedTuple):
+class _Geometry(NamedTuple):
     """What all layers of a tower know of the patches.
 
     Attributes:
@@ -139,13 +139,13 @@ class Geometry(NamedTuple):
     stop: Int[Tensor, "B T"]
 
 
-def geometry(patches: Patches, cfg: Config, dtype: torch.dtype) -> Geometry:
+def geometry(patches: Patches, cfg: Config, dtype: torch.dtype) -> _Geometry:
     """The geometry of a pack, computed once for all layers; ``dtype`` is that of the
     activations.
     """
     # An island: bfloat16 cannot tell the columns above 256 apart.
     turn = angles(patches, cfg.head_dim, cfg.rope_theta, island(dtype))[:, :, None]
-    return Geometry(turn.cos(), turn.sin(), patches.start, patches.stop)
+    return _Geometry(turn.cos(), turn.sin(), patches.start, patches.stop)
 
 
 def apply(
@@ -153,7 +153,7 @@ def apply(
     x: Float[Tensor, "B T D"],
     cfg: Config,
     *,
-    geometry: Geometry,
+    geometry: _Geometry,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T D"]:
     """``x + Attention(RMSNorm(x))``, then ``x + MLP(RMSNorm(x))``, on packed patches.
@@ -189,7 +189,7 @@ def _mlp(sh: Sharding, params: Params[Any], h: Tensor) -> Tensor:
 
 
 def _attention(
-    cfg: Config, sh: Sharding, params: Params[Any], h: Tensor, geometry: Geometry
+    cfg: Config, sh: Sharding, params: Params[Any], h: Tensor, geometry: _Geometry
 ) -> Tensor:
     # Heads are split: each rank has some, for the tokens of all.
     h = all_gather(h, sh.sequence, 1)
@@ -207,7 +207,7 @@ def _attention(
     return psum_scatter(linear(o.to(h.dtype), params.w_o), sh.sequence, 1)
 
 
-def _rotate(x: Float[Tensor, "B T H K"], geometry: Geometry) -> Float[Tensor, "B T H K"]:
+def _rotate(x: Float[Tensor, "B T H K"], geometry: _Geometry) -> Float[Tensor, "B T H K"]:
     # Pairs are adjacent dims, as the released weights have them.
     a, b = rearrange(upcast(x), "b t h (pair two) -> two b t h pair", two=2)
     cos, sin = geometry.cos, geometry.sin

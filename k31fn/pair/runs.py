@@ -24,12 +24,12 @@ from k31fn.trainer.phases import learning_rate
 from k31fn.trainer.state import TrainState
 from k31fn.trainer.step import make_batches, make_step, rows_at
 
-__all__ = ["Probe", "Runs", "Step"]
+__all__ = ["Runs", "Step"]
 
 _UNTIMED = 3  # first steps, in which kernels are compiled and memory is found
 
 
-class Probe(NamedTuple):
+class _Probe(NamedTuple):
     """Losses and gradients at the same parameters.
 
     Attributes:
@@ -54,7 +54,7 @@ class Step(NamedTuple):
     number: int
     losses: dict[str, float]
     norms: dict[str, float]
-    probe: Probe | None
+    probe: _Probe | None
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Runs:
         seconds = self.runs[name].seconds
         return 1e3 * statistics.median(seconds) if seconds else 0.0
 
-    def _probe(self, rows: data.Example) -> Probe:
+    def _probe(self, rows: data.Example) -> _Probe:
         """Both sides, and the exact one, at the parameters of side a."""
         losses, grads, ran = [], [], []
         sides = (self._a, self._b, self._exact)
@@ -203,4 +203,4 @@ class Runs:
         # outside of the sides' runs: what is compared alone must not be sampled again
         for op, named in self._sample.taken(ran[0], ran[1]):
             compare(op, named, self._a, self._b, self._exact, self.operators)
-        return Probe((losses[0], losses[1], losses[2]), self.probes.add(*grads))
+        return _Probe((losses[0], losses[1], losses[2]), self.probes.add(*grads))

@@ -24,7 +24,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["Ranks", "decode", "encode", "import_path", "import_target", "spawn_ranks"]
+__all__ = ["Ranks", "import_path", "import_target", "spawn_ranks"]
 
 
 def import_path(f: Callable[..., Any]) -> str:
@@ -52,7 +52,7 @@ def import_target(path: str) -> Any:
     return target
 
 
-def encode(node: Any, tensors: list[Tensor]) -> Any:
+def _encode(node: Any, tensors: list[Tensor]) -> Any:
     """A tree as JSON; its tensors are appended to ``tensors``.
 
     Raises:
@@ -69,7 +69,7 @@ def encode(node: Any, tensors: list[Tensor]) -> Any:
         fields = node._asdict()  # pyright: ignore[reportAttributeAccessIssue]
         return {"tuple of": import_path(type(node)), "fields": _encode_values(fields, tensors)}
     if isinstance(node, tuple | list):
-        return {type(node).__name__: [encode(value, tensors) for value in node]}
+        return {type(node).__name__: [_encode(value, tensors) for value in node]}
     if isinstance(node, dict):
         # pairs and not an object: JSON would make a key of 1 a key of "1"
         return {"dict": list(_encode_values(node, tensors).items())}
@@ -79,11 +79,11 @@ def encode(node: Any, tensors: list[Tensor]) -> Any:
 
 
 def _encode_values(fields: dict[Any, Any], tensors: list[Tensor]) -> dict[Any, Any]:
-    return {name: encode(value, tensors) for name, value in fields.items()}
+    return {name: _encode(value, tensors) for name, value in fields.items()}
 
 
-def decode(data: Any, tensors: list[Tensor]) -> Any:
-    """The inverse of :func:`encode`."""
+def _decode(data: Any, tensors: list[Tensor]) -> Any:
+    """The inverse of :func:`_encode`."""
     match data:
         case {"tensor": i}:
             return tensors[i]
@@ -92,14 +92,14 @@ def decode(data: Any, tensors: list[Tensor]) -> Any:
             # without __init__, whose checks are of a user's values: as tree.dataclass rebuilds
             node = object.__new__(cls)
             for name, value in fields.items():
-                object.__setattr__(node, name, decode(value, tensors))
+                object.__setattr__(node, name, _decode(value, tensors))
             return node
         case {"tuple of": path, "fields": fields}:
             return import_target(path)(**_decode_values(fields.items(), tensors))
         case {"tuple": values}:
-            return tuple(decode({"list": values}, tensors))
+            return tuple(_decode({"list": values}, tensors))
         case {"list": values}:
-            return [decode(value, tensors) for value in values]
+            return [_decode(value, tensors) for value in values]
         case {"dict": pairs}:
             return _decode_values(pairs, tensors)
         case _:
@@ -107,7 +107,7 @@ def decode(data: Any, tensors: list[Tensor]) -> Any:
 
 
 def _decode_values(pairs: Iterable[Any], tensors: list[Tensor]) -> dict[Any, Any]:
-    return {name: decode(value, tensors) for name, value in pairs}
+    return {name: _decode(value, tensors) for name, value in pairs}
 
 
 class Ranks:
@@ -134,7 +134,7 @@ class Ranks:
         job = self._folder / f"job{self._jobs}"
         job.mkdir()
         tensors: list[Tensor] = []
-        data = {"function": import_path(f), "args": encode(args, tensors)}
+        data = {"function": import_path(f), "args": _encode(args, tensors)}
         write_tensors(tensors, job / "tensors.safetensors")
         (job / "job.json").write_text(json.dumps(data))
         for process in self._processes:
@@ -228,4 +228,4 @@ def perform(job: Path) -> tuple[list[Tensor], dict[str, Any]]:
     """Runs a job in this process."""
     data = json.loads((job / "job.json").read_text())
     tensors = _read_tensors(job / "tensors.safetensors")
-    return import_target(data["function"])(*decode(data["args"], tensors))
+    return import_target(data["function"])(*_decode(data["args"], tensors))

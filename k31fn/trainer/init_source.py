@@ -28,23 +28,21 @@ from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import TrainState, abstract_state, first_state, held_by
 
 __all__ = [
-    "Source",
     "check_start",
-    "find_source",
     "settled_base",
     "start_from",
     "with_base",
 ]
 
 
-class Source(NamedTuple):
+class _Source(NamedTuple):
     """A complete checkpoint of a run."""
 
     run: Path
     step: int
 
 
-def find_source(path: str | Path) -> Source:
+def _find_source(path: str | Path) -> _Source:
     """The checkpoint that a path means (see the module).
 
     Raises:
@@ -60,7 +58,7 @@ def find_source(path: str | Path) -> Source:
         raise ValueError(
             f"init={str(path)!r}: complete checkpoints of {run}: {steps or 'none yet'}"
         )
-    return Source(run, steps[-1] if step is None else step)
+    return _Source(run, steps[-1] if step is None else step)
 
 
 def check_start(recipe: Recipe) -> None:
@@ -107,7 +105,7 @@ def settled_base(recipe: Recipe, run: Path | None = None) -> str:
         return written.base
     if any(Path(recipe.lora.base).glob("*.safetensors")):
         return recipe.lora.base
-    source = find_source(recipe.lora.base)
+    source = _find_source(recipe.lora.base)
     return str(source.run / "checkpoints" / str(source.step))
 
 
@@ -207,7 +205,7 @@ class _Match(NamedTuple):
 
 def _match(path: str | Path, wanted: Mapping[str, Tensor]) -> _Match:
     """What the source that ``path`` means has of those ``wanted`` tensors."""
-    source = find_source(path)
+    source = _find_source(path)
     recipe = folder.recipe_of(source.run)
     if recipe.lora:
         raise ValueError(

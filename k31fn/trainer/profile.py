@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity
 from k31fn import device as devices
 from k31fn import scopes
 
-__all__ = ["Profile", "parse_steps", "table"]
+__all__ = ["Profile", "parse_steps"]
 
 _ROWS = 16  # of the table: the scopes that took most
 
@@ -123,12 +123,12 @@ class Profile:
             os.replace(temporary, file)
         finally:
             temporary.unlink(missing_ok=True)
-        for line in table(profiler.key_averages(), names):
+        for line in _table(profiler.key_averages(), names):
             self._note(line)
         self._note(f"trace: {file}")
 
 
-def table(averages: Any, names: set[str]) -> list[str]:
+def _table(averages: Any, names: set[str]) -> list[str]:
     """The scopes that took most, as lines: calls, and milliseconds on the host and on the device in
     all of them.
     """

@@ -11,7 +11,7 @@ from k31fn.config.recipe import Recipe
 from k31fn.trainer.corpus import Corpus
 from k31fn.trainer.ranks.agreement import Ranks
 
-__all__ = ["HELDOUT", "METRICS", "NGRAM", "Scores", "ngram_loss", "read_scores"]
+__all__ = ["HELDOUT", "METRICS", "NGRAM", "ngram_loss", "read_scores"]
 
 METRICS = "metrics.jsonl"
 HELDOUT = "heldout/loss"
@@ -19,7 +19,7 @@ NGRAM = "heldout/ngram4_loss"
 
 
 @dataclass
-class Scores:
+class _Scores:
     """Losses on held-out text, nats per byte.
 
     Attributes:
@@ -32,13 +32,13 @@ class Scores:
     ngram: float | tuple[()]
 
 
-def read_scores(folder: Path, done: int, ranks: Ranks) -> Scores:
+def read_scores(folder: Path, done: int, ranks: Ranks) -> _Scores:
     """What earlier processes of the run in ``folder`` wrote down up to step ``done``, on all ranks;
     its later records are removed.
     """
     # every rank decides by it whether an evaluation is due, so all must know the same
     pairs, ngram = ranks.on_first(lambda: _recorded(folder / METRICS, done))
-    return Scores(dict(pairs), ngram if isinstance(ngram, float) else ())
+    return _Scores(dict(pairs), ngram if isinstance(ngram, float) else ())
 
 
 def _recorded(file: Path, done: int) -> list[Any]:

@@ -39,7 +39,7 @@ from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import TrainState
 from k31fn.trainer.step import Step, make_batches
 
-__all__ = ["calls_of", "of_all", "rehearse", "warm_up"]
+__all__ = ["rehearse", "warm_up"]
 
 
 class _Warmed(NamedTuple):
@@ -70,7 +70,7 @@ class _Warmed(NamedTuple):
         return f"warm-up: {self.states.total()} kernels ({', '.join(parts)}); {seconds}"
 
 
-def calls_of(recipe: Recipe, stage_rank: int = 0) -> OpCalls:
+def _calls_of(recipe: Recipe, stage_rank: int = 0) -> OpCalls:
     """The calls of operators in a step of a rank of that stage of the pipeline, in every phase of
     the run.
     """
@@ -130,9 +130,9 @@ def warm_up(
     # The processes import torch and triton, which takes them seconds, while this one finds out what
     # to compile.
     with Compilers(count, folder) as compilers:
-        own = ranks.on_each(lambda: launches(calls_of(recipe, own_index(ranks.axes.pp)), device))
+        own = ranks.on_each(lambda: launches(_calls_of(recipe, own_index(ranks.axes.pp)), device))
         clock.append(time.perf_counter())
-        wanted = of_all(own, ranks)
+        wanted = _of_all(own, ranks)
         states = Counter[str]()
         error = None
         if compiles:
@@ -151,7 +151,7 @@ def warm_up(
     return done
 
 
-def of_all(own: list[Launch], ranks: Ranks) -> list[Launch]:
+def _of_all(own: list[Launch], ranks: Ranks) -> list[Launch]:
     """What any rank launches: the stages of a pipeline differ, and a host may have ranks of
     several.
     """

@@ -378,7 +378,7 @@ def test_two_runs_in_one_folder(tmp_path, monkeypatch):
     ],
 )
 def test_what_stays(keep, scores, stays):
-    assert sorted(step_folders.kept_steps([10, 20, 30, 40, 50], scores, keep)) == stays
+    assert sorted(step_folders._kept_steps([10, 20, 30, 40, 50], scores, keep)) == stays
 
 
 def test_retention_with_scores_that_come_after_the_save(tmp_path):

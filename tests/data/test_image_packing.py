@@ -12,7 +12,7 @@ import torch
 
 from k31fn import params, random, segments, tree
 from k31fn.data import ByteTokenizer, media
-from k31fn.data.image_packing import DocumentPiece, PackedDataset, Shape, collate
+from k31fn.data.image_packing import PackedDataset, Shape, _DocumentPiece, collate
 from k31fn.data.images import Image
 from k31fn.data.mixture import BLOCK, Mixture
 from k31fn.data.prepare import Config, prepare
@@ -73,7 +73,7 @@ STORE = stored(DOCUMENTS)
 SHAPE = Shape(64, 48)
 
 
-def epoch(dataset: PackedDataset, number: int = 0) -> list[list[DocumentPiece]]:
+def epoch(dataset: PackedDataset, number: int = 0) -> list[list[_DocumentPiece]]:
     return [dataset._rows[i] for i in range(dataset.num_rows)]
 
 
@@ -82,7 +82,7 @@ def epoch(dataset: PackedDataset, number: int = 0) -> list[list[DocumentPiece]]:
 )
 def test_every_token_and_image_is_in_one_row_of_an_epoch(shape: Shape):
     dataset = PackedDataset(STORE, shape)
-    found: dict[int, list[DocumentPiece]] = {}
+    found: dict[int, list[_DocumentPiece]] = {}
     for row in epoch(dataset):
         assert sum(p.stop - p.start for p in row) <= shape.length
         for piece in row:

@@ -33,7 +33,7 @@ SMALL = images.Config(max_patches=256, max_side=16)
     ids=str,
 )
 def test_size_rule(size, cfg, expected):
-    fitted = images.fit(*size, cfg)
+    fitted = images._fit(*size, cfg)
     assert fitted == expected
 
 
@@ -43,7 +43,7 @@ def test_limits_hold_for_every_size():
     """
     generator = np.random.default_rng(0)
     for width, height in generator.integers(1, 5000, (500, 2)):
-        w, h, (t, rows, columns) = images.fit(int(width), int(height), SMALL)
+        w, h, (t, rows, columns) = images._fit(int(width), int(height), SMALL)
         assert t == 1
         assert w <= width
         assert h <= height

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from k31fn.data import ByteTokenizer, images, media, records
-from k31fn.data.__main__ import bar, main
+from k31fn.data.__main__ import _bar, main
 from k31fn.data.prepare import Config, PrepareProgress, prepare
 from k31fn.data.store import Store, open_store
 from tests.data.pictures import coordinates, file, pil, png
@@ -362,7 +362,7 @@ def test_what_is_wrong_is_said_in_a_line(
 
 def test_the_bar_on_a_terminal():
     out = io.StringIO()
-    with bar(out.write, terminal=True) as show:
+    with _bar(out.write, terminal=True) as show:
         for done in (0, 1, 2):
             show(PrepareProgress(done, 2, Counter(tokens=1000 * done)))
     assert out.getvalue().count("\r") == 3
@@ -373,7 +373,7 @@ def test_the_bar_on_a_terminal():
 
 def test_an_error_ends_the_bars_line_if_there_is_one():
     def fail(out: io.StringIO, *shown: int):
-        with bar(out.write, terminal=True) as show:
+        with _bar(out.write, terminal=True) as show:
             for done in shown:
                 show(PrepareProgress(done, 2, Counter()))
             raise ValueError("bad")

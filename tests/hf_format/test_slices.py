@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from k31fn import balance, config, hf, model, params, random, tree
 from k31fn.hf_format.leaves import read_leaves, write_folder
 from k31fn.hf_format.rank_part import ALONE, RankPart, part_of
-from k31fn.hf_format.table import VISION, Weights, entries_of
+from k31fn.hf_format.table import VISION, Weights, _entries_of
 from k31fn.layers import projector, vision, vision_block
 from k31fn.parallel import AxisRules, Mesh, each_rank, partition
 from k31fn.parallel.partition import tiles
@@ -271,7 +271,7 @@ def test_the_released_names_and_shapes_of_vision():
     """From the published checkpoint."""
     k3 = with_vision(1024, 27, vision_block.Config(1024, 12, 128, 4096), 7168)
     found: dict[str, Counter[Any]] = {}
-    for entry in entries_of(k3, ()):
+    for entry in _entries_of(k3, ()):
         for name in entry.names:
             found.setdefault(re.sub(r"\.\d+\.(?!weight)", ".N.", name), Counter())[
                 entry.stored_shape
@@ -302,7 +302,7 @@ def test_vision_weights_lie_where_they_belong(tmp_path: Path):
     declared = SMALL
     drawn = params.init(declared.params, random.key(3))
     drawn = tree.map(lambda w: w + torch.randn_like(w), drawn)
-    table = entries_of(declared, ())
+    table = _entries_of(declared, ())
     write_folder(table, tree.leaves(drawn), tmp_path / "v", {})
     stored = load_file(tmp_path / "v" / "model.safetensors")
     tower, block = drawn["vision"], drawn["vision"].blocks[1]
@@ -329,7 +329,7 @@ def test_vision_weights_lie_where_they_belong(tmp_path: Path):
 def test_ranks_read_and_write_vision_in_slices(tmp_path: Path, mesh: Mesh):
     declared, specs = SMALL, SMALL.params
     drawn = tree.map(lambda w: w + torch.randn_like(w), params.init(specs, random.key(3)))
-    table, split = entries_of(declared, ()), partition(specs, AxisRules(), mesh)
+    table, split = _entries_of(declared, ()), partition(specs, AxisRules(), mesh)
     write_folder(table, tree.leaves(drawn), tmp_path / "one", {})
 
     def both(axes: Any, coordinate: dict[str, int]) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from k31fn import balance, config, hf, model, params, random
 from k31fn.hf import verify
 from k31fn.hf.__main__ import main
-from k31fn.hf_format.files import read_header
+from k31fn.hf_format.files import _read_header
 
 CFG: model.Config = config.load(Path(__file__).parents[2] / "configs" / "tiny.py")
 INDEX = "model.safetensors.index.json"
@@ -202,14 +202,14 @@ def test_headers_that_overlap_or_leave_holes(tmp_path: Path):
         (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
         return tmp_path / "x.safetensors"
 
-    assert list(read_header(write(4, 8))) == ["a", "b"]
+    assert list(_read_header(write(4, 8))) == ["a", "b"]
     for begin, end, size in ((2, 6, 6), (6, 10, 10), (4, 12, 12), (4, 6, 6)):
         with pytest.raises(
             ValueError, match="the header gives b and 0 others a wrong place or length"
         ):
-            read_header(write(begin, end, size))
+            _read_header(write(begin, end, size))
     with pytest.raises(ValueError, match="promises 8 bytes of tensors, it has 9"):
-        read_header(write(4, 8, 9))
+        _read_header(write(4, 8, 9))
 
 
 @pytest.mark.slow

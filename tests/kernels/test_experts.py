@@ -4,7 +4,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from k31fn import autodiff
 from k31fn.kernels.experts import combine, dispatch, grouped_matmul, permute, sort_by_expert
-from k31fn.kernels.experts.buckets import Bucket, split
+from k31fn.kernels.experts.buckets import _Bucket, split
 from k31fn.kernels.registry import record_impls, use_impl
 
 SIZES = [[3, 0, 5, 4], [12, 0, 0, 0], [0, 0, 0, 12], [3, 3, 3, 3], [1, 10, 0, 1], [0, 6, 6, 0]]
@@ -115,10 +115,10 @@ def test_buckets_join_what_is_alike():
     of = [(sorted(b.experts), b.batch) for b in split([7, 100, 8, 0, 90, 7, 0, 0])]
     assert of == [([1, 4], 100), ([0, 2, 5], 8), ([3, 6, 7], 0)]
     assert split([15, 16, 15, 16]) == [
-        Bucket((0, 1, 2, 3), 16)
+        _Bucket((0, 1, 2, 3), 16)
     ]  # a split would save less than a sixteenth
-    assert split([4, 4]) == [Bucket((0, 1), 4)]
-    assert split([0, 0]) == [Bucket((0, 1), 0)]
+    assert split([4, 4]) == [_Bucket((0, 1), 4)]
+    assert split([0, 0]) == [_Bucket((0, 1), 0)]
 
 
 def test_many_experts_with_few_rows_need_few_products_and_little_padding():

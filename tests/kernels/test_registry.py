@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from k31fn import autodiff, device, kernels
+from k31fn.kernels.__main__ import _table
 from k31fn.kernels.__main__ import main as kernels_main
-from k31fn.kernels.__main__ import table
 from k31fn.kernels.launch import missing_triton
 from k31fn.kernels.registry import OPS, Implementation, Op, load_all, record_impls, use_impl
 
@@ -182,7 +182,7 @@ def test_of_a_device_that_is_not_here_the_table_says_so(monkeypatch: pytest.Monk
 def test_the_table_has_the_adapters_and_why_they_do_not_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch_npu", None)  # makes the import fail
     load_all()
-    here, there = ({row[:2]: row[3] for row in table(kind)} for kind in ("cpu", "npu"))
+    here, there = ({row[:2]: row[3] for row in _table(kind)} for kind in ("cpu", "npu"))
     for op in (
         "rms_norm",
         "gated_norm",
@@ -203,7 +203,7 @@ def test_the_table_has_the_adapters_and_why_they_do_not_run(monkeypatch: pytest.
     assert there["grouped_matmul", "ragged"] == "default"
     assert there["grouped_matmul", "reference"] == "on request"
     monkeypatch.setattr(device, "missing_operators", lambda *_: "")
-    found = {row[:2]: row[3] for row in table("npu")}
+    found = {row[:2]: row[3] for row in _table("npu")}
     assert found["rms_norm", "npu"] == "default for bfloat16, float32"
     if not missing_triton():
         assert found["mhc_pre", "npu"] == "also for bfloat16"

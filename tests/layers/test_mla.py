@@ -188,7 +188,7 @@ def test_every_kind_of_leaf_in_both_forms(
         p, w_qb=merged(other.w_qb), w_kvb=merged(other.w_kvb), w_o=merged(other.w_o)
     )
     expected = full_matrix(dense, x, MLA, [[5], [5]])
-    monkeypatch.setattr(mla, "absorbs", lambda *_: absorbs)
+    monkeypatch.setattr(mla, "_absorbs", lambda *_: absorbs)
     torch.testing.assert_close(mla.apply(other, x, MLA).y, expected, rtol=0, atol=1e-12)
 
 
@@ -196,7 +196,7 @@ def test_gradients_of_the_absorbed_form(monkeypatch: pytest.MonkeyPatch):
     rows = [[4, 5], [6, 1]]
     p, x, upstream = drawn(mla.specs(MLA)), tokens(2, 9), tokens(2, 9)
     segments = from_lengths(rows, 9)
-    monkeypatch.setattr(mla, "absorbs", lambda *_: True)
+    monkeypatch.setattr(mla, "_absorbs", lambda *_: True)
     mine = value_and_grad(
         lambda p, x: (upstream * mla.apply(p, x, MLA, segments=segments).y).sum(), (0, 1)
     )(p, x)
@@ -226,17 +226,17 @@ def test_the_form_with_fewer_multiplications_is_taken(
     chosen = flops()
     forms = []
     for form in (True, False):
-        monkeypatch.setattr(mla, "absorbs", lambda *_, form=form: form)
+        monkeypatch.setattr(mla, "_absorbs", lambda *_, form=form: form)
         forms.append(flops())
     assert chosen == min(forms)
 
 
 def test_absorbing_pays_for_few_queries_at_the_published_size():
     cfg = mla.Config(7168, 96, 1536, 512, 128, 64, 128)
-    assert not any(mla.absorbs(cfg, n, n) for n in (1, 170, 4096, 2**20))
-    assert mla.absorbs(cfg, 1, 2**15)
-    assert mla.absorbs(cfg, 170, 2**20)
-    assert not mla.absorbs(cfg, 171, 2**20)
+    assert not any(mla._absorbs(cfg, n, n) for n in (1, 170, 4096, 2**20))
+    assert mla._absorbs(cfg, 1, 2**15)
+    assert mla._absorbs(cfg, 170, 2**20)
+    assert not mla._absorbs(cfg, 171, 2**20)
 
 
 def test_bfloat16_rounds_the_gated_output_once():

@@ -87,8 +87,8 @@ def test_value_and_gradients_equal_one_device(name: str, mesh: Mesh):
 
 
 def test_one_case_absorbs_on_ranks_and_one_does_not():
-    assert mla.absorbs(cases.MLA, T // 2, T)
-    assert not mla.absorbs(cases.WIDE, T // 4, T)
+    assert mla._absorbs(cases.MLA, T // 2, T)
+    assert not mla._absorbs(cases.WIDE, T // 4, T)
 
 
 @pytest.mark.parametrize("name", ["mla", "dsa", "warmup"])

@@ -10,7 +10,7 @@ from k31fn import lora, trainer, tree
 from k31fn.checkpoint import Checkpointer
 from k31fn.parallel import Mesh, each_rank
 from k31fn.trainer import folder
-from k31fn.trainer.init_source import check_start, find_source, start_from
+from k31fn.trainer.init_source import _find_source, check_start, start_from
 from k31fn.trainer.ranks.agreement import Ranks
 from tests import small
 from tests.trainer import meshes, runs
@@ -124,12 +124,12 @@ def test_what_is_refused(recipe, source, tmp_path):
             dataclasses.replace(recipe, model=small.replace(recipe.model, num_layers=3)),
         )
     with pytest.raises(ValueError, match=r"complete checkpoints of .*: \[3, 5\]"):
-        find_source(source / "checkpoints" / "4")
+        _find_source(source / "checkpoints" / "4")
     with pytest.raises(
         ValueError, match=r"init='.*': .* is neither a run folder nor a folder of runs"
     ):
-        find_source(tmp_path)
-    assert find_source(source.parent).step == 5
+        _find_source(tmp_path)
+    assert _find_source(source.parent).step == 5
 
 
 def test_what_a_run_starts_from_is_checked_before_it_has_a_folder(recipe, source, tmp_path, capsys):

@@ -12,7 +12,7 @@ from k31fn.trainer import folder, saving
 from k31fn.trainer.console import View
 from k31fn.trainer.layout import lay_out
 from k31fn.trainer.ranks.agreement import Ranks
-from k31fn.trainer.ranks.pending_errors import join_errors
+from k31fn.trainer.ranks.pending_errors import _join_errors
 from k31fn.trainer.state import init_state
 from tests.trainer import meshes, runs
 
@@ -63,8 +63,8 @@ def test_a_save_that_fails_again_is_told_once():
         NotSavedError("step 6 is not saved: full", "full"),
         NotSavedError("step 6: gone", "gone"),
     ):
-        assert join_errors(first, another) is first
+        assert _join_errors(first, another) is first
     assert first.__notes__ == ["step 6: gone"]
     other = OSError("full")  # of another file: that the step is not saved is new
-    join_errors(other, NotSavedError("step 6 is not saved: full", "full"))
+    _join_errors(other, NotSavedError("step 6 is not saved: full", "full"))
     assert other.__notes__ == ["step 6 is not saved: full"]

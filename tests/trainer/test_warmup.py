@@ -16,7 +16,7 @@ from k31fn.kernels.warmup import Launch, OpCalls
 from k31fn.parallel import MeshAxes
 from k31fn.trainer import Metrics, TrainState, init_state, lay_out, main, make_batches, make_step
 from k31fn.trainer.ranks.agreement import Ranks
-from k31fn.trainer.warmup import calls_of, of_all, rehearse
+from k31fn.trainer.warmup import _calls_of, _of_all, rehearse
 from tests.trainer import runs
 
 CPU = torch.device("cpu")
@@ -59,9 +59,9 @@ def test_the_calls_found_on_meta_tensors_are_those_of_a_step(
     changes: dict[str, object], unchecked: None
 ) -> None:
     recipe = runs.recipe("unused", **changes)
-    assert kinds(calls_of(recipe)) == kinds(really(recipe))
+    assert kinds(_calls_of(recipe)) == kinds(really(recipe))
     other = dataclasses.replace(recipe, length=32)
-    assert kinds(calls_of(other)) != kinds(calls_of(recipe))
+    assert kinds(_calls_of(other)) != kinds(_calls_of(recipe))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_rehearsed_step_changes_no_bit(
 
 def test_ranks_tell_each_other_what_they_launch() -> None:
     own = [Launch("m", f, ("cuda", 90, 32), "{}") for f in "fgf"]
-    assert of_all(own, Ranks()) == own[:2]
+    assert _of_all(own, Ranks()) == own[:2]
 
 
 def test_on_a_device_without_kernels_a_warm_up_says_so(

@@ -20,14 +20,14 @@ import torch
 from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["Bucket", "bucketed", "split"]
+__all__ = ["bucketed", "split"]
 
 _MOST = 8
 # Each bucket is one more product to start; below this share of the rows padding is cheaper.
 _LEAST_SAVING = 1 / 16
 
 
-class Bucket(NamedTuple):
+class _Bucket(NamedTuple):
     """``experts`` are numbers of experts, each of at most ``batch`` rows."""
 
     experts: tuple[int, ...]
@@ -52,7 +52,7 @@ class _Slots(NamedTuple):
     inverse: Tensor | tuple[()]
 
 
-def split(sizes: list[int]) -> list[Bucket]:
+def split(sizes: list[int]) -> list[_Bucket]:
     """The buckets of experts with these rows: at most eight with rows and one without, each split
     being where it saves the most padding.
 
@@ -72,9 +72,9 @@ def split(sizes: list[int]) -> list[Bucket]:
         starts = sorted([*starts, cut])
     if len(starts) == 1:
         # In their own order the weights are multiplied where they lie, without a copy.
-        return [Bucket(tuple(range(len(sizes))), counts[0])]
+        return [_Bucket(tuple(range(len(sizes))), counts[0])]
     ends = [*starts[1:], len(counts)]
-    return [Bucket(tuple(order[a:b]), counts[a]) for a, b in zip(starts, ends, strict=True)]
+    return [_Bucket(tuple(order[a:b]), counts[a]) for a, b in zip(starts, ends, strict=True)]
 
 
 def _best_cut(counts: list[int], starts: list[int]) -> tuple[int, int]:
@@ -106,7 +106,7 @@ def bucketed(
     return _product(buckets, rows, w, _slots(buckets, sizes.to(rows.device), rows.shape[0]))
 
 
-def _slots(buckets: list[Bucket], sizes: Int[Tensor, "E"], num_rows: int) -> _Slots:
+def _slots(buckets: list[_Bucket], sizes: Int[Tensor, "E"], num_rows: int) -> _Slots:
     order: list[int] = []
     first_slot = [0] * sizes.shape[0]
     num_slots = 0
@@ -146,7 +146,7 @@ def _slots(buckets: list[Bucket], sizes: Int[Tensor, "E"], num_rows: int) -> _Sl
     )
 
 
-def _batches(buckets: list[Bucket], rows: Tensor, slots: _Slots) -> list[Tensor]:
+def _batches(buckets: list[_Bucket], rows: Tensor, slots: _Slots) -> list[Tensor]:
     """The padded rows of each bucket: ``[experts, batch, features]``."""
     padded = torch.where(slots.present[:, None], rows.index_select(0, slots.source), 0)
     parts = padded.split([len(b.experts) * b.batch for b in buckets])
@@ -157,7 +157,7 @@ def _batches(buckets: list[Bucket], rows: Tensor, slots: _Slots) -> list[Tensor]
 
 
 def _product_fwd(
-    buckets: list[Bucket], rows: Tensor, w: Tensor, slots: _Slots
+    buckets: list[_Bucket], rows: Tensor, w: Tensor, slots: _Slots
 ) -> tuple[Tensor, Any]:
     # Experts without rows come last and have no product, unless there is no row at all.
     used = [b for b in buckets if b.batch] or buckets
@@ -172,7 +172,7 @@ def _product_fwd(
     return torch.cat(products).index_select(0, slots.slot), (rows, w, slots)
 
 
-def _product_bwd(buckets: list[Bucket], needs: Any, residuals: Any, ct: Tensor) -> tuple[Any, ...]:
+def _product_bwd(buckets: list[_Bucket], needs: Any, residuals: Any, ct: Tensor) -> tuple[Any, ...]:
     rows, w, slots = residuals
     # The same product with the weights transposed: so a second derivative is a product again.
     d_rows = _product(buckets, ct, w.mT, slots) if needs[0] else None
@@ -181,7 +181,7 @@ def _product_bwd(buckets: list[Bucket], needs: Any, residuals: Any, ct: Tensor) 
 
 
 def _outer_fwd(
-    buckets: list[Bucket], rows: Tensor, ct: Tensor, slots: _Slots
+    buckets: list[_Bucket], rows: Tensor, ct: Tensor, slots: _Slots
 ) -> tuple[Tensor, Any]:
     pairs = zip(_batches(buckets, rows, slots), _batches(buckets, ct, slots), strict=True)
     # Padded rows are zero and add nothing; an expert without rows gets a gradient of zeros.
@@ -191,7 +191,7 @@ def _outer_fwd(
     return d_w, (rows, ct, slots)
 
 
-def _outer_bwd(buckets: list[Bucket], residuals: Any, of_w: Tensor) -> tuple[Any, ...]:
+def _outer_bwd(buckets: list[_Bucket], residuals: Any, of_w: Tensor) -> tuple[Any, ...]:
     rows, ct, slots = residuals
     return _product(buckets, ct, of_w.mT, slots), _product(buckets, rows, of_w, slots), None
 

@@ -35,8 +35,6 @@ from k31fn.typing import Bool, Float, Int, Tensor
 __all__ = [
     "SLAB",
     "Masks",
-    "Operands",
-    "Scan",
     "Tiles",
     "accumulate",
     "from_tiles",
@@ -84,7 +82,7 @@ class Tiles(NamedTuple):
     inverse: Float[Tensor, "n B H C C"]  # (I + diag(beta) L)^-1
 
 
-class Operands(NamedTuple):
+class _Operands(NamedTuple):
     """Factors of the recurrence."""
 
     a: Float[Tensor, "n B H C C"]
@@ -94,7 +92,7 @@ class Operands(NamedTuple):
     out: Float[Tensor, "n B H C K"]  # K*F
 
 
-class Scan(NamedTuple):
+class _Scan(NamedTuple):
     """Result of a scan: the state that comes into each tile, Y, and the state that leaves the last
     tile.
     """
@@ -189,15 +187,15 @@ def prepare(rows: tuple[Tensor, ...], v: Tensor, g: Tensor, beta: Tensor, masks:
     )
 
 
-def operands(t: Tiles, masks: Masks) -> Operands:
+def operands(t: Tiles, masks: Masks) -> _Operands:
     """The factors that the scan multiplies with."""
     k = t.kq_decayed[:, :, :, : t.v.shape[3]]
     a = t.inverse * t.beta[..., None, :]
     a_read = a * masks.enters.mT
-    return Operands(a, a_read, k, a_read @ k, t.kq[:, :, :, 0] * t.to_end)
+    return _Operands(a, a_read, k, a_read @ k, t.kq[:, :, :, 0] * t.to_end)
 
 
-def scan(t: Tiles, m: Operands, state: Float[Tensor, "B H K V"]) -> Scan:
+def scan(t: Tiles, m: _Operands, state: Float[Tensor, "B H K V"]) -> _Scan:
     """``Y = U - W S; S <- d S + (K*F)^T Y``, tile after tile."""
     u = m.a @ t.v
     more = state.shape[-1] - u.shape[-1]
@@ -210,15 +208,15 @@ def scan(t: Tiles, m: Operands, state: Float[Tensor, "B H K V"]) -> Scan:
         states.append(s)
         ys.append(torch.baddbmm(u_i, w_i, s, alpha=-1))
         s = torch.addcmul(out_i @ ys[-1], d_i, s)
-    return Scan(_joined(states, heads), _joined(ys, heads), s.unflatten(0, heads))
+    return _Scan(_joined(states, heads), _joined(ys, heads), s.unflatten(0, heads))
 
 
 def scan_bwd(
     t: Tiles,
-    m: Operands,
+    m: _Operands,
     d_state: Float[Tensor, "B H K V"],
     from_outputs: tuple[Tensor, Tensor] | tuple[()] = (),
-) -> Scan:
+) -> _Scan:
     """The adjoint: ``dU = dY + (K*F) dS; dS <- d dS - W^T dU + (dS from the outputs)``, last tile
     first.
 
@@ -234,7 +232,7 @@ def scan_bwd(
         d_us.append(torch.baddbmm(more[0], out_i, s) if more else out_i @ s)
         s = torch.addcmul(more[1], d_i, s) if more else d_i * s
         s = torch.baddbmm(s, w_i, d_us[-1], alpha=-1)
-    return Scan(_joined(states[::-1], heads), _joined(d_us[::-1], heads), s.unflatten(0, heads))
+    return _Scan(_joined(states[::-1], heads), _joined(d_us[::-1], heads), s.unflatten(0, heads))
 
 
 def _each(x: Float[Tensor, "n B H *rest"]) -> tuple[Float[Tensor, "BH *rest"], ...]:
@@ -257,10 +255,10 @@ class _TileGradients(NamedTuple):
 
 def state_bwd(
     t: Tiles,
-    m: Operands,
+    m: _Operands,
     masks: Masks,
-    run: Scan,
-    back: Scan,
+    run: _Scan,
+    back: _Scan,
     d_q_decayed: tuple[Tensor, ...] = (),
     d_p: tuple[Tensor, ...] = (),
 ) -> _TileGradients:

@@ -25,14 +25,14 @@ from k31fn.parallel.collectives import all_gather, axis_size, psum, psum_scatter
 from k31fn.parallel.fsdp.placement import Placement, Placements, reduce_dtype, spread
 from k31fn.parallel.overlap import Pending, start, wait
 
-__all__ = ["PendingTree", "start_gather", "start_scatter", "wait_gather", "wait_scatter"]
+__all__ = ["start_gather", "start_scatter", "wait_gather", "wait_scatter"]
 
 # Bytes of a part up to which a copy is cheaper than a collective more.
 _SMALL = 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class PendingTree:
+class _PendingTree:
     """A tree on its way: weights for :func:`wait_gather`, or their gradients for
     :func:`wait_scatter`.
     """
@@ -136,7 +136,7 @@ def _bundles(values: Sequence[Tensor], places: Sequence[Placement]) -> list[_Bun
     return bundles
 
 
-def start_gather(params: Any, placements: Placements) -> PendingTree:
+def start_gather(params: Any, placements: Placements) -> _PendingTree:
     """Issues :func:`k31fn.parallel.fsdp.gather` and returns without waiting for it.
 
     Raises:
@@ -153,10 +153,10 @@ def start_gather(params: Any, placements: Placements) -> PendingTree:
         pending.append(
             start(all_gather, x, b.place.gather, b.place.dim, dtype=dtype, grad_dtype=grad_dtype)
         )
-    return PendingTree(bundles, pending, structure)
+    return _PendingTree(bundles, pending, structure)
 
 
-def wait_gather(gathering: PendingTree) -> Any:
+def wait_gather(gathering: _PendingTree) -> Any:
     """The weights that :func:`start_gather` issued."""
     by_leaf: dict[int, Tensor] = {}
     # Waited for in the order in which they were issued, which is that of one stream.
@@ -165,7 +165,7 @@ def wait_gather(gathering: PendingTree) -> Any:
     return tree.unflatten(gathering.structure, [by_leaf[i] for i in range(len(by_leaf))])
 
 
-def start_scatter(grads: Any, placements: Placements, params: Any) -> PendingTree:
+def start_scatter(grads: Any, placements: Placements, params: Any) -> _PendingTree:
     """Issues the transpose of gathering, on the gradients of what was gathered.
 
     Args:
@@ -190,10 +190,10 @@ def start_scatter(grads: Any, placements: Placements, params: Any) -> PendingTre
             pending.append(start(psum_scatter, g, b.place.gather, b.place.dim))
         else:
             pending.append(start(psum, g, b.place.vary))
-    return PendingTree(bundles, pending, structure)
+    return _PendingTree(bundles, pending, structure)
 
 
-def wait_scatter(scattering: PendingTree) -> Any:
+def wait_scatter(scattering: _PendingTree) -> Any:
     """The gradients of this rank's parts, which :func:`start_scatter` issued."""
     values: list[Tensor | None] = [None] * scattering.structure.num_leaves
     for b, pending in zip(scattering.bundles, scattering.pending, strict=True):

@@ -26,7 +26,6 @@ from k31fn.trainer.step import make_batches, make_step
 
 __all__ = [
     "META",
-    "AbstractRank",
     "abstract_rank",
     "local_rows",
     "run_gradient",
@@ -37,7 +36,7 @@ __all__ = [
 META = torch.device("meta")
 
 
-class AbstractRank(NamedTuple):
+class _AbstractRank(NamedTuple):
     """A rank's layout and its state of meta tensors."""
 
     layout: RankLayout
@@ -47,11 +46,11 @@ class AbstractRank(NamedTuple):
 # Two are remembered: that of a whole model, and that of the model with few layers beside it. More
 # would keep large trees alive, of one forecast after another.
 @functools.lru_cache(maxsize=2)
-def abstract_rank(recipe: Recipe, stage_rank: int = 0) -> AbstractRank:
+def abstract_rank(recipe: Recipe, stage_rank: int = 0) -> _AbstractRank:
     """The first of the ranks at place ``stage_rank`` of the pipeline, which all hold as much."""
     axes = abstract_axes(recipe.mesh, {**recipe.mesh.coordinate(0), "pp": stage_rank})
     layout = lay_out(recipe, axes)
-    return AbstractRank(layout, abstract_state(layout))
+    return _AbstractRank(layout, abstract_state(layout))
 
 
 def run_step(recipe: Recipe, stage_rank: int = 0) -> CollectiveRecord:

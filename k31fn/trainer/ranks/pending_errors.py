@@ -13,7 +13,7 @@ from k31fn.checkpoint.errors import CheckpointError, NotSavedError
 from k31fn.trainer.log import NonFiniteError
 from k31fn.trainer.ranks.agreement import OtherRankError
 
-__all__ = ["PendingErrors", "do_all", "join_errors"]
+__all__ = ["PendingErrors", "do_all"]
 
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -33,7 +33,7 @@ class PendingErrors:
         try:
             action()
         except _WAITING as error:
-            self.first = join_errors(self.first, error)
+            self.first = _join_errors(self.first, error)
 
     def take(self) -> Exception | None:
         """What failed, for the others to know; from now on there is nothing."""
@@ -49,11 +49,11 @@ def do_all(
         try:
             action()
         except _WAITING as another:
-            first = join_errors(first, another)
+            first = _join_errors(first, another)
     return first
 
 
-def join_errors(first: _Error | None, another: Exception) -> _Error | Exception:
+def _join_errors(first: _Error | None, another: Exception) -> _Error | Exception:
     """``first`` with the other one as its note, if there is a first and the other says more than it
     does.
 

@@ -40,7 +40,7 @@ from k31fn.parallel.backends.processes import CollectiveError, CollectiveProgres
 from k31fn.parallel.mesh import Mesh
 from k31fn.trainer.ranks import failure_report
 
-__all__ = ["Watchdog", "lost"]
+__all__ = ["Watchdog"]
 
 _POLLS = 20  # looks in the time after which a rank counts as hanging
 _SILENCE_S = 10.0  # after which a rank counts as dead
@@ -255,7 +255,7 @@ class Watchdog:
         # the first to count is the one that reports; which one is all the same
         if self._call(lambda: self._store.add("reporter", 1)) == 1:
             beside = f"; what the ranks did: {self.folder}" if written else ""
-            for line in lost(self._mesh, said):
+            for line in _lost(self._mesh, said):
                 print(f"train.py: {line}{beside}", file=sys.stderr, flush=True)
             self._call(lambda: self._store.set("reported", ""))
         # Until it is printed nobody ends: the store, or torchrun, would go with the first one.
@@ -292,7 +292,7 @@ class Watchdog:
             self._end(1)
 
 
-def lost(mesh: Mesh, said: dict[int, dict[str, Any]]) -> list[str]:
+def _lost(mesh: Mesh, said: dict[int, dict[str, Any]]) -> list[str]:
     """What to report, from where the ranks that live say they are.
 
     A rank that failed has reported itself. One that says nothing died. Of ranks that all live,

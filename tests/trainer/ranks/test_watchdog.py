@@ -10,7 +10,7 @@ import torch.distributed as dist
 from k31fn.parallel import Mesh
 from k31fn.parallel.backends.processes import CollectiveError, CollectiveProgress
 from k31fn.trainer.ranks import watchdog
-from k31fn.trainer.ranks.watchdog import Watchdog, lost
+from k31fn.trainer.ranks.watchdog import Watchdog, _lost
 
 MESH = Mesh(pp=2, fsdp=2)
 
@@ -22,7 +22,7 @@ def state(waiting="", issued=5, failed="", where="a.py:3 in f"):
 class TestLost:
     def test_a_dead_rank(self):
         said = {r: state("psum over ('fsdp',) on rank 0") for r in (0, 1, 3)}
-        assert lost(MESH, said) == [
+        assert _lost(MESH, said) == [
             "rank 2 at {'pp': 1, 'fsdp': 0} died: it says nothing any more; the others wait in "
             "psum over ('fsdp',) on "
             "rank 0"
@@ -30,7 +30,7 @@ class TestLost:
 
     def test_one_that_waits_for_nobody(self):
         said = {r: state("" if r == 1 else "psum over ('fsdp',)") for r in range(4)}
-        assert lost(MESH, said) == [
+        assert _lost(MESH, said) == [
             "rank 1 at {'pp': 0, 'fsdp': 1} hangs: no collective for 2.0 s, at a.py:3 in f; the "
             "others wait in psum "
             "over ('fsdp',)"
@@ -38,15 +38,15 @@ class TestLost:
 
     def test_on_a_device_one_that_is_behind_in_its_stage(self):
         said = {0: state(issued=40), 1: state(issued=40), 2: state(issued=9), 3: state(issued=8)}
-        (line,) = lost(MESH, said)
+        (line,) = _lost(MESH, said)
         assert line.startswith("rank 3 at {'pp': 1, 'fsdp': 1} hangs")
 
     def test_ranks_that_wait_for_each_other(self):
         said = {r: state(f"psum {r}") for r in range(4)}
-        assert len(lost(MESH, said)) == 4
+        assert len(_lost(MESH, said)) == 4
 
     def test_one_that_failed_has_said_so(self):
-        assert lost(MESH, {0: state("psum"), 1: state(failed="disk full")}) == []
+        assert _lost(MESH, {0: state("psum"), 1: state(failed="disk full")}) == []
 
 
 class Ranks:

@@ -16,7 +16,6 @@ __all__ = [
     "MOST_SPLITS",
     "TILES",
     "accepts",
-    "constants",
     "dealt",
     "filling",
     "given",
@@ -133,7 +132,7 @@ def filling(tile: Tile, x: Tensor, units: int) -> int:
     return max(choices, key=busy)
 
 
-def constants(
+def _constants(
     kind: str, tile: Tile, itemsize: int, n: int, iterations: int = 1, splits: int = 1
 ) -> dict[str, Any]:
     """Constants that kernels of N streams of that item size are compiled with; each takes those
@@ -169,7 +168,7 @@ def given(
     kernel: Any, tile: Tile, x: Tensor, n: int, iterations: int = 1, splits: int = 1
 ) -> dict[str, Any]:
     """The constants that the kernel names, for streams like ``x``, and its warps."""
-    values = constants(x.device.type, tile, x.itemsize, n, iterations, splits)
+    values = _constants(x.device.type, tile, x.itemsize, n, iterations, splits)
     # Triton's interpreter wraps a kernel in something that does not tell its names
     names = getattr(kernel, "arg_names", values)
     return {k: v for k, v in values.items() if k in names} | {"num_warps": tile.warps}
@@ -183,7 +182,7 @@ def listed(kind: str, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> li
     for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
         tiles = TILES[kind]._replace(streams=of_streams(kind, itemsize))
         for kernel, tile in zip(forward + backward, tiles, strict=True):
-            known = constants(kind, tile, itemsize, 4, iterations=20, splits=MOST_SPLITS)
+            known = _constants(kind, tile, itemsize, 4, iterations=20, splits=MOST_SPLITS)
             known = {k: v for k, v in known.items() if k in kernel.arg_names}
             signature = {}
             for name in kernel.arg_names:
