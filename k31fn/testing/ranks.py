@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,16 @@ def _encode(node: Any, tensors: list[Tensor]) -> Any:
     # before plain tuples, which a NamedTuple is too
     if isinstance(node, tuple) and hasattr(node, "_asdict"):
         fields = node._asdict()  # pyright: ignore[reportAttributeAccessIssue]
-        return {"tuple of": import_path(type(node)), "fields": _encode_values(fields, tensors)}
+        return {"class": import_path(type(node)), "keywords": _encode_values(fields, tensors)}
     if isinstance(node, tuple | list):
         return {type(node).__name__: [_encode(value, tensors) for value in node]}
     if isinstance(node, dict):
         # pairs and not an object: JSON would make a key of 1 a key of "1"
         return {"dict": list(_encode_values(node, tensors).items())}
+    # of names, which its class takes as keywords: the sublayers of a model
+    if isinstance(node, Mapping):
+        fields = _encode_values(dict(node), tensors)
+        return {"class": import_path(type(node)), "keywords": fields}
     if node is None or isinstance(node, bool | int | float | str):
         return {"value": node}
     raise ValueError(f"{node!r} cannot be sent to another process; build it in the function")
@@ -94,7 +98,7 @@ def _decode(data: Any, tensors: list[Tensor]) -> Any:
             for name, value in fields.items():
                 object.__setattr__(node, name, _decode(value, tensors))
             return node
-        case {"tuple of": path, "fields": fields}:
+        case {"class": path, "keywords": fields}:
             return import_target(path)(**_decode_values(fields.items(), tensors))
         case {"tuple": values}:
             return tuple(_decode({"list": values}, tensors))
