@@ -19,7 +19,7 @@ from k31fn import tree
 from k31fn.kernels.histogram.reference import bin_range
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["State", "bias_of", "init", "quantile", "update"]
+__all__ = ["State", "bias_of", "init", "update"]
 
 
 @tree.dataclass
@@ -93,7 +93,7 @@ def update(state: State, histogram: Int[Tensor, "M E num_bins"], *, top_k: int) 
             f"(top_k+1)-th best of {num_experts} experts"
         )
     low, width = bin_range(state.bias, histogram.shape[-1])
-    bias = quantile(histogram, low, width, top_k=top_k)
+    bias = _quantile(histogram, low, width, top_k=top_k)
     # Only differences choose; without this all biases could drift away together.
     bias = bias - bias.mean(-1, keepdim=True)
     # Selected on the device: the step waits for no histogram.
@@ -101,7 +101,7 @@ def update(state: State, histogram: Int[Tensor, "M E num_bins"], *, top_k: int) 
     return State(torch.where(counted, bias, state.bias).to(state.bias.dtype), state.layers)
 
 
-def quantile(
+def _quantile(
     histogram: Int[Tensor, "M E num_bins"],
     low: Float[Tensor, "M 1"],
     width: Float[Tensor, "M 1"],

@@ -39,14 +39,14 @@ from k31fn.trainer.forecast import memory
 from k31fn.trainer.forecast.collective_volume import Volume, volumes
 from k31fn.trainer.forecast.rank_weights import RankWeight, rank_weights
 
-__all__ = ["Summary", "main", "summarise"]
+__all__ = ["main"]
 
 # Parts that no token's computation goes through (see the counting rules above).
 _NOT_ACTIVE = ("embedding", "vision tower", "projector")
 
 
 @dataclass(frozen=True)
-class Summary:
+class _Summary:
     """Counts of a model.
 
     Attributes:
@@ -74,7 +74,7 @@ class Summary:
     muon_bytes: int
 
 
-def summarise(cfg: model.Config) -> Summary:
+def _summarise(cfg: model.Config) -> _Summary:
     """Counts the model that ``cfg`` describes."""
     layers = model.layer_configs(cfg)
     attention, ffn = _layer_titles(cfg)
@@ -94,7 +94,7 @@ def summarise(cfg: model.Config) -> Summary:
             gradient_bytes += 4 * spec.numel
             adamw_bytes += _optimiser_bytes(spec, moments=2)
             muon_bytes += _optimiser_bytes(spec, moments=1 if "matrix" in spec.tags else 2)
-    return Summary(
+    return _Summary(
         attention=attention,
         ffn=ffn,
         opens=tuple(i for i, layer in enumerate(layers) if layer.opens_block),
@@ -158,7 +158,7 @@ def _repeats(kinds: Sequence[str], period: int) -> int:
     return repeats
 
 
-def _render(summary: Summary) -> str:
+def _render(summary: _Summary) -> str:
     """The summary as a table of text."""
     lines = [
         f"layers      {len(summary.attention)}: {_tally(summary.attention)}; {_tally(summary.ffn)}",
@@ -407,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as e:
         print(f"k31fn.inspect: {e}", file=sys.stderr)
         return 2
-    print(_render(summarise(cfg)))
+    print(_render(_summarise(cfg)))
     if recipe is not None:
         print()
         print(_render_rank(recipe, needed=options.memory))

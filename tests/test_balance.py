@@ -35,7 +35,7 @@ def loads(scores, bias):
 def test_quantile_is_exact_to_a_bin(tokens, num_bins):
     scores, bias = skewed_scores(tokens), torch.randn(EXPERTS, dtype=torch.float64) * 0.2
     low, width = bin_range(bias[None], num_bins)
-    ours = balance.quantile(histogram(scores, bias, num_bins)[None], low, width, top_k=TOP_K)[0]
+    ours = balance._quantile(histogram(scores, bias, num_bins)[None], low, width, top_k=TOP_K)[0]
     # The ceil(q)-th smallest of the required biases of each expert, q = tokens * top_k / experts.
     rank = -(-tokens * TOP_K // EXPERTS)
     exact = required_biases(scores, bias)[1].kthvalue(rank, dim=0).values
@@ -46,7 +46,7 @@ def test_quantile_interpolates_inside_the_bin():
     # Expert 0 of 2, top 1, 8 tokens: q = 4; 3 counts lie before the bin with 5, so a fifth of it is
     # needed.
     counts = torch.tensor([[[0, 3, 5, 0], [4, 0, 0, 4]]], dtype=torch.int32)
-    ours = balance.quantile(counts, torch.tensor([[-1.0]]), torch.tensor([[0.5]]), top_k=1)
+    ours = balance._quantile(counts, torch.tensor([[-1.0]]), torch.tensor([[0.5]]), top_k=1)
     torch.testing.assert_close(ours, torch.tensor([[-1 + (2 + 1 / 5) * 0.5, -1 + (0 + 1) * 0.5]]))
 
 
@@ -56,7 +56,7 @@ def test_quantile_counts_beyond_float32():
         2**29 + 1,
         2**29 - 1,
     )  # q = 2^29: one count less than the first bin holds
-    ours = balance.quantile(counts, torch.zeros(1, 1), torch.ones(1, 1), top_k=1)
+    ours = balance._quantile(counts, torch.zeros(1, 1), torch.ones(1, 1), top_k=1)
     torch.testing.assert_close(ours, torch.ones(1, 2), rtol=0, atol=1e-6)
 
 

@@ -24,7 +24,7 @@ VISION = 401_214_464 + 46_144_512
 
 @functools.cache
 def summary(name):
-    return inspect.summarise(config.load(CONFIGS / f"{name}.py"))
+    return inspect._summarise(config.load(CONFIGS / f"{name}.py"))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_published_parts():
 def test_hyper_connections_are_named():
     """Of each of two sublayers of four layers, and of the end: by the specs of the scheme alone."""
     cfg = config.load(CONFIGS / "tiny_mhc.py")
-    parts = inspect.summarise(cfg).parts
+    parts = inspect._summarise(cfg).parts
     specs = model.specs(cfg)
     mixes = [mix for layer in specs.layers for mix in (layer.attn_mix, layer.ffn_mix)]
     assert parts["mHC"] == sum(params.count(mix) for mix in (*mixes, specs.final_mix))
@@ -79,7 +79,9 @@ def test_active_by_definition():
     cfg = config.load(CONFIGS / "tiny.py")
     few = small.replace(cfg, moe=dataclasses.replace(cfg.sublayers["moe"], num_experts=2, top_k=1))
     router_rows = 3 * 128 * (8 - 2)
-    assert inspect.summarise(cfg).active == params.count(model.specs(few)) - 264 * 128 + router_rows
+    assert (
+        inspect._summarise(cfg).active == params.count(model.specs(few)) - 264 * 128 + router_rows
+    )
 
 
 def test_bytes_against_tensors():
@@ -89,7 +91,7 @@ def test_bytes_against_tensors():
     cfg = config.load(CONFIGS / "tiny.py")
     specs = model.specs(cfg)
     weights = params.init(specs, random.key(0))
-    found = inspect.summarise(cfg)
+    found = inspect._summarise(cfg)
     for dtype in (torch.bfloat16, torch.float32):
         assert found.weight_bytes[dtype] == sum(
             x.nbytes for x in tree.leaves(weights) if x.dtype == dtype
@@ -105,11 +107,11 @@ def test_bytes_against_tensors():
 
 def test_frozen_weights_have_no_state(monkeypatch):
     cfg = config.load(CONFIGS / "tiny.py")
-    before = inspect.summarise(cfg)
+    before = inspect._summarise(cfg)
     specs = model.specs(cfg)
     frozen = dataclasses.replace(specs.head, tags=frozenset({"frozen"}))
     monkeypatch.setattr(model, "specs", lambda _: dataclasses.replace(specs, head=frozen))
-    after = inspect.summarise(cfg)
+    after = inspect._summarise(cfg)
     size = 264 * 128
     assert before.gradient_bytes - after.gradient_bytes == 4 * size
     assert (
@@ -124,7 +126,7 @@ def test_nothing_is_allocated():
             raise AssertionError(f"{func} ran")
 
     with NoTensors():
-        inspect._render(inspect.summarise(config.load(CONFIGS / "k31_pro_reduced_npu.py")))
+        inspect._render(inspect._summarise(config.load(CONFIGS / "k31_pro_reduced_npu.py")))
 
 
 def test_layers():

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["differentiable", "differentiable_leaves", "pick", "substitute"]
+__all__ = ["differentiable", "differentiable_leaves", "pick"]
 
 
 def differentiable(x: Tensor) -> bool:
@@ -27,11 +27,3 @@ def differentiable_leaves(values: Sequence[Any]) -> list[int]:
 def pick(values: Sequence[Any], index: Iterable[int]) -> list[Any]:
     """The values at these positions."""
     return [values[i] for i in index]
-
-
-def substitute(values: Sequence[Any], index: Iterable[int], leaves: Sequence[Any]) -> list[Any]:
-    """The values with others at these positions."""
-    replaced = list(values)
-    for i, leaf in zip(index, leaves, strict=True):
-        replaced[i] = leaf
-    return replaced

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from k31fn import _functorch, tree
 from k31fn.autodiff.captured_tensors import captured_tensors
-from k31fn.autodiff.leaves import differentiable, differentiable_leaves, pick, substitute
+from k31fn.autodiff.leaves import differentiable, differentiable_leaves, pick
 from k31fn.autodiff.weight_grads import WeightTape, current_weight_tape
 
 __all__ = [
@@ -95,7 +95,7 @@ def _vjp_by_transform(
     run: list[Any] = []  # what the run below leaves for this function, besides its tensors
 
     def of_leaves(*leaves: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        result = f(*tree.unflatten(structure, substitute(values, index, leaves)))
+        result = f(*tree.unflatten(structure, _substitute(values, index, leaves)))
         out, aux = result if has_aux else (result, ())
         everything, out_def = tree.flatten((out, aux))
         num_out = out_def.child(0).num_leaves
@@ -121,8 +121,8 @@ def _vjp_by_transform(
     run.clear()  # the function above lives as long as the pullback
     nested = _functorch.grad_active() or differentiated(f, pick(values, index))
     # The run's own tensors belong to the level of torch.func.vjp, which is closed by now.
-    everything = substitute(everything, heads, outputs[: len(heads)])
-    everything = substitute(everything, rest, aux_tensors)
+    everything = _substitute(everything, heads, outputs[: len(heads)])
+    everything = _substitute(everything, rest, aux_tensors)
 
     def pull_leaves(ct: Any) -> Sequence[Tensor | None]:
         cotangents = _cotangents(ct, num_out)
@@ -162,7 +162,7 @@ def vjp_by_tape(
             # detaching. An alias of a leaf that nobody watches is no part of one yet.
             x = values[i].view_as(values[i]) if nested else values[i].detach()
             inputs.append(x if x.requires_grad else x.requires_grad_())
-        result = f(*tree.unflatten(structure, substitute(values, index, inputs)))
+        result = f(*tree.unflatten(structure, _substitute(values, index, inputs)))
     out, aux = result if has_aux else (result, ())
     outputs, out_def = tree.flatten(out)
     heads = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
@@ -278,14 +278,14 @@ def vjp_once(f: Callable[..., Any], args: Any, ct: Any, needs: Any) -> tuple[Any
         grads = pull(ct)
     else:
         grads = _pull_on_weight_tape(f, values, structure, floating, index, ct)
-    return tree.unflatten(structure, substitute([None] * len(values), index, grads))
+    return tree.unflatten(structure, _substitute([None] * len(values), index, grads))
 
 
 def _grad_of_inner_product(
     f: Callable[..., Any], values: list[Any], structure: Any, index: list[int], ct: Any
 ) -> Sequence[Tensor]:
     def inner_product(*leaves: Tensor) -> Tensor:
-        outputs = tree.leaves(f(*tree.unflatten(structure, substitute(values, index, leaves))))
+        outputs = tree.leaves(f(*tree.unflatten(structure, _substitute(values, index, leaves))))
         terms: list[Tensor] = []
         for o, c in zip(outputs, tree.leaves(ct, allow_none=True), strict=True):
             if differentiable(o):
@@ -315,3 +315,11 @@ def _pull_on_weight_tape(
     tape.close(pick(values, floating))
     outer.children.append(tape)
     return grads
+
+
+def _substitute(values: Sequence[Any], index: Iterable[int], leaves: Sequence[Any]) -> list[Any]:
+    """The values with others at these positions."""
+    replaced = list(values)
+    for i, leaf in zip(index, leaves, strict=True):
+        replaced[i] = leaf
+    return replaced

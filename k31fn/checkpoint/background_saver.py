@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -135,7 +136,7 @@ class BackgroundSaver:
                 f"{complete}"
             )
         owned = state_tree.owned(named, layout, self._ranks.axes)
-        header: dict[str, Any] = {"metadata": state_tree.check_metadata(metadata)}
+        header: dict[str, Any] = {"metadata": _check_metadata(metadata)}
         if self._ranks.first:
             whole = named if layout is None else dict(tree.flatten_with_paths(layout.whole))
             header["tensors"] = {name: state_tree.declared(x) for name, x in whole.items()}
@@ -181,3 +182,16 @@ class BackgroundSaver:
             f"{complete or 'none'}",
             error,
         )
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The caller's metadata.
+
+    Raises:
+        ValueError: it is not JSON data.
+    """
+    try:
+        json.dumps(metadata, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata is not JSON data: {error}; tensors belong in state") from error
+    return dict(metadata)

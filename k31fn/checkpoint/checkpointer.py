@@ -145,7 +145,9 @@ class Checkpointer:
 
     def set_aside(self) -> list[str]:
         """The names of damaged steps that :meth:`latest` set aside, now or before."""
-        return step_folders.set_aside(self.directory)
+        if not self.directory.is_dir():
+            return []
+        return sorted(folder.name for folder in self.directory.glob("*.damaged*"))
 
     def latest(self, *, on_damage: Callable[[str], object] | None = None) -> int | None:
         """The newest complete step, or None if there is none.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from k31fn.checkpoint.boxes import Box
 from k31fn.checkpoint.state_layout import StateLayout, TensorPart
 from k31fn.parallel.mesh import MeshAxes
 
-__all__ = ["check_alike", "check_metadata", "declared", "named_tensors", "owned", "parts_of"]
+__all__ = ["check_alike", "declared", "named_tensors", "owned", "parts_of"]
 
 _INTEGERS = (
     "bool",
@@ -71,19 +70,6 @@ def named_tensors(state: Any, argument: str) -> dict[str, Tensor]:
     if not named:
         raise ValueError(f"{argument} has no tensors")
     return named
-
-
-def check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The caller's metadata.
-
-    Raises:
-        ValueError: it is not JSON data.
-    """
-    try:
-        json.dumps(metadata, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"metadata is not JSON data: {error}; tensors belong in state") from error
-    return dict(metadata)
 
 
 def declared(x: Tensor) -> dict[str, Any]:

@@ -84,11 +84,6 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n)
 
 
-def set_aside(directory: Path) -> list[str]:
-    """The names of damaged steps that were renamed, sorted. Reads no file."""
-    return sorted(p.name for p in directory.glob("*.damaged*")) if directory.is_dir() else []
-
-
 def read_manifest(directory: Path, step: int) -> Json:
     """The manifest of a complete step.
 

@@ -214,8 +214,8 @@ def _decode_layer(value: Any, at: str, *roles: type[Kind]) -> Any:
     """A layer's config by the registered name of its kind."""
     if not isinstance(value, dict):
         raise _wrong(at, value, "the fields of a layer's config with its kind")
-    name = value.get(_KIND)
-    kind = kinds.named(name)
+    name: Any = value.get(_KIND)
+    kind = kinds.names(Kind).get(name)
     if not isinstance(kind, roles):
         known = ", ".join(itertools.chain.from_iterable(kinds.names(role) for role in roles))
         raise ValueError(

@@ -41,7 +41,6 @@ from k31fn.data.tokenizer import CHAT_NAMES, Tokenizer
 
 __all__ = [
     "END_OF_ANSWER",
-    "Conversation",
     "check_tokenizer",
     "encode",
     "prompt",
@@ -75,7 +74,7 @@ class _MessagePiece(NamedTuple):
     learnt: bool
 
 
-class Conversation(NamedTuple):
+class _Conversation(NamedTuple):
     """Tokens of a conversation.
 
     Attributes:
@@ -100,10 +99,10 @@ class Conversation(NamedTuple):
                 count = number
         return count
 
-    def cut(self, count: int) -> Conversation:
+    def cut(self, count: int) -> _Conversation:
         """The first messages."""
         stop = self.ends[count - 1] if count else 0
-        return Conversation(
+        return _Conversation(
             self.tokens[:stop], self.learnt[:stop], self.ends[:count], self.answers[:count]
         )
 
@@ -122,7 +121,9 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
         )
 
 
-def encode(messages: Any, images: Sequence[Image], tokenizer: Tokenizer, name: str) -> Conversation:
+def encode(
+    messages: Any, images: Sequence[Image], tokenizer: Tokenizer, name: str
+) -> _Conversation:
     """The tokens of a conversation; its images, in order, stand where its messages have parts of
     type ``image``.
 
@@ -153,7 +154,7 @@ def encode(messages: Any, images: Sequence[Image], tokenizer: Tokenizer, name: s
         raise ValueError(
             f"{name}: no message has the role 'assistant': there is nothing to learn from"
         )
-    return Conversation(np.concatenate(tokens), np.array(learnt), ends, answers)
+    return _Conversation(np.concatenate(tokens), np.array(learnt), ends, answers)
 
 
 def prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:

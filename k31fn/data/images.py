@@ -38,7 +38,6 @@ __all__ = [
     "Reason",
     "decode",
     "normalise",
-    "patchify",
 ]
 
 # The board behind transparent pixels, as released; white at the top left.
@@ -182,10 +181,10 @@ def decode(data: bytes, name: str, cfg: Config) -> Image:
             )
         image.load()
         size = _fit(width, height, cfg)
-        return Image(patchify(_pixels(image, size), cfg.patch_size), size.grid, width, height)
+        return Image(_patchify(_pixels(image, size), cfg.patch_size), size.grid, width, height)
 
 
-def patchify(pixels: np.ndarray, patch_size: int) -> np.ndarray:
+def _patchify(pixels: np.ndarray, patch_size: int) -> np.ndarray:
     """``[H, W, C]`` pixels to ``[N, C p p]`` patches in cell order, padded with zeros on the right
     and below.
     """

@@ -20,7 +20,6 @@ __all__ = [
     "added",
     "channel_mixer_of",
     "kind_of",
-    "named",
     "names",
     "register",
     "residual_of",
@@ -101,11 +100,6 @@ def kind_of(config: Any) -> Kind:
 def added(configs: Iterable[Any]) -> list[str]:
     """The names of those kinds of the configs that are not the library's."""
     return [kind.name for kind in map(kind_of, configs) if kind not in _LIBRARY]
-
-
-def named(name: Any) -> Kind | None:
-    """The kind of that name, if there is one."""
-    return _BY_NAME.get(name)
 
 
 def names(role: type[Kind]) -> dict[str, Kind]:

@@ -9,14 +9,13 @@ from k31fn.model.config import (
     experts,
     kl_layers,
     layer_configs,
-    layers_that_report,
     moe_layers,
     mtp_config,
 )
 from k31fn.model.decoding import State, extend, init_state
 from k31fn.model.forward import Final, Output, apply, finish, logits, run_layers, start
 from k31fn.model.layers import Remat, Reports
-from k31fn.model.loss import Batch, Losses, lm_loss, loss, make_batch, mtp_loss, weigh
+from k31fn.model.loss import Batch, Losses, lm_loss, loss, make_batch, weigh
 from k31fn.model.params import Params, init_balance, specs
 from k31fn.model.sublayers import Sublayers
 
@@ -39,14 +38,12 @@ __all__ = [
     "init_state",
     "kl_layers",
     "layer_configs",
-    "layers_that_report",
     "lm_loss",
     "logits",
     "loss",
     "make_batch",
     "moe_layers",
     "mtp_config",
-    "mtp_loss",
     "run_layers",
     "specs",
     "start",

@@ -17,7 +17,6 @@ __all__ = [
     "final_norm_config",
     "kl_layers",
     "layer_configs",
-    "layers_that_report",
     "moe_layers",
     "mtp_config",
 ]
@@ -225,10 +224,10 @@ def moe_layers(cfg: Config) -> tuple[int, ...]:
 
 def kl_layers(cfg: Config) -> int:
     """How many layers of the whole model report an indexer KL; an MTP layer is one of them."""
-    return len(layers_that_report(cfg, "kl"))
+    return len(_layers_that_report(cfg, "kl"))
 
 
-def layers_that_report(cfg: Config, part: str) -> tuple[int, ...]:
+def _layers_that_report(cfg: Config, part: str) -> tuple[int, ...]:
     """Global numbers of the layers whose token mixer reports this part of
     :class:`~k31fn.layers.kind.Aux`; an MTP layer counts as ``num_layers``.
     """

@@ -8,7 +8,7 @@ first, its part of the layers with :func:`run_layers`, and :func:`finish` if it 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from k31fn.layers.linear import linear
 from k31fn.layers.patches import Images
 from k31fn.model.config import Config, embedding_config, final_norm_config, layer_configs
 from k31fn.model.images import check_images, see
-from k31fn.model.layers import Remat, Reports, bias_of, check_remat, collect, run_steps
+from k31fn.model.layers import Remat, Reports, bias_of, collect, run_steps
 from k31fn.model.params import Params, whole
 from k31fn.parallel.context import whole_slice
 from k31fn.parallel.fsdp.placement import Placements
@@ -111,7 +111,7 @@ def apply(
             are not of these tokens or that the model cannot see.
     """
     check_layers(params, cfg)
-    check_remat(remat)
+    _check_remat(remat)
     # Always segments from here on: one code path for packed rows and for whole ones.
     if segments is None:
         segments = whole_slice(tokens.shape[0], tokens.shape[1], sh.context, device=tokens.device)
@@ -254,3 +254,10 @@ def check_layers(params: Params[Tensor], cfg: Config) -> None:
             f"model.Config.num_layers={cfg.num_layers}, but params has {given} layers; use their "
             "config"
         )
+
+
+def _check_remat(remat: str) -> None:
+    """Raises ValueError about an unknown ``remat``."""
+    # A wrong name would compute the right numbers with another memory.
+    if remat not in get_args(Remat):
+        raise ValueError(f"remat={remat!r} unknown; use one of {', '.join(get_args(Remat))}")

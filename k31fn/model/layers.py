@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,7 @@ __all__ = [
     "Remat",
     "Reports",
     "bias_of",
-    "check_remat",
     "collect",
-    "join",
     "recomputed",
     "run_steps",
 ]
@@ -160,19 +158,3 @@ def _summed(part: str, reports: Sequence[Aux], none: Tensor, sh: Sharding) -> Te
             reported.append(value)
     # Stacked first: one collective for all layers.
     return psum(torch.stack(reported), sh.sequence) if reported else none
-
-
-def join(*reports: Reports) -> Reports:
-    """The reports of layers that follow one another."""
-    joined = []
-    for parts in zip(*reports, strict=True):
-        reported = [part for part in parts if isinstance(part, Tensor)]
-        joined.append(torch.cat(reported) if reported else ())
-    return Reports(*joined)
-
-
-def check_remat(remat: str) -> None:
-    """Raises ValueError about an unknown ``remat``."""
-    # A wrong name would compute the right numbers with another memory.
-    if remat not in get_args(Remat):
-        raise ValueError(f"remat={remat!r} unknown; use one of {', '.join(get_args(Remat))}")

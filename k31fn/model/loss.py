@@ -16,14 +16,14 @@ from k31fn.layers import embedding, losses, mtp
 from k31fn.layers.patches import Images
 from k31fn.model.config import Config, kl_layers, mtp_config
 from k31fn.model.forward import apply
-from k31fn.model.layers import Remat, Reports, bias_of, collect, join, recomputed
+from k31fn.model.layers import Remat, Reports, bias_of, collect, recomputed
 from k31fn.model.params import Params, whole
 from k31fn.parallel.fsdp.placement import Placements, gather
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.segments import Segments
 from k31fn.typing import Float, Int
 
-__all__ = ["Batch", "Losses", "lm_loss", "loss", "make_batch", "mtp_loss", "weigh"]
+__all__ = ["Batch", "Losses", "lm_loss", "loss", "make_batch", "weigh"]
 
 
 @tree.dataclass
@@ -136,10 +136,10 @@ def loss(
     second = torch.zeros_like(lm)
     if cfg.num_mtp_layers:
         # Behind the trunk: its gradient flows into the trunk's last state too.
-        second, more = mtp_loss(
+        second, more = _mtp_loss(
             params, out.residual, batch, cfg, balance=balance, remat=remat, **how
         )
-        reports = join(reports, more)
+        reports = _join(reports, more)
     parts = Losses(lm, second, *reports)
     return weigh(parts, batch, cfg), parts
 
@@ -158,7 +158,7 @@ def lm_loss(
     ).total
 
 
-def mtp_loss(
+def _mtp_loss(
     params: Params[Tensor],
     residual: Float[Tensor, "B T D"],
     batch: Batch,
@@ -221,3 +221,12 @@ def weigh(parts: Losses, batch: Batch, cfg: Config) -> Float[Tensor, ""]:
     if cfg.num_mtp_layers:
         total = total + cfg.mtp_weight * losses.mean(parts.mtp, batch.num_labels)
     return total
+
+
+def _join(*reports: Reports) -> Reports:
+    """The reports of layers that follow one another."""
+    joined = []
+    for parts in zip(*reports, strict=True):
+        reported = [part for part in parts if isinstance(part, Tensor)]
+        joined.append(torch.cat(reported) if reported else ())
+    return Reports(*joined)

@@ -14,11 +14,11 @@ from k31fn.optim.storage import Storage
 from k31fn.optim.transform import Leaves, Transform, Where
 from k31fn.typing import Bool, Float, Tensor
 
-__all__ = ["AdamWState", "adamw"]
+__all__ = ["adamw"]
 
 
 @tree.dataclass
-class AdamWState:
+class _AdamWState:
     """Everything that AdamW remembers.
 
     Attributes:
@@ -70,7 +70,7 @@ def adamw(
     leaves = Leaves(specs, where)
     decays = leaves.decays(weight_decay)
 
-    def init(params: Any) -> AdamWState:
+    def init(params: Any) -> _AdamWState:
         copies = leaves.init_masters(params)
         masters = leaves.masters(params, copies)
         device = masters[0].device if masters else None
@@ -78,17 +78,17 @@ def adamw(
         step = torch.zeros((), dtype=torch.float32, device=device)
         mu = leaves.to_tree(list(map(storage.zeros, masters)))
         nu = leaves.to_tree(list(map(storage.zeros, masters)))
-        return AdamWState(step, mu, nu, copies)
+        return _AdamWState(step, mu, nu, copies)
 
     def update(
         grads: Any,
-        state: AdamWState,
+        state: _AdamWState,
         params: Any,
         *,
         lr: float | Tensor,
         skip: Bool[Tensor, ""] | None = None,
         donate: bool = True,
-    ) -> tuple[Any, AdamWState]:
+    ) -> tuple[Any, _AdamWState]:
         masters = leaves.masters(params, state.master)
         numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         gradients = leaves.of_grads(grads)
@@ -116,7 +116,7 @@ def adamw(
             (step,) = _unless(skip, (step,), (state.step,))
             step = state.step.copy_(step) if donate else step
         storage.settle(masters[0].device if masters else None)
-        return params, AdamWState(step, leaves.to_tree(mus), leaves.to_tree(nus), copies)
+        return params, _AdamWState(step, leaves.to_tree(mus), leaves.to_tree(nus), copies)
 
     return Transform(init, update, frozenset(leaves.paths))
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from einops import rearrange
 
-from k31fn.parallel.axis import Axis
+from k31fn.parallel.axis import Axis, num_ranks
 from k31fn.parallel.fsdp.placement import Placement
 from k31fn.typing import Float, Tensor
 
-__all__ = ["Matrices", "MatrixBlock", "axes_of", "num_ranks"]
+__all__ = ["Matrices", "MatrixBlock", "axes_of"]
 
 
 class MatrixBlock(NamedTuple):
@@ -166,11 +166,6 @@ def axes_of(places: Sequence[Placement]) -> tuple[Axis, ...]:
     for place in places:
         axes.update(place.axes, place.vary)
     return tuple(sorted(axes, key=lambda a: a.host.names.index(a.name) if a.host else 0))
-
-
-def num_ranks(axes: Sequence[Axis]) -> int:
-    """How many ranks these axes have together."""
-    return math.prod(axis.size for axis in axes)
 
 
 def _split_column_axes(

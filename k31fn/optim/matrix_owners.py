@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from k31fn.optim.matrices import Matrices, MatrixBlock, num_ranks
-from k31fn.parallel.axis import Axis
+from k31fn.optim.matrices import Matrices, MatrixBlock
+from k31fn.parallel.axis import Axis, num_ranks
 from k31fn.parallel.collectives import own_index
 
 __all__ = ["GroupRounds", "MatrixOwners"]

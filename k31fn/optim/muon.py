@@ -23,7 +23,7 @@ from k31fn.parallel.fsdp.placement import Placements
 from k31fn.params import ParamSpec
 from k31fn.typing import Bool, Float, Tensor
 
-__all__ = ["MuonState", "muon", "orthogonalize"]
+__all__ = ["muon", "orthogonalize"]
 
 # Jordan's: the steepest slope at 0 for which five steps still end near 1. They do not converge; an
 # update needs no singular values closer to each other than that.
@@ -32,7 +32,7 @@ _RMS = 0.2  # root mean square of an update: that of AdamW, so both share learni
 
 
 @tree.dataclass
-class MuonState:
+class _MuonState:
     """Everything that Muon remembers.
 
     Attributes:
@@ -111,21 +111,21 @@ class _Muon:
     ns_dtype: torch.dtype | None
     orthogonal: _Orthogonal
 
-    def init(self, params: Any) -> MuonState:
+    def init(self, params: Any) -> _MuonState:
         copies = self.leaves.init_masters(params)
         masters = self.leaves.masters(params, copies)
-        return MuonState(self.leaves.to_tree(list(map(self.storage.zeros, masters))), copies)
+        return _MuonState(self.leaves.to_tree(list(map(self.storage.zeros, masters))), copies)
 
     def update(
         self,
         grads: Any,
-        state: MuonState,
+        state: _MuonState,
         params: Any,
         *,
         lr: float | Tensor,
         skip: Bool[Tensor, ""] | None = None,
         donate: bool = True,
-    ) -> tuple[Any, MuonState]:
+    ) -> tuple[Any, _MuonState]:
         leaves = self.leaves
         masters = leaves.masters(params, state.master)
         stored_momenta = tree.leaves(state.momentum)
@@ -150,7 +150,7 @@ class _Muon:
                 new_masters[i] = p.copy_(new_p) if donate else new_p
             params, copies = leaves.with_masters(params, new_masters, donate=donate)
             self.storage.settle(masters[0].device)
-        return params, MuonState(leaves.to_tree(new_momenta), copies)
+        return params, _MuonState(leaves.to_tree(new_momenta), copies)
 
 
 class _Orthogonal:

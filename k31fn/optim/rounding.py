@@ -19,11 +19,11 @@ from k31fn.optim.transform import Transform
 from k31fn.params import ParamSpec
 from k31fn.typing import Bool, Int, Tensor
 
-__all__ = ["RoundedState", "rounded"]
+__all__ = ["rounded"]
 
 
 @tree.dataclass
-class RoundedState:
+class _RoundedState:
     """What :func:`rounded` remembers: updates made (not skipped ones), int64, and the state of the
     optimiser inside.
     """
@@ -59,20 +59,20 @@ def rounded(
             lambda path, p: precision.upcast(p) if path in inner.paths else p, params
         )
 
-    def init(params: Any) -> RoundedState:
+    def init(params: Any) -> _RoundedState:
         device = tree.leaves(params)[0].device
         updates = torch.zeros((), dtype=torch.int64, device=device)
-        return RoundedState(updates, inner.init(widen(params)))
+        return _RoundedState(updates, inner.init(widen(params)))
 
     def update(
         grads: Any,
-        state: RoundedState,
+        state: _RoundedState,
         params: Any,
         *,
         lr: float | Tensor,
         skip: Bool[Tensor, ""] | None = None,
         donate: bool = True,
-    ) -> tuple[Any, RoundedState]:
+    ) -> tuple[Any, _RoundedState]:
         wide, inner_state = inner.update(
             grads, state.inner, widen(params), lr=lr, skip=skip, donate=donate
         )
@@ -99,7 +99,7 @@ def rounded(
         # A skipped step is drawn from the same key again, which changes no bit: what is exactly a
         # bfloat16 number is rounded to itself.
         taken = torch.ones_like(state.updates) if skip is None else (~skip).to(torch.int64)
-        new_state = RoundedState(state.updates + taken, inner_state)
+        new_state = _RoundedState(state.updates + taken, inner_state)
         return tree.map_with_path(narrow, params), new_state
 
     return Transform(init, update, inner.paths)

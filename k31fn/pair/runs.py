@@ -16,7 +16,7 @@ from k31fn import device as devices
 from k31fn.kernels.registry import record_impls, watch_calls
 from k31fn.pair.judge import Probes
 from k31fn.pair.operators import Sample, compare
-from k31fn.pair.sides import Side, precise, rounding
+from k31fn.pair.sides import Side, precise
 from k31fn.testing.memory import live_bytes
 from k31fn.trainer.gradient import make_gradient
 from k31fn.trainer.layout import lay_out
@@ -142,7 +142,7 @@ class Runs:
         self._a, self._b = a, b
         self._exact = precise(a)
         # the coarser dtype of the two: a side computed more narrowly differs by its rounding alone
-        coarsest = max(rounding(a), rounding(b))
+        coarsest = max(_rounding(a), _rounding(b))
         self.probes = Probes(coarsest)
         self.operators = Probes(coarsest)
         self._sample = Sample()
@@ -204,3 +204,8 @@ class Runs:
         for op, named in self._sample.taken(ran[0], ran[1]):
             compare(op, named, self._a, self._b, self._exact, self.operators)
         return _Probe((losses[0], losses[1], losses[2]), self.probes.add(*grads))
+
+
+def _rounding(side: Side) -> float:
+    """The relative rounding error of the side's dtype."""
+    return torch.finfo(getattr(torch, side.recipe.compute)).eps

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from k31fn import model, tree
 from k31fn.config.overrides import fields_of, override
 from k31fn.config.recipe import Recipe
@@ -27,7 +25,6 @@ __all__ = [
     "differing",
     "parse_side",
     "precise",
-    "rounding",
 ]
 
 OWN = frozenset({"model", "optimizer", "micro_batches", "compute", "products", "master", "remat"})
@@ -214,8 +211,3 @@ def precise(side: Side) -> Side:
     # exact products: against FP8 ones the error of a side would be that of its rounding to FP8
     recipe = dataclasses.replace(side.recipe, compute=compute, master="float32", products="exact")
     return Side("exact", recipe, choice.parse("reference"), f"reference in {compute}")
-
-
-def rounding(side: Side) -> float:
-    """The relative rounding error of the side's dtype."""
-    return torch.finfo(getattr(torch, side.recipe.compute)).eps

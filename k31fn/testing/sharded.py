@@ -188,7 +188,13 @@ class _ShardedCase:
                 ranks = stack.enter_context(spawn_ranks(self.mesh.world_size))
             specs = _as_lists(self.in_specs), _as_lists(self.ct_specs)
             answers = ranks.run(
-                run_rank, import_path(self.fn), self.args, specs, self.mesh, self.cts, self.floating
+                _run_rank,
+                import_path(self.fn),
+                self.args,
+                specs,
+                self.mesh,
+                self.cts,
+                self.floating,
             )
         tiles, counts = [], []
         impls: set[tuple[str, str]] = set()
@@ -206,7 +212,7 @@ class _ShardedCase:
         return _Results(whole[:num_outputs], whole[num_outputs:], counts[0], impls, 0.0)
 
 
-def run_rank(
+def _run_rank(
     path: str,
     args: tuple[Any, ...],
     specs: list[Any],

@@ -32,7 +32,7 @@ def shown(tokens: Any) -> str:
     return "".join(NAMES[t] if t in NAMES else chr(t) for t in np.asarray(tokens).tolist())
 
 
-def encode(messages: Any, pictures: Any = ()) -> chat.Conversation:
+def encode(messages: Any, pictures: Any = ()) -> chat._Conversation:
     return chat.encode(messages, pictures, TOKENIZER, "x.jsonl:7")
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("PIL", reason="Pillow (the extra `vision`) is not installed"
 from examples import digits
 from k31fn import config, data, trainer
 from k31fn.data.image_packing import Row
-from k31fn.data.images import patchify
+from k31fn.data.images import _patchify
 from k31fn.data.media import PLACEHOLDER
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ def test_accuracy():
 
 def test_the_picture_of_a_row():
     image = np.arange(28 * 56, dtype=np.uint32).reshape(28, 56).astype(np.uint8)
-    patches = patchify(np.repeat(image[:, :, None], 3, axis=2), 14)
+    patches = _patchify(np.repeat(image[:, :, None], 3, axis=2), 14)
     assert np.array_equal(
         digits.picture(Row([], [], [(1, 2, 2), (1, 2, 4)], [patches[:4], patches])), image
     )

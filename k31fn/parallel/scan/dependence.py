@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,9 @@ from k31fn.autodiff.leaves import differentiable
 from k31fn.autodiff.replay import run_recorded
 from k31fn.autodiff.transforms import taping
 from k31fn.autodiff.weight_grads import current_weight_tape
-from k31fn.parallel.fsdp.placement import Placements
 from k31fn.parallel.scan.plan import Step
 
-__all__ = ["Dependence", "any_true", "is_tracked", "trained_weights"]
+__all__ = ["Dependence", "any_true", "is_tracked"]
 
 
 def is_tracked(x: Any) -> bool:
@@ -28,19 +26,6 @@ def is_tracked(x: Any) -> bool:
     if not isinstance(x, Tensor) or not differentiable(x):
         return False
     return x.requires_grad and torch.is_grad_enabled() if can_keep_graphs() else True
-
-
-def trained_weights(params: Sequence[Any], placements: Sequence[Placements]) -> list[Any]:
-    """Trees of bools, one for each layer: whether a gradient of the weight may be asked for."""
-    trained = tree.map(is_tracked, list(params))
-    if not placements:
-        return trained
-
-    def unless_frozen(tracked: bool, place: Any) -> bool:
-        # A frozen weight may be watched all the same, where a caller differentiates the whole tree.
-        return tracked and not place.frozen
-
-    return tree.map(unless_frozen, trained, list(placements))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from k31fn.autodiff.replay import call_recorded
 from k31fn.autodiff.weight_grads import current_weight_tape
 from k31fn.parallel.fsdp.placement import Placements
 from k31fn.parallel.scan.backward import pull_layers
-from k31fn.parallel.scan.dependence import Dependence, is_tracked, trained_weights
+from k31fn.parallel.scan.dependence import Dependence, is_tracked
 from k31fn.parallel.scan.kept_layers import CarryTrees, KeptLayers, Residuals, offer_rebuild
 from k31fn.parallel.scan.plan import GatheringStep, RematPlan, Step
 from k31fn.parallel.scan.prefetch import weights_in_order
@@ -69,7 +69,7 @@ def scan(
     keeps_objects = can_keep_graphs()
     others = tree.map(is_tracked, (shared, list(per_layer)))
     dependence = Dependence(
-        trained_weights(params, placements), [tree.map(is_tracked, carry)], others
+        _trained_weights(params, placements), [tree.map(is_tracked, carry)], others
     )
 
     def fwd(given: Any, params: Any, carry: Any, shared: Any, per_layer: Any) -> Any:
@@ -120,3 +120,16 @@ def scan(
         lambda x, reached: x if reached else stop_gradient(x), carry, dependence.carries[-1]
     )
     return carry, auxes
+
+
+def _trained_weights(params: Sequence[Any], placements: Sequence[Placements]) -> list[Any]:
+    """Trees of bools, one for each layer: whether a gradient of the weight may be asked for."""
+    trained = tree.map(is_tracked, list(params))
+    if not placements:
+        return trained
+
+    def unless_frozen(tracked: bool, place: Any) -> bool:
+        # A frozen weight may be watched all the same, where a caller differentiates the whole tree.
+        return tracked and not place.frozen
+
+    return tree.map(unless_frozen, trained, list(placements))

@@ -45,7 +45,6 @@ from k31fn.kernels.attn_res.triton.sources import (
     odd_shapes,
     padded,
     pick,
-    power,
     staged,
 )
 from k31fn.kernels.attn_res.triton.weight_gradients import (
@@ -427,10 +426,11 @@ def _held(tile: Tile, n: int, width: int, itemsize: int) -> tuple[int, dict[str,
     The tile is that of the largest token. A thread has the features of the sources, and of four
     rows besides.
     """
-    block = power(width)
-    rows = power(n)
+    block = triton.next_power_of_2(width)
+    rows = triton.next_power_of_2(n)
     # of the largest token's registers: narrower tokens have more programs and fewer warps each
-    share = (power(_HELD) + 4) * _OF_TILE // power((rows + 4) * block)
+    registers = (triton.next_power_of_2(_HELD) + 4) * _OF_TILE
+    share = registers // triton.next_power_of_2((rows + 4) * block)
     per_core = tile.per_core * min(8, share)
     stages = staged(tile.stages, per_core, (rows + 1) * block * itemsize)
     warps = max(1, tile.warps // share)
@@ -446,12 +446,12 @@ def _cut(
     their way, but for so many ``beside``: the forward's last stage, none of the backward's.
     """
     if tile.columns:
-        return tile.per_core, {"N": n, "PADDED": power(n), "BLOCK": tile.columns}
-    block = power(width)
+        return tile.per_core, {"N": n, "PADDED": triton.next_power_of_2(n), "BLOCK": tile.columns}
+    block = triton.next_power_of_2(width)
     per_core = tile.per_core * max(1, min(8, _OF_TILE // block))
     warps = max(1, min(16, tile.warps * block // _OF_TILE))
     stages = staged(tile.stages, per_core, block * itemsize, beside=beside)
-    constants = {"N": n, "PADDED": power(n), "BLOCK": block, "STAGES": stages}
+    constants = {"N": n, "PADDED": triton.next_power_of_2(n), "BLOCK": block, "STAGES": stages}
     return per_core, {**constants, "num_warps": warps}
 
 

@@ -23,7 +23,6 @@ __all__ = [
     "odd_shapes",
     "padded",
     "pick",
-    "power",
     "staged",
 ]
 
@@ -134,11 +133,6 @@ def staged(stages: int, per_core: int, size: int, *, beside: int = 1) -> int:
         beside: stages that need no shared memory.
     """
     return max(1, min(stages, beside + _SHARED // (per_core * size)))
-
-
-def power(n: int) -> int:
-    """The next power of two."""
-    return triton.next_power_of_2(n)
 
 
 def odd_shapes(sources: Sequence[Tensor], weights: Sequence[Tensor]) -> str:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k31fn.kernels.attn_res.triton.sources import build, power
+from k31fn.kernels.attn_res.triton.sources import build
 from k31fn.kernels.launch import Build, Tile, step
 
 __all__ = ["attn_res_d_weights", "build_of_weights", "of_weights"]
@@ -85,7 +85,7 @@ def of_weights(
 
 def _cut(tile: Tile, count: int) -> dict[str, int]:
     # the size of the tile is kept: with fewer parts than rows it is wider
-    rows = min(tile.rows, power(count))
+    rows = min(tile.rows, triton.next_power_of_2(count))
     return {"ROWS": rows, "BLOCK": tile.columns * tile.rows // rows, "num_warps": tile.warps}
 
 
