@@ -78,7 +78,7 @@ def units(path: str | Path, suffixes: Sequence[str]) -> list[Unit]:
     if (root / "state.json").exists() and (root / "dataset_info.json").exists():
         return [Unit("arrow", str(root / name), name) for name in sources.arrow_files(root)]
     parent = root.parent if root.is_file() else root
-    names = [root.name] if root.is_file() else sources.file_names(root, suffixes, sources.is_hidden)
+    names = [root.name] if root.is_file() else sources.file_names(root, suffixes)
     work: list[Unit] = []
     for name in names:
         if Path(name).suffix in (".jsonl", ".parquet"):

@@ -26,7 +26,6 @@ __all__ = [
     "Document",
     "arrow_files",
     "file_names",
-    "is_hidden",
     "pyarrow",
     "read",
     "stdlib",
@@ -85,13 +84,8 @@ def read(path: str | Path, *, suffixes: Sequence[str], field: str) -> Iterator[D
     elif (root / "state.json").exists() and (root / "dataset_info.json").exists():
         yield from _saved_dataset(root, field)
     else:
-        for name in file_names(root, suffixes, is_hidden):
+        for name in file_names(root, suffixes):
             yield from _file(root / name, name, suffixes, field, alone=False)
-
-
-def is_hidden(name: str) -> bool:
-    """Whether a file, or a folder that it is in, has a name that begins with a dot."""
-    return any(part.startswith(".") for part in PurePosixPath(name).parts)
 
 
 def stdlib() -> Iterator[Document]:
@@ -122,7 +116,14 @@ def _not_in_stdlib_corpus(name: str) -> bool:
     return name in _TABLES or parts[0] in _TABLES
 
 
-def file_names(root: Path, suffixes: Sequence[str], leave_out: Callable[[str], bool]) -> list[str]:
+def _is_hidden(name: str) -> bool:
+    """Whether a file, or a folder that it is in, has a name that begins with a dot."""
+    return any(part.startswith(".") for part in PurePosixPath(name).parts)
+
+
+def file_names(
+    root: Path, suffixes: Sequence[str], leave_out: Callable[[str], bool] = _is_hidden
+) -> list[str]:
     """Relative names of the files with one of these suffixes, sorted; links to folders are not
     followed.
     """

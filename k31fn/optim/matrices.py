@@ -14,7 +14,7 @@ from k31fn.parallel.axis import Axis, num_ranks
 from k31fn.parallel.fsdp.placement import Placement
 from k31fn.typing import Float, Tensor
 
-__all__ = ["Matrices", "MatrixBlock", "axes_of"]
+__all__ = ["Matrices", "MatrixBlock"]
 
 
 class MatrixBlock(NamedTuple):
@@ -155,17 +155,6 @@ class Matrices:
     ) -> Float[Tensor, "batch rows columns"]:
         """Undoes :meth:`split_heads` of a tensor whose first dimension was ``batch``."""
         return rearrange(y, "(batch head) rows one -> batch rows (head one)", batch=batch)
-
-
-def axes_of(places: Sequence[Placement]) -> tuple[Axis, ...]:
-    """The axes along which ranks hold other parts, or the same part, of one of these leaves.
-
-    In the order of the mesh.
-    """
-    axes: set[Axis] = set()
-    for place in places:
-        axes.update(place.axes, place.vary)
-    return tuple(sorted(axes, key=lambda a: a.host.names.index(a.name) if a.host else 0))
 
 
 def _split_column_axes(

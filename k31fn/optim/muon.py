@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from k31fn import precision, tree
-from k31fn.optim.matrices import Matrices, axes_of
+from k31fn.optim.matrices import Matrices
 from k31fn.optim.matrix_owners import MatrixOwners
 from k31fn.optim.matrix_work import on_every_rank, on_owners
 from k31fn.optim.storage import Storage
 from k31fn.optim.transform import Leaves, Transform
-from k31fn.parallel.fsdp.placement import Placements
+from k31fn.parallel.axis import Axis
+from k31fn.parallel.fsdp.placement import Placement, Placements
 from k31fn.params import ParamSpec
 from k31fn.typing import Bool, Float, Tensor
 
@@ -169,7 +170,7 @@ class _Orthogonal:
     ) -> None:
         self._heads = heads
         self._places = places
-        self._axes = axes_of([place for place in places if place is not None])
+        self._axes = _axes_of([place for place in places if place is not None])
         self._work = functools.partial(orthogonalize, steps=steps, dtype=dtype)
         self._owners: MatrixOwners | None = None
 
@@ -266,3 +267,14 @@ def _head_dim(path: str, spec: ParamSpec) -> int:
             f"{spec.shape[-1]}"
         )
     return spec.head_dim
+
+
+def _axes_of(places: Sequence[Placement]) -> tuple[Axis, ...]:
+    """The axes along which ranks hold other parts, or the same part, of one of these leaves.
+
+    In the order of the mesh.
+    """
+    axes: set[Axis] = set()
+    for place in places:
+        axes.update(place.axes, place.vary)
+    return tuple(sorted(axes, key=lambda a: a.host.names.index(a.name) if a.host else 0))
