@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from k31fn import config, model, tree
+from k31fn.config import mesh_checks
 from k31fn.config.mesh_checks import check_mesh, check_split, split_share
 from k31fn.parallel import Mesh
 from tests import small
@@ -146,6 +147,22 @@ def test_a_recipe_is_checked():
         ValueError, match=r"pipeline\.num_chunks=1: schedule 'interleaved' has 2 or more stages"
     ):
         config.Pipeline("interleaved")
+
+
+def test_a_weight_that_tp_cannot_divide_is_named():
+    """A registered kind may declare one, of which the sizes of its config say nothing."""
+    specs = model.specs(MODEL)
+    wide = dataclasses.replace(tree.leaves(specs)[0], shape=(16, 15), axes=("hidden", "heads"))
+    weights = {"layers.0.mixer.w_x": (wide, 1)}
+    with pytest.raises(ValueError, match=r"^layers\.0\.mixer\.w_x: P\(None, 'tp'\): tp = 2 ranks"):
+        mesh_checks._share(Mesh(tp=2), weights)
+    unknown = dataclasses.replace(wide, axes=("hidden", "colour"))
+    with pytest.raises(ValueError, match=r"w_x: logical axis 'colour' unknown .*, conv$"):
+        mesh_checks._share(Mesh(tp=2), {"layers.0.mixer.w_x": (unknown, 1)})
+    # the path of the first weight of each declaration, each weight counted once
+    distinct = mesh_checks._distinct_weights(MODEL)
+    assert set(distinct) <= set(tree.paths(specs))
+    assert sum(count for _, count in distinct.values()) == len(tree.leaves(specs))
 
 
 def test_it_is_plain_data():

@@ -109,9 +109,8 @@ def check_split(mesh: Mesh, cfg: model.Config) -> None:
         ValueError: names the ranks, the share that they split, and the nearest values that split
             half or more.
     """
-    # layers of one kind have equal declarations: a hundred layers cost as much as one of each
-    specs = Counter(tree.leaves(model.specs(cfg)))
-    share = _share(mesh, specs)
+    weights = _distinct_weights(cfg)
+    share = _share(mesh, weights)
     if share >= _LEAST_SHARE:
         return
     fitting = []
@@ -120,7 +119,7 @@ def check_split(mesh: Mesh, cfg: model.Config) -> None:
             other = dataclasses.replace(mesh, fsdp=n)
         except ValueError:
             continue  # mesh.ep, which lies inside of fsdp and the others, does not fit it
-        if _share(other, specs) >= _LEAST_SHARE:
+        if _share(other, weights) >= _LEAST_SHARE:
             fitting.append(n)
     ranks = f"mesh.fsdp={mesh.fsdp}"
     if mesh.cp > 1:
@@ -136,18 +135,35 @@ def split_share(mesh: Mesh, cfg: model.Config) -> float:
     """The share of the parameters of which each rank of ``fsdp`` holds a part of its own; 1 without
     ``fsdp``.
     """
-    return _share(mesh, Counter(tree.leaves(model.specs(cfg))))
+    return _share(mesh, _distinct_weights(cfg))
 
 
-def _share(mesh: Mesh, specs: Mapping[ParamSpec, int]) -> float:
-    """Of so many weights of each declaration: layers of one kind have the same, and are many."""
+def _distinct_weights(cfg: model.Config) -> dict[str, tuple[ParamSpec, int]]:
+    """Each declaration of the model's weights, by the path of the first that has it, and how many
+    have it.
+    """
+    # layers of one kind have equal declarations: a hundred layers cost as much as one of each
+    specs = model.specs(cfg)
+    leaves = tree.leaves(specs)
+    counts = Counter(leaves)
+    weights: dict[str, tuple[ParamSpec, int]] = {}
+    # popped: a declaration that comes again has been counted under its first path
+    for path, spec in zip(tree.paths(specs), leaves, strict=True):
+        if spec in counts:
+            weights[path] = (spec, counts.pop(spec))
+    return weights
+
+
+def _share(mesh: Mesh, weights: Mapping[str, tuple[ParamSpec, int]]) -> float:
     axes = mesh.axes()
     wanted = {axis.name for axis in axes.fsdp}
     split = total = 0
-    for spec, p in zip(specs, partition(list(specs), AxisRules(), mesh), strict=True):
-        dims = resolve(p, axes, len(spec.shape))
+    # by path, which is how an error of partition names a weight
+    partitions = partition({path: spec for path, (spec, _) in weights.items()}, AxisRules(), mesh)
+    for path, (spec, count) in weights.items():
+        dims = resolve(partitions[path], axes, len(spec.shape))
         names = {axis.name for axis in itertools.chain.from_iterable(dims)}
-        size = specs[spec] * spec.numel
+        size = count * spec.numel
         total += size
         # over all of fsdp's axes: split over a part of them, ranks of the rest hold the same
         if wanted <= names:

@@ -214,7 +214,8 @@ def _leaf_partition(path: str, spec: _PartitionedSpec, rules: AxisRules, mesh: M
     for name in spec.axes:
         if name not in views:
             raise ValueError(
-                f"{path}: logical axis {name!r} unknown to AxisRules; known: {', '.join(views)}"
+                f"{path}: logical axis {name!r} unknown to AxisRules; known: "
+                f"{', '.join(filter(None, views))}"  # '' is a dimension without a name
             )
         dims.append(views[name])
     try:
