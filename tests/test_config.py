@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -218,6 +219,19 @@ class TestLoad:
             config.load(file)
 
 
+def before_layers_had_names(recipe):
+    """The data of a recipe of configs/tiny.py as runs wrote it then."""
+    data = json.loads(json.dumps(config.to_dict(recipe)))
+    slots = data["model"].pop("sublayers")
+    for name in ("kda", "dense", "moe"):
+        del slots[name]["kind"]
+    num_mtp = 1 if data["model"].pop("mtp") else 0
+    del data["model"]["layers"]
+    counts = {"num_layers": 4, "num_dense_layers": 1, "num_mtp_layers": num_mtp}
+    data["model"] |= {**slots, **counts, "full_attention_layers": [3]}
+    return data
+
+
 class TestKinds:
     """Layers in a ``config.json``, by the names of their registered kinds."""
 
@@ -226,15 +240,37 @@ class TestKinds:
         recipe = config.load_recipe(CONFIGS / "tiny.py")
         cfg = small.replace(recipe.model, num_mtp_layers=1)
         recipe = dataclasses.replace(recipe, model=cfg)
-        data = json.loads(json.dumps(config.to_dict(recipe)))
-        slots = data["model"].pop("sublayers")
-        for name in ("kda", "dense", "moe"):
-            del slots[name]["kind"]
-        del data["model"]["layers"], data["model"]["mtp"]
-        counts = {"num_layers": 4, "num_dense_layers": 1, "num_mtp_layers": 1}
-        data["model"] |= {**slots, **counts, "full_attention_layers": [3]}
-        (tmp_path / "config.json").write_text(json.dumps(data))
+        (tmp_path / "config.json").write_text(json.dumps(before_layers_had_names(recipe)))
         assert config.load_recipe(tmp_path / "config.json") == recipe
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("full_attention_layers", 3),
+            ("full_attention_layers", None),
+            ("full_attention_layers", [3, 9]),
+            ("full_attention_layers", ["3"]),
+            ("num_layers", "4"),
+            ("num_dense_layers", None),
+            ("num_mtp_layers", True),
+            ("kda", 3),
+        ],
+    )
+    def test_a_wrong_value_of_such_a_run_is_named(self, tmp_path, name, value):
+        data = before_layers_had_names(config.load_recipe(CONFIGS / "tiny.py"))
+        data["model"][name] = value
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=re.escape(f"model.{name}={value!r} must be")) as error:
+            config.load_recipe(file)
+        assert "\n" not in str(error.value)
+
+    def test_such_a_run_without_its_number_of_layers_is_refused(self, tmp_path):
+        data = before_layers_had_names(config.load_recipe(CONFIGS / "tiny.py"))
+        del data["model"]["num_layers"]
+        (tmp_path / "config.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=r"model\.num_layers is missing"):
+            config.load_recipe(tmp_path / "config.json")
 
     def test_an_unknown_kind_is_refused_by_name(self):
         data = config.to_dict(config.load(CONFIGS / "tiny.py"))
