@@ -647,7 +647,7 @@ def test_a_dense_model_reports_no_layers():
         ({"layers": (("kda", "full_attention"),)}, "'full_attention' is no channel mixer"),
         ({"mtp": ("kda",)}, r"mtp=\('kda',\)"),
         ({"vocab_size": 0}, "vocab_size=0"),
-        ({"num_layers": 0}, "num_layers=0"),
+        ({"num_layers": 0}, r"layers=\(\) must name at least one layer"),
     ],
 )
 def test_bad_config(change, words):

@@ -61,12 +61,17 @@ class Config:
     projector: projector.Config | tuple[()] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers"):
+        for name in ("vocab_size", "hidden_size"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"model.Config.{name}={getattr(self, name)} must be positive; set it to 1 or "
                     "more"
                 )
+        if not self.layers:
+            raise ValueError(
+                "model.Config.layers=() must name at least one layer; set it to pairs of names of "
+                "sublayers"
+            )
         self._check_sublayers()
         self._check_layers()
         # The table's error does not know which field it is about.
