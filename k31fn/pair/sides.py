@@ -5,6 +5,7 @@ computed by.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,8 +86,8 @@ def parse_side(name: str, words: Sequence[str], recipe: Recipe) -> Side:
 
     Raises:
         ValueError: a word of another form, a field given twice, an unknown implementation, or a
-            value that the recipe refuses. An unknown field prints the nearest names and exits with
-            status 2, as it does for ``train.py``.
+            value that the recipe refuses, or an unknown field. One inside of a part of the recipe
+            prints the nearest names and exits with status 2, as it does for ``train.py``.
     """
     assigned: dict[str, str] = {}
     for word in words:
@@ -109,7 +110,9 @@ def parse_side(name: str, words: Sequence[str], recipe: Recipe) -> Side:
     for field, value in assigned.items():
         arguments += _arguments(name, recipe, field, value)
     text = " ".join(words) or "as the config says"
-    return Side(name, override(recipe, arguments, prog=f"--{name}"), kernels, text)
+    # the parser's own errors send the reader to the help of this command
+    changed = override(recipe, arguments, prog="python -m k31fn.pair CONFIG")
+    return Side(name, changed, kernels, text)
 
 
 def _arguments(name: str, recipe: Recipe, field: str, value: str) -> list[str]:
@@ -117,7 +120,15 @@ def _arguments(name: str, recipe: Recipe, field: str, value: str) -> list[str]:
     # the field's present value says whether it is such a switch; an unknown one is left to the
     # command line's parser, which names the nearest
     present: Any = recipe
-    for part in field.replace("-", "_").split("."):
+    path = field.replace("-", "_").split(".")
+    known = ["kernels", *fields_of(recipe)]
+    # the parser does not know kernels=, which is meant where it is spelled wrong
+    if path[0] not in known:
+        nearest = ", ".join(difflib.get_close_matches(path[0], known, n=3, cutoff=0.5) or known)
+        raise ValueError(
+            f"--{name} {field}={value!r}: {path[0]} is no field of the recipe; nearest: {nearest}"
+        )
+    for part in path:
         present = fields_of(present).get(part)
     if not isinstance(present, bool):
         return [f"--{field}", value]

@@ -277,3 +277,14 @@ def test_a_wrong_side_is_refused(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not (tmp_path / "pairs").exists()
+
+
+def test_an_unknown_field_is_named_with_the_nearest():
+    with pytest.raises(ValueError, match=r"^--a kernel='reference': kernel is no .*: kernels"):
+        parse_side("a", ["kernel=reference"], runs.recipe("text"))
+
+
+def test_an_unknown_field_of_a_part_leads_to_a_help_that_exists(capsys):
+    with pytest.raises(SystemExit):
+        parse_side("a", ["optimizer.lr=1"], runs.recipe("text"))
+    assert "python -m k31fn.pair CONFIG --help" in capsys.readouterr().err
