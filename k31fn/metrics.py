@@ -30,17 +30,28 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["append", "read", "rewind", "step_line"]
+__all__ = ["append", "oldest_first", "read", "rewind", "step_line"]
 
 # JSON has no such numbers; as text every reader takes the line, and a diverged loss stays visible.
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _AS_NUMBER = {text: float(text) for text in _NOT_FINITE.values()}
 
 _COLUMNS = (("loss", "train/loss"), ("kl", "train/indexer_kl"), ("grad", "grad_norm"), ("lr", "lr"))
+
+
+def oldest_first(runs: Iterable[Path]) -> list[Path]:
+    """Run folders, which are named after the time that they began, in that order."""
+
+    def numbers(run: Path) -> list[int]:
+        return [int(n) for n in re.findall(r"\d+", run.name)]
+
+    # by numbers, not as text, in which 10 comes before 9; not by time stamps, which copying changes
+    return sorted(runs, key=numbers)
 
 
 def append(path: str | Path, record: Mapping[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """Loss curves: ``python -m k31fn.plot RUN [RUN...] [--out FILE]`` compares runs in one picture.
 
-A run is a folder with a ``metrics.jsonl``. Above, training loss (smoothed, the raw values faint
-behind it) and held-out loss (dots, dashed); below, where recorded, the indexer's KL, the experts'
-load, the gradient's norm, tokens per second and MFU. Of a run alone also the load of each layer and
-the norm of each part. Dotted lines are borders of phases. The command prints the numbers in a
-table.
+A run is a folder with a ``metrics.jsonl``; of a folder of runs the newest is shown. Above, training
+loss (smoothed, the raw values faint behind it) and held-out loss (dots, dashed); below, where
+recorded, the indexer's KL, the experts' load, the gradient's norm, tokens per second and MFU. Of a
+run alone also the load of each layer and the norm of each part. Dotted lines are borders of phases.
+The command prints the numbers in a table.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from k31fn import metrics
 
 __all__ = ["main", "save_loss_plot"]
 
+_RECORDS = "metrics.jsonl"
 _GRID = {"color": "#d0d0d0", "linewidth": 0.6}
 _PANELS = (
     ("indexer KL, nats", "train/indexer_kl"),
@@ -94,14 +95,11 @@ def _compare(runs: Sequence[str | Path], out: str | Path) -> Path:
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
+    path = run / _RECORDS
     if not path.is_file():
-        # the folder of all runs of a name is given easily, and its newest run is most likely meant
-        near = sorted(str(p.parent) for p in run.glob("*/metrics.jsonl"))[-3:]
-        hint = "give the folder of a run, such as runs/NAME/TIME"
-        if near:
-            hint = f"runs below it: {', '.join(near)}"
-        raise ValueError(f"{str(run)!r} has no metrics.jsonl; {hint}")
+        raise ValueError(
+            f"{str(run)!r} has no metrics.jsonl; give the folder of a run, such as runs/NAME/TIME"
+        )
     records = metrics.read(path)
     if not any("train/loss" in r or "heldout/loss" in r for r in records):
         raise ValueError(
@@ -109,6 +107,12 @@ def _records(run: Path) -> list[dict[str, Any]]:
             "step yet"
         )
     return records
+
+
+def _newest(path: Path) -> Path:
+    """``path`` itself, or if it is a folder of runs, the newest of them."""
+    runs = [] if (path / _RECORDS).is_file() else [p.parent for p in path.glob(f"*/{_RECORDS}")]
+    return metrics.oldest_first(runs)[-1] if runs else path
 
 
 def _names(runs: Sequence[str | Path]) -> dict[str, Path]:
@@ -351,15 +355,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="folder of a run, such as runs/tiny/2026-01-31-120000",
+        help="folder of a run, such as runs/tiny/20260131-120000, or a folder of runs such as "
+        "runs/tiny: the newest of them",
     )
     parser.add_argument(
         "--out", default="loss.png", metavar="FILE", help="the picture (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
     try:
-        picture = _compare(options.runs, options.out)
-        print("\n".join([*_table(options.runs), str(picture)]))
+        runs = [_newest(Path(run)) for run in options.runs]
+        picture = _compare(runs, options.out)
+        print("\n".join([*_table(runs), str(picture)]))
     except (ValueError, ImportError, OSError) as error:
         print(f"k31fn.plot: {error}", file=sys.stderr)
         return 2

@@ -99,6 +99,15 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "<svg" in made.read_text()
 
 
+def test_of_a_folder_of_runs_the_newest_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("20260101-120000-9", "20260101-120000-10", "20250101-120000"):
+        make_run(tmp_path / "tiny" / name, [3.0, 2.0])
+    assert plot.main([str(tmp_path / "tiny"), "--out", str(tmp_path / "x.svg")]) == 0
+    assert "20260101-120000-10" in capsys.readouterr().out
+
+
 def test_the_table_has_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     losses = list(np.linspace(5.0, 1.0, 41))
     rates = {"tokens_per_second": 1500.0, "mfu": 0.1234, "skipped": 1, "grad_norm": 0.5}
@@ -162,7 +171,7 @@ def test_mistakes_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixtur
     (empty / "metrics.jsonl").touch()
     cases = {
         (str(tmp_path / "absent"),): "has no metrics.jsonl; give the folder of a run",
-        (str(run.parent),): f"has no metrics.jsonl; runs below it: {run}",
+        (str(run), str(run.parent)): "a run is given twice",
         (str(empty),): "has no loss in its 0 records",
         (str(run), str(run)): "a run is given twice",
         (str(run), "--out", str(tmp_path / "x.xyz")): "must end in one of",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+from k31fn import metrics
 from k31fn.config.codec import to_dict
 from k31fn.config.files import load_recipe
 from k31fn.config.recipe import Recipe
@@ -177,13 +177,7 @@ def write(file: Path, text: str) -> None:
 
 def _runs(folder: Path) -> list[Path]:
     """The run folders in a folder, oldest first."""
-    runs = [p.parent for p in folder.glob(f"*/{CONFIG}")]
-
-    def numbers(run: Path) -> list[int]:
-        return [int(n) for n in re.findall(r"\d+", run.name)]
-
-    # by numbers, not as text, in which 10 comes before 9; not by time stamps, which copying changes
-    return sorted(runs, key=numbers)
+    return metrics.oldest_first(p.parent for p in folder.glob(f"*/{CONFIG}"))
 
 
 def _differences(at: str, written: Any, given: Any) -> list[str]:
