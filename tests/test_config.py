@@ -280,7 +280,21 @@ class TestKinds:
         ):
             config.from_dict(model.Config, data)
         data["sublayers"]["kda"]["kind"] = "attn_res"
-        with pytest.raises(ValueError, match=r"sublayers\.kda\.kind='attn_res' is no registered"):
+        with pytest.raises(
+            ValueError,
+            match=r"kind='attn_res' is a residual scheme, not a token mixer or a channel mixer",
+        ):
+            config.from_dict(model.Config, data)
+        data["sublayers"]["kda"]["kind"] = "latent_mo"
+        with pytest.raises(ValueError, match=r"is no registered kind; nearest: latent_moe; "):
+            config.from_dict(model.Config, data)
+        data["sublayers"]["kda"]["kind"] = ["kda"]
+        with pytest.raises(
+            ValueError, match=r"kda\.kind=\['kda'\] \(list\) must be a name, one of"
+        ):
+            config.from_dict(model.Config, data)
+        del data["sublayers"]["kda"]["kind"]
+        with pytest.raises(ValueError, match=r"kda\.kind is missing; set it to one of kda, mla"):
             config.from_dict(model.Config, data)
 
     def test_a_config_of_another_class_is_not_written(self):

@@ -120,8 +120,11 @@ def _encode(kind: Any, value: Any, at: str) -> Any:
     if isinstance(value, torch.dtype):
         # by name, which a reader knows and no version of torch changes
         return str(value).removeprefix("torch.")
-    # not a user's mistake: a config class declares what it may hold
-    assert isinstance(value, _PLAIN), f"a config field cannot be a {type(value).__name__}"
+    if not isinstance(value, _PLAIN):
+        raise ValueError(
+            f"{at}={value!r} cannot be a {type(value).__name__}, which config.json does not give "
+            "back; use a number, a string, a bool, a dtype, a tuple or a frozen dataclass"
+        )
     return value
 
 
@@ -214,15 +217,24 @@ def _decode_layer(value: Any, at: str, *roles: type[Kind]) -> Any:
     """A layer's config by the registered name of its kind."""
     if not isinstance(value, dict):
         raise _wrong(at, value, "the fields of a layer's config with its kind")
-    name: Any = value.get(_KIND)
+    known = list(itertools.chain.from_iterable(kinds.names(role) for role in roles))
+    at_kind = _join(at, _KIND)
+    if _KIND not in value:
+        raise ValueError(f"{at_kind} is missing; set it to one of {', '.join(known)}")
+    name: Any = value[_KIND]
+    if not isinstance(name, str):
+        raise _wrong(at_kind, name, f"a name, one of {', '.join(known)}")
     kind = kinds.names(Kind).get(name)
-    if not isinstance(kind, roles):
-        known = ", ".join(itertools.chain.from_iterable(kinds.names(role) for role in roles))
+    if kind is None:
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"; nearest: {nearest[0]}" if nearest else ""
         raise ValueError(
-            f"{_join(at, _KIND)}={name!r} is no registered kind; registered here are {known}. A "
-            "config.json runs no code: go on from the recipe that registers the kind, with "
-            "train.py RECIPE.py --resume auto, or sample with --recipe RECIPE.py"
+            f"{at_kind}={name!r} is no registered kind{hint}; registered here are "
+            f"{', '.join(known)}. A config.json runs no code: go on from the recipe that registers "
+            "the kind, with train.py RECIPE.py --resume auto, or sample with --recipe RECIPE.py"
         )
+    if not isinstance(kind, roles):
+        raise ValueError(f"{at_kind}={name!r} {kinds.wrong_role(kind, *roles)}")
     return _decode_dataclass(kind.config, _without_tag(value), at)
 
 
@@ -232,7 +244,8 @@ def _decode_union(kind: Any, value: Any, at: str) -> Any:
     members = get_args(kind)
     if tagged and isinstance(value, dict):
         tag = value.get(_KIND)
-        if tag not in tagged:
+        # a list cannot be looked up: it has no hash
+        if not isinstance(tag, str) or tag not in tagged:
             raise ValueError(f"{_join(at, _KIND)}={tag!r} must be one of {sorted(tagged)}")
         return _decode_dataclass(tagged[tag], _without_tag(value), at)
     # first by type, so that an error inside a part names the field in it

@@ -26,7 +26,7 @@ from torch import Tensor
 from k31fn import tree
 from k31fn.autodiff.keep import keep
 from k31fn.layers import kinds, norm
-from k31fn.layers.kind import Aux, Output
+from k31fn.layers.kind import Aux, Kind, Output
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
 from k31fn.segments import Segments
@@ -208,8 +208,9 @@ def without_branches(params: Params[Any]) -> Params[Any]:
 
 def _mixer(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any) -> Output:
     """The token mixer after its norm; ``packing``: segments or ``()``."""
+    kind = kinds.token_mixer_of(cfg.mixer)
     segments = None if isinstance(packing, tuple) else packing
-    return kinds.token_mixer_of(cfg.mixer).apply(weights, x, cfg.mixer, segments=segments, sh=sh)
+    return _checked(kind, x, kind.apply(weights, x, cfg.mixer, segments=segments, sh=sh))
 
 
 def _ffn(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any, bias: Any) -> Output:
@@ -218,7 +219,37 @@ def _ffn(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any, bias:
     segments = None if isinstance(packing, tuple) else packing
     # Only a router takes the balance bias: a kind without experts need not know of it.
     balance = {} if kind.experts is None else {"bias": bias}
-    return kind.apply(weights, x, cfg.ffn, segments=segments, sh=sh, **balance)
+    return _checked(kind, x, kind.apply(weights, x, cfg.ffn, segments=segments, sh=sh, **balance))
+
+
+def _checked(kind: Kind, x: Tensor, out: Any) -> Output:
+    """What a sublayer returned, if the residual scheme and the reports can take it.
+
+    Raises:
+        ValueError: it is no :class:`Output`, or ``y`` has another shape than ``x``.
+    """
+    # Here the kind is still known. A plain tensor would be unpacked along its batch further on.
+    if not isinstance(out, Output):
+        raise ValueError(
+            f"kind {kind.name!r}: apply returned a {type(out).__name__}, which must be an Output; "
+            "return Output(y, aux) of k31fn.layers.kind"
+        )
+    if not isinstance(out.aux, Aux):
+        raise ValueError(
+            f"kind {kind.name!r}: apply returned Output.aux={out.aux!r}, which must be an Aux; "
+            "leave it out where nothing is reported"
+        )
+    if not isinstance(out.y, Tensor):
+        raise ValueError(
+            f"kind {kind.name!r}: apply returned Output.y of type {type(out.y).__name__}, which "
+            f"must be a tensor; return one of the shape {list(x.shape)} of x"
+        )
+    if out.y.shape != x.shape:
+        raise ValueError(
+            f"kind {kind.name!r}: apply returned Output.y of shape {list(out.y.shape)}, which must "
+            f"be the shape {list(x.shape)} of x [B T D]; project and scatter it back"
+        )
+    return out
 
 
 def _either(a: Aux, b: Aux) -> Aux:

@@ -102,7 +102,7 @@ class Kind:
         specs: declares the parameters.
         label: in tables and plots; if empty, the name.
         parts: what its parameters are counted as, by patterns of their paths, the first that fits;
-            if empty, its title.
+            where none does, its title.
     """
 
     name: str

@@ -9,12 +9,12 @@ library is resumed through the recipe that registers it (``train.py RECIPE.py --
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from k31fn.layers import attn_res, dsa, kda, latent_moe, mhc, mla, mlp, plain_residual
 from k31fn.layers.kind import ChannelMixer, Kind, ResidualScheme, Sublayer, TokenMixer
+from k31fn.layers.kind_checks import check_kind
 
 __all__ = [
     "added",
@@ -25,6 +25,7 @@ __all__ = [
     "residual_of",
     "sublayer_of",
     "token_mixer_of",
+    "wrong_role",
 ]
 
 _K = TypeVar("_K", bound=Kind)
@@ -42,9 +43,9 @@ _LIBRARY: tuple[Kind, ...] = (
 _BY_NAME: dict[str, Kind] = {kind.name: kind for kind in _LIBRARY}
 _BY_CONFIG: dict[type, Kind] = {kind.config: kind for kind in _LIBRARY}
 _ROLES: dict[type[Kind], str] = {
-    Sublayer: "sublayer",
     TokenMixer: "token mixer",
     ChannelMixer: "channel mixer",
+    Sublayer: "sublayer",
     ResidualScheme: "residual scheme",
 }
 
@@ -56,25 +57,41 @@ def register(kind: Kind) -> None:
     class of the same module takes its own place, and configs of its earlier self keep theirs.
 
     Raises:
-        ValueError: a name that is another kind's or no identifier, a config that is no frozen
-            dataclass, or one that has a field named ``kind``.
+        ValueError: a name, config class or label that is another kind's, a kind of the library, or
+            what :func:`~k31fn.layers.kind_checks.check_kind` refuses.
     """
-    if not kind.name.isidentifier():
-        raise ValueError(f"kind name={kind.name!r} must be an identifier, such as sliding_window")
+    check_kind(kind)
     at = f"kind {kind.name!r}"
-    params = getattr(kind.config, "__dataclass_params__", None)
-    if params is None or not params.frozen:
-        raise ValueError(f"{at}: config {kind.config.__qualname__} must be a frozen dataclass")
-    if "kind" in {f.name for f in dataclasses.fields(kind.config)}:
-        raise ValueError(f"{at}: a config cannot have a field named kind; config.json uses it")
     other = _BY_NAME.get(kind.name)
     if other is not None and _origin(other) != _origin(kind):
         raise ValueError(
             f"{at} of {'.'.join(_origin(kind))} is registered by {'.'.join(_origin(other))}; give "
             "it another name"
         )
+    if other in _LIBRARY:
+        raise ValueError(
+            f"{at} is the library's, which no recipe may change; give yours another name and a "
+            "Config of its own"
+        )
+    of_config = _BY_CONFIG.get(kind.config)
+    if of_config is not None and of_config.name != kind.name:
+        raise ValueError(
+            f"{at}: config {'.'.join(_origin(kind))} is that of kind {of_config.name!r}, and one "
+            "class has one kind; write a Config of its own"
+        )
+    for known in _BY_NAME.values():
+        if known.name != kind.name and _metric_name(known) == _metric_name(kind):
+            raise ValueError(
+                f"{at}: label={kind.title!r} is that of kind {known.name!r} in tables and metrics; "
+                "give it another label"
+            )
     _BY_NAME[kind.name] = kind
     _BY_CONFIG[kind.config] = kind
+
+
+def _metric_name(kind: Kind) -> str:
+    # Titles that differ in case or a space alone would be one curve.
+    return kind.title.lower().replace(" ", "_")
 
 
 def _origin(kind: Kind) -> tuple[str, str]:
@@ -130,8 +147,14 @@ def residual_of(config: Any) -> ResidualScheme:
 def _of(config: Any, role: type[_K]) -> _K:
     kind = kind_of(config)
     if not isinstance(kind, role):
-        known = ", ".join(names(role))
-        raise ValueError(
-            f"{kind.name} is a {_ROLES[type(kind)]}, not a {_ROLES[role]}; use one of {known}"
-        )
+        raise ValueError(f"{kind.name} {wrong_role(kind, role)}")
     return kind
+
+
+def wrong_role(kind: Kind, *roles: type[Kind]) -> str:
+    """What to say of a kind that stands where one of the roles is needed."""
+    # By isinstance: a kind may be of a subclass, and the first role that fits is the narrowest.
+    stated = next(text for role, text in _ROLES.items() if isinstance(kind, role))
+    wanted = " or a ".join(_ROLES[role] for role in roles)
+    known = ", ".join(name for name, other in _BY_NAME.items() if isinstance(other, roles))
+    return f"is a {stated}, not a {wanted}; use one of {known}"

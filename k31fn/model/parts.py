@@ -21,6 +21,7 @@ _ENDS = (
     ("vision tower", r"vision\..*"),
     ("projector", r"projector\..*"),
 )
+_ANY = ".*"
 _MIX = re.compile(r"layers\.\d+\.(attn|ffn)_mix\..*|final_mix\..*")
 _SUBLAYER = re.compile(r"layers\.(\d+)\.(attn|ffn)\.(.*)")
 
@@ -29,8 +30,10 @@ def parts(cfg: Config) -> tuple[str, ...]:
     """The parts that parameters of this model can belong to, in the order of its tables."""
     names = ["embedding"]
     for config in cfg.sublayers.values():
-        for _, name in _patterns(kinds.kind_of(config)):
+        for pattern, name in _patterns(kinds.kind_of(config)):
             names.append(name)
+            if pattern == _ANY:
+                break  # no path gets past it
     names.append(kinds.kind_of(cfg.residual).title)
     names.extend(dict(_ENDS))
     return tuple(dict.fromkeys(names))  # two sublayers of one kind are one part
@@ -63,12 +66,12 @@ def find_part(cfg: Config) -> Callable[[str], str]:
 
 def _part_inside(config: Any, path: str) -> str:
     """The part of a sublayer's parameter, by its path inside of the sublayer."""
-    kind = kinds.kind_of(config)
-    for pattern, name in _patterns(kind):
+    for pattern, name in _patterns(kinds.kind_of(config)):
         if re.fullmatch(pattern, path):
             return name
-    return kind.title
+    raise AssertionError("the last pattern fits every path")
 
 
 def _patterns(kind: Kind) -> tuple[tuple[str, str], ...]:
-    return kind.parts or ((".*", kind.title),)
+    """The kind's own patterns, then its title for what none of them fits."""
+    return (*kind.parts, (_ANY, kind.title))

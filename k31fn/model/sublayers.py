@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from k31fn.layers import kinds
+from k31fn.layers.kind_checks import check_config
 
 __all__ = ["Sublayers"]
 
@@ -18,16 +19,22 @@ class Sublayers(Mapping[str, Any]):
     Two names may have the same kind, with other sizes.
 
     Raises:
-        ValueError: a config of no registered kind, or of a residual scheme; names it.
+        ValueError: a name that is no identifier, a config of no registered kind or of a residual
+            scheme, or one whose kind declares or reports what is none; names it.
     """
 
     __slots__ = ("_configs",)
 
     def __init__(self, **configs: Any) -> None:
         for name, config in configs.items():
+            if not name.isidentifier():
+                raise ValueError(
+                    f"model.Config.sublayers[{name!r}]: a name must be an identifier, since the "
+                    f"command line sets --model.{name}.FIELD; use letters, digits and _"
+                )
             # Here and not where a layer is built: the name of the part is still known.
             try:
-                kinds.sublayer_of(config)
+                check_config(kinds.sublayer_of(config), config)
             except ValueError as error:
                 raise ValueError(f"model.Config.sublayers[{name!r}]: {error}") from error
         self._configs = configs

@@ -42,11 +42,12 @@ def new(root: Path, recipe: Recipe) -> Path:
     Raises:
         ValueError: it cannot be made or written; nothing of it is left then.
     """
+    text = json.dumps(to_dict(recipe), indent=2) + "\n"  # what cannot be written leaves no folder
     folder = parent = root / recipe.name
     try:
         parent.mkdir(parents=True, exist_ok=True)
         folder = _make_new(parent / time.strftime("%Y%m%d-%H%M%S"))
-        write(folder / CONFIG, json.dumps(to_dict(recipe), indent=2) + "\n")
+        write(folder / CONFIG, text)
     except OSError as error:
         if folder != parent:  # else none was made, and the parent has the other runs
             shutil.rmtree(folder, ignore_errors=True)
