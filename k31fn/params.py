@@ -103,7 +103,8 @@ class SoftplusInverse:
 
     def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
         """The tile of the initial value in float32."""
-        log_low, log_high = math.log(self.low), math.log(self.high)
+        log_low = math.log(self.low)
+        log_high = math.log(self.high)
         dt = random.uniform(key, shape, low=log_low, high=log_high, tile=tile).exp()
         # log(e^dt - 1) without the overflow of e^dt or the cancellation at small dt
         return dt + torch.log(-torch.expm1(-dt))

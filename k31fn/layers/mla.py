@@ -9,18 +9,16 @@ Equations (arXiv 2607.24653; the latent projections are those of DeepSeek-V2, ar
 
 Causal, inside documents. There is no rotation: the P "rope" dims of ``q`` and ``kr`` are plain
 dims. The softmax, its output and the gate are float32 islands, rounded once before ``W_o``. A
-padding token's attention output is 0, so its ``y`` is 0.
+padding token's ``y`` is 0.
 
 ``W_kvb = [W_uk ; W_uv]`` multiplies either the keys, as above, or the queries: ``<q, kn> = <q
 W_uk^T, c>`` and ``o = (softmax(...) c) W_uv``, the absorbed form, whose keys and values are the
-latent itself, one head for all. They differ by rounding only. The form with fewer multiplications
-is taken (:func:`_absorbs`): the absorbed one where few queries meet many keys, in decoding and on
-many ranks of context parallelism.
+latent itself, one head for all. They differ by rounding only. The form with fewer products is
+taken (:func:`_absorbs`): the absorbed one where few queries meet many keys, as in decoding.
 
-On a mesh a rank has its own tokens: it computes their latents, and gathers ``cq`` and ``x`` (for
-the gate) over ``sh.sequence``, and ``[c ; kr]``, R + P values per token, over ``sh.tokens``. Heads,
-and the queries of its slice of the context, are its own; outputs are summed over the heads and
-scattered back to the tokens.
+On a mesh a rank computes the latents of its own tokens. It gathers ``cq`` and ``x`` (for the gate)
+over ``sh.sequence``, and ``[c ; kr]``, R + P values per token, over ``sh.tokens``. Outputs of its
+heads are summed over the heads and scattered back to the tokens.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ def _arguments(name: str, recipe: Recipe, field: str, value: str) -> list[str]:
 
 def _changed(old: Any, new: Any, path: str = "") -> dict[str, Any]:
     """The fields of ``new`` that are not as in ``old``, by path."""
-    of_old, of_new = fields_of(old), fields_of(new)
+    of_old = fields_of(old)
+    of_new = fields_of(new)
     # another class is another choice as a whole (mhc.Config for attn_res.Config), not its fields
     if type(old) is not type(new) or not of_old or of_old.keys() != of_new.keys():
         return {} if old == new else {path: new}

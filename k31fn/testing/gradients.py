@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,33 +11,15 @@ from torch import Tensor
 from k31fn import random, tree
 from k31fn.autodiff.replay import record_decisions, replay_decisions
 from k31fn.autodiff.transforms import vjp
+from k31fn.testing.finite_differences import (
+    DifferenceProblem,
+    check_differences,
+    is_floating,
+    normal_like,
+)
 from k31fn.testing.trees import at
 
 __all__ = ["check_grads"]
-
-# A central difference with step h has a truncation error of order h^2, which extrapolation over
-# halved steps removes order by order, and a rounding error of about 2^-53 |f| / h, which nothing
-# removes. The first step is small enough for a function that bends at the scale of its inputs to
-# converge in four steps (relative error 1e-10 or better); where it does not converge (a kink lies
-# within the step) the halving goes on, down to a rounding error of 1e-11 |f|.
-_FIRST_STEP = 2.0**-4
-_MOST_STEPS = 13
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """A scalar function of float64 leaves, and its gradient as reverse mode has it.
-
-    ``magnitude`` is that of the terms that the scalar sums up: its rounding error is some 2^-53 of
-    this.
-    """
-
-    order: int
-    function: Callable[..., Tensor]
-    leaves: list[Tensor]
-    grads: list[Tensor]
-    paths: list[str]
-    magnitude: float
 
 
 def check_grads(
@@ -119,7 +99,7 @@ def check_grads(
 
     # differences see through stop_gradient, so what is frozen stays where it is
     fixed = leaves[n:]
-    first = _Problem(
+    first = DifferenceProblem(
         1,
         lambda *x: scalar(*x, *fixed),
         leaves[:n],
@@ -127,9 +107,9 @@ def check_grads(
         names[:n],
         _magnitude(cts, tree.leaves(out)),
     )
-    _check(first, keys[1], num_directions, per_coordinate, rtol)
+    check_differences(first, keys[1], num_directions, per_coordinate, rtol)
     if order == 2:
-        _check(
+        check_differences(
             _second_order(of_leaves, cts, first, fixed, keys[2]),
             keys[3],
             num_directions,
@@ -150,7 +130,7 @@ def _floating_leaves(args: tuple[Any, ...], frozen: Sequence[int]) -> tuple[list
     index = 0
     for position, arg in enumerate(args):
         for path, leaf in tree.flatten_with_paths(arg):
-            if _is_floating(leaf):
+            if is_floating(leaf):
                 if leaf.dtype != torch.float64:
                     name = f"{position}.{path}".rstrip(".")
                     raise ValueError(
@@ -161,34 +141,17 @@ def _floating_leaves(args: tuple[Any, ...], frozen: Sequence[int]) -> tuple[list
     return moving, still
 
 
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _normal_like(leaves: Sequence[Any], key: Tensor) -> list[Any]:
-    """Standard normal numbers for each floating leaf, None for others."""
-    normals: list[Any] = []
-    for i, x in enumerate(leaves):
-        normal = None
-        if _is_floating(x):
-            # a key for each position: numbers stay the same when another leaf is added behind
-            normal = random.normal(random.fold_in(key, i), tuple(x.shape), dtype=torch.float64)
-            normal = normal.to(x.device)
-        normals.append(normal)
-    return normals
-
-
 def _cotangents(out: Any, key: Tensor) -> list[Tensor | None]:
     pairs = tree.flatten_with_paths(out)
     for path, leaf in pairs:
-        if _is_floating(leaf) and leaf.dtype != torch.float64:
+        if is_floating(leaf) and leaf.dtype != torch.float64:
             raise ValueError(
                 f"check_grads: output leaf {path!r} is {leaf.dtype} for float64 arguments; remove "
                 "the cast "
                 "(k31fn.precision.upcast keeps float64)"
             )
     # random and not ones: a sum of outputs would not see errors that cancel in it
-    cts = _normal_like([leaf for _, leaf in pairs], key)
+    cts = normal_like([leaf for _, leaf in pairs], key)
     if all(c is None for c in cts):
         raise ValueError("check_grads: the output has no floating leaf to differentiate")
     return cts
@@ -238,13 +201,13 @@ def _functional(scalar: Callable[..., Tensor], leaves: list[Tensor]) -> list[Ten
 def _second_order(
     of_leaves: Callable[..., Any],
     cts: list[Tensor | None],
-    first: _Problem,
+    first: DifferenceProblem,
     fixed: list[Tensor],
     key: Tensor,
-) -> _Problem:
+) -> DifferenceProblem:
     """The scalar ``<grad f, w>`` and its gradient."""
     # reverse over reverse both times: fused operators and custom rules have no forward mode
-    w = _normal_like(first.leaves, key)
+    w = normal_like(first.leaves, key)
 
     def along(*leaves: Tensor) -> Tensor:
         return _inner(_reverse(of_leaves, [*leaves, *fixed], cts)[: len(leaves)], w)
@@ -255,7 +218,7 @@ def _second_order(
     value, pull = vjp(along, *first.leaves)
     grads = list(pull(torch.ones_like(value)))
     _assert_agree(2, first.paths, grads, _functional(along_functional, first.leaves))
-    return _Problem(2, along, first.leaves, grads, first.paths, _magnitude(w, first.grads))
+    return DifferenceProblem(2, along, first.leaves, grads, first.paths, _magnitude(w, first.grads))
 
 
 def _assert_agree(
@@ -284,136 +247,3 @@ def _assert_frozen(paths: list[str], grads: list[Tensor]) -> None:
                 f"check_grads: frozen leaf {path!r} has a gradient of up to "
                 f"{float(grad.abs().max()):.3g}, not zero"
             )
-
-
-def _check(
-    problem: _Problem, key: Tensor, num_directions: int, per_coordinate: bool, rtol: float
-) -> None:
-    # a step in proportion to the leaf, as the first step's size supposes; zeros get one of 0.05
-    scales = []
-    for x in problem.leaves:
-        scales.append(max(float(x.square().mean().sqrt()), 0.05) if x.numel() else 0.0)
-    if per_coordinate:
-        _check_coordinates(problem, scales, rtol)
-        return
-    for round_key in random.split(key, num_directions):
-        directions = {}
-        for i, normal in enumerate(_normal_like(problem.leaves, round_key)):
-            if normal.numel():
-                directions[i] = scales[i] * normal
-        _check_directions(problem, directions, rtol)
-
-
-def _check_coordinates(problem: _Problem, scales: list[float], rtol: float) -> None:
-    for i, leaf in enumerate(problem.leaves):
-        for flat in range(leaf.numel()):
-            direction = torch.zeros_like(leaf).flatten()
-            direction[flat] = scales[i]
-            element = list(map(int, torch.unravel_index(torch.tensor(flat), leaf.shape)))
-            where = f"{problem.paths[i]!r}{element}"
-            _raise_if(_compare(problem, {i: direction.view_as(leaf)}, where, rtol))
-
-
-def _check_directions(problem: _Problem, directions: dict[int, Tensor], rtol: float) -> None:
-    """One direction through all leaves; and alone, each leaf whose own error of 1e-4 would be lost
-    among the others.
-    """
-
-    def alone(i: int) -> _Result:
-        return _compare(problem, {i: directions[i]}, repr(problem.paths[i]), rtol)
-
-    together = _compare(problem, directions, "(all together)", rtol)
-    if together.fault:
-        # which leaf is wrong is asked only now: each answer costs as much as all together
-        failed = [result for result in map(alone, directions) if result.fault]
-        _raise_if(max(failed, key=lambda result: result.relative, default=together))
-    for i, v in directions.items():
-        if 1e-4 * _strength(problem, {i: v}) < together.tolerance:
-            _raise_if(alone(i))
-
-
-class _Result(NamedTuple):
-    fault: str
-    relative: float
-    tolerance: float
-
-
-def _raise_if(result: _Result) -> None:
-    if result.fault:
-        raise AssertionError(result.fault)
-
-
-def _strength(problem: _Problem, directions: dict[int, Tensor]) -> float:
-    """Size of the directional derivative, were its terms of random sign."""
-    squares = 0.0
-    for i, v in directions.items():
-        squares += float((problem.grads[i] * v).square().sum())
-    return math.sqrt(squares)
-
-
-def _compare(problem: _Problem, directions: dict[int, Tensor], where: str, rtol: float) -> _Result:
-    reverse = 0.0
-    for i, v in directions.items():
-        reverse += float((problem.grads[i] * v).sum())
-    strength = _strength(problem, directions)
-    # a derivative that is far below the function's own terms is judged by these: it is all rounding
-    wanted = rtol * max(0.1 * strength, 1e-6 * problem.magnitude)
-    expected, uncertain = _directional_derivative(problem, directions, wanted)
-    scale = max(abs(expected), strength, 1e-6 * problem.magnitude)
-    tolerance = rtol * scale + 4 * uncertain
-    error = abs(reverse - expected)
-    relative = error / scale if scale else 0.0
-    label = f"check_grads: order {problem.order}, leaf {where}"
-    fault = ""
-    if not uncertain <= rtol * scale:  # differences less certain than that prove nothing
-        fault = (
-            f"{label}: finite differences do not settle ({expected:.9g}, uncertain by "
-            f"{uncertain:.2g}; reverse mode gives {reverse:.9g}): the function is not smooth here. "
-            "A kink, a choice made outside autodiff.decision, or a cast to float32 inside?"
-        )
-    elif not error <= tolerance:
-        fault = (
-            f"{label}: reverse mode gives {reverse:.9g}, finite differences {expected:.9g} "
-            f"(relative error {relative:.3g}, tolerance {tolerance / scale:.2g})"
-        )
-    return _Result(fault, relative, tolerance)
-
-
-def _directional_derivative(
-    problem: _Problem, directions: dict[int, Tensor], wanted: float
-) -> tuple[float, float]:
-    """Central differences, extrapolated over halved steps (Richardson), and an estimate of their
-    error.
-
-    An entry of the table is as uncertain as it is far from the two entries that it came from
-    (Ridders 1982, Advances in Engineering Software 4(2)); the most certain one is taken, as soon as
-    it is good enough.
-    """
-    best = math.nan
-    best_error = math.inf
-    previous: list[float] = []
-    for k in range(_MOST_STEPS):
-        h = _FIRST_STEP / 2**k
-        row = [_central(problem, directions, h)]
-        # 2^-50 and not 2^-53: the function rounds more often than in its last sum
-        rounding = 2.0**-50 * problem.magnitude / h
-        for j, coarse in enumerate(previous):
-            row.append(row[j] + (row[j] - coarse) / (4.0 ** (j + 1) - 1))
-            error = max(abs(row[-1] - row[j]), abs(row[-1] - coarse)) + rounding
-            if error < best_error:
-                best = row[-1]
-                best_error = error
-        previous = row
-        if best_error <= wanted:
-            break
-    return best, best_error
-
-
-def _central(problem: _Problem, directions: dict[int, Tensor], h: float) -> float:
-    def shifted(step: float) -> list[Tensor]:
-        leaves = list(problem.leaves)
-        for i, v in directions.items():
-            leaves[i] = leaves[i] + step * v
-        return leaves
-
-    return float(problem.function(*shifted(h)) - problem.function(*shifted(-h))) / (2 * h)

@@ -138,7 +138,7 @@ def test_function_length_limit(path: str, most: int):
     ]
 
 
-@pytest.mark.parametrize(("path", "most"), [(OTHER, 470), ("k31fn/kernels/kda/triton.py", 500)])
+@pytest.mark.parametrize(("path", "most"), [(OTHER, 400), ("k31fn/kernels/kda/triton.py", 500)])
 def test_file_length_limit(path: str, most: int):
     assert rules(path, "x = 1\n" * most) == []
     assert rules(path, "x = 1\n" * (most + 1)) == [
@@ -153,12 +153,12 @@ def test_command_prints_file_line_rule_fix_and_fails(
     assert house_rules.main(["k31fn"]) == 1, "a check that looked at nothing must not pass"
     file = tmp_path / "k31fn" / "layers" / "scratch.py"
     file.parent.mkdir(parents=True)
-    file.write_text("y = 1\n")
+    file.write_text("y = 1  # a reason: comments are counted too\n")
     assert house_rules.main(["k31fn"]) == 0
     (tmp_path / "train.py").write_text("from k31fn.trainer.cli import main\n")
     assert house_rules.main(["k31fn"]) == 1, "user code is checked whatever is given"
     (tmp_path / "train.py").unlink()
-    file.write_text("y = x.float()\n")
+    file.write_text("y = x.float()  # no reason\n")
     capsys.readouterr()
     assert house_rules.main(["k31fn"]) == 1
     assert capsys.readouterr().out.endswith(
