@@ -1,7 +1,8 @@
 """A model of two mixers that the library does not have, trained like any other::
 
     python train.py examples/own_mixer/recipe.py --steps 100
-    python train.py examples/own_mixer/recipe.py --resume auto --model.local.window 32
+    python train.py examples/own_mixer/recipe.py --steps 100 --resume auto
+    python train.py examples/own_mixer/recipe.py --model.local.window 32
     python -m k31fn.inspect examples/own_mixer/recipe.py
     python -m k31fn.sample runs/own_mixer --recipe examples/own_mixer/recipe.py --prompt "def "
 
