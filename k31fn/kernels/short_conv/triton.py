@@ -38,7 +38,7 @@ _TILES = {
         Tile(warps=2, per_core=32, columns=256),
         Tile(warps=2, per_core=16, columns=256),
     ),
-    "npu": (Tile(per_core=1, columns=1024), Tile(per_core=1, columns=128)),
+    "npu": (Tile(per_core=1, columns=1024), Tile(per_core=1, columns=64)),
     "cpu": (Tile(columns=16), Tile(columns=16)),
 }
 
