@@ -29,11 +29,12 @@ import torch
 
 from k31fn import config, model, tree
 from k31fn.config.mesh_checks import check_split
+from k31fn.layers import kinds
 from k31fn.model.parts import find_part
 from k31fn.model.parts import parts as model_parts
 from k31fn.parallel.mesh import Mesh
 from k31fn.params import ParamSpec
-from k31fn.trainer.forecast.rank_report import layer_titles, render_rank, show_bytes
+from k31fn.trainer.forecast.rank_report import render_rank, show_bytes
 
 __all__ = ["main"]
 
@@ -73,7 +74,7 @@ class _Summary:
 def _summarise(cfg: model.Config) -> _Summary:
     """Counts the model that ``cfg`` describes."""
     layers = model.layer_configs(cfg)
-    attention, ffn = layer_titles(cfg)
+    attention, ffn = _layer_titles(cfg)
     part = find_part(cfg)
     leaves = tree.flatten_with_paths(model.specs(cfg))
     parts = Counter[str]()
@@ -102,6 +103,15 @@ def _summarise(cfg: model.Config) -> _Summary:
         adamw_bytes=adamw_bytes,
         muon_bytes=muon_bytes,
     )
+
+
+def _layer_titles(cfg: model.Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the token mixer and the channel mixer of each layer are called."""
+    mixers, ffns = [], []
+    for layer in model.layer_configs(cfg):
+        mixers.append(kinds.kind_of(layer.mixer).title)
+        ffns.append(kinds.kind_of(layer.ffn).title)
+    return tuple(mixers), tuple(ffns)
 
 
 def _active(spec: ParamSpec, cfg: model.Config) -> int:

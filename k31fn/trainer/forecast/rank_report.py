@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from k31fn import config, model
 from k31fn.config.mesh_checks import split_share
-from k31fn.layers import kinds
+from k31fn.layers import block
 from k31fn.model.parts import find_part
 from k31fn.model.parts import parts as model_parts
 from k31fn.parallel.mesh import Mesh
@@ -17,16 +17,7 @@ from k31fn.trainer.forecast import memory
 from k31fn.trainer.forecast.collective_volume import Volume, volumes
 from k31fn.trainer.forecast.rank_weights import RankWeight, rank_weights
 
-__all__ = ["layer_titles", "render_rank", "show_bytes"]
-
-
-def layer_titles(cfg: model.Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the token mixer and the channel mixer of each layer are called."""
-    mixers, ffns = [], []
-    for layer in model.layer_configs(cfg):
-        mixers.append(kinds.kind_of(layer.mixer).title)
-        ffns.append(kinds.kind_of(layer.ffn).title)
-    return tuple(mixers), tuple(ffns)
+__all__ = ["render_rank", "show_bytes"]
 
 
 def show_bytes(size: int) -> str:
@@ -130,14 +121,14 @@ def _bytes_by_part(cfg: model.Config, rank: Sequence[RankWeight]) -> list[str]:
 
 def _shapes(cfg: model.Config, rank: Sequence[RankWeight]) -> list[str]:
     """A line per weight, of the first layer of each kind that the rank has."""
-    attention, ffn = layer_titles(cfg)
-    first: dict[tuple[str, str], int] = {}  # layer of each kind
+    titles = [block.title(layer) for layer in model.layer_configs(cfg)]
+    first: dict[str, int] = {}  # layer of each kind
     lines = []
     for x in rank:
         number = re.match(r"layers\.(\d+)\.", x.path)
         if number:
             i = int(number[1])
-            if first.setdefault((attention[i], ffn[i]), i) != i:
+            if first.setdefault(titles[i], i) != i:
                 continue
         # the tower's blocks are all of one kind
         if re.match(r"vision\.blocks\.[1-9]", x.path):
