@@ -24,6 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -34,6 +35,7 @@ from k31fn.model.parts import find_part
 from k31fn.model.parts import parts as model_parts
 from k31fn.parallel.mesh import Mesh
 from k31fn.params import ParamSpec
+from k31fn.trainer import folder
 from k31fn.trainer.forecast.rank_report import render_rank, show_bytes
 
 __all__ = ["main"]
@@ -222,7 +224,7 @@ class _InspectOptions:
             )
 
 
-def _recipe(path: str, cfg: model.Config, options: _InspectOptions) -> config.Recipe:
+def _recipe(path: Path, cfg: model.Config, options: _InspectOptions) -> config.Recipe:
     """The step that the options describe, of the config's recipe if it has one."""
     o = options
     # A config of a model alone is inspected under a usual recipe, with a row for each data rank and
@@ -252,8 +254,8 @@ def _recipe(path: str, cfg: model.Config, options: _InspectOptions) -> config.Re
 
 _USAGE = """usage: python -m k31fn.inspect CONFIG [--mesh.fsdp 8 --mesh.tp 2 ...]
 
-CONFIG is a Python file that defines model(), such as configs/k31_pro.py; with --help after it,
-all options are listed.
+CONFIG is a Python file that defines model(), such as configs/k31_pro.py, the config.json of a run,
+its folder, or a folder of runs: the newest of them. With --help after it, all options are listed.
 """
 
 
@@ -266,12 +268,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_USAGE, end="", file=sys.stderr)
         return 0 if args and args[0] in ("-h", "--help") else 2
     try:
-        cfg = config.load(args[0])  # without a mesh a model is enough
+        path = Path(args[0])
+        if path.is_dir():
+            path = folder.resolve(path) / folder.CONFIG
+        cfg = config.load(path)  # without a mesh a model is enough
         options = config.override(
             _InspectOptions(), args[1:], prog=f"python -m k31fn.inspect {args[0]}"
         )
         # without options nothing of a rank is shown, which would take seconds
-        recipe = _recipe(args[0], cfg, options) if args[1:] else None
+        recipe = _recipe(path, cfg, options) if args[1:] else None
         check_split(options.mesh, cfg)
     except (ValueError, ImportError) as e:
         print(f"k31fn.inspect: {e}", file=sys.stderr)

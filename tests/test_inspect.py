@@ -4,6 +4,7 @@ that are there.
 
 import dataclasses
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -169,6 +170,19 @@ class TestCommand:
         assert (done.returncode, done.stderr) == (0, "")
         assert "2,780.11B" in done.stdout
         assert "104.37B" in done.stdout
+
+    def test_a_run_is_shown_by_its_config_or_folder(self, capsys, tmp_path):
+        run = tmp_path / "tiny" / "20260101-120000"
+        run.mkdir(parents=True)
+        recipe = config.load_recipe(CONFIGS / "tiny.py")
+        (run / "config.json").write_text(json.dumps(config.to_dict(recipe)))
+        assert inspect.main([str(CONFIGS / "tiny.py")]) == 0
+        shown = capsys.readouterr().out
+        for path in (run / "config.json", run, run.parent):
+            assert inspect.main([str(path)]) == 0
+            assert capsys.readouterr().out == shown
+        assert inspect.main([str(tmp_path)]) == 2
+        assert "neither a run folder nor a folder of runs" in capsys.readouterr().err
 
     def test_errors_are_one_line(self, capsys, tmp_path):
         wrong = tmp_path / "wrong.py"

@@ -21,13 +21,16 @@ _T = TypeVar("_T")
 
 
 def load(path: str | Path) -> model.Config:
-    """The model of a config file: what its ``model()`` returns.
+    """The model of a config file (what its ``model()`` returns) or of a run's ``config.json``,
+    which runs no code.
 
     Raises:
-        ValueError: there is no such file, it is not a Python file, or it defines no ``model()``
-            that returns a :class:`k31fn.model.Config`. An error raised by the file itself comes
-            through.
+        ValueError: there is no such file, it is neither a Python file nor JSON of a recipe, or it
+            defines no ``model()`` that returns a :class:`k31fn.model.Config`. An error raised by
+            the file itself comes through.
     """
+    if Path(path).suffix == ".json":
+        return load_recipe(path).model
     return _call(path, "model", model.Config)
 
 
