@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,29 @@ class TestARun:
         assert main([str(run / "config.json")]) == 2
         said = capsys.readouterr().err
         assert "model.sublayers.ssm.kind='mamba2' is no registered kind" in said
-        assert "go on from the recipe that registers the kind" in said
+        assert "go on with train.py RUN/config.json --recipe RECIPE.py" in said
+
+    def test_its_config_goes_on_with_the_recipe_that_registers_its_kinds(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        """As the printed command has it after a stop, with all that the run's call had set."""
+        stopped = [str(RECIPE), *SMALL, "--max-minutes", "1e-9", "--runs", str(tmp_path)]
+        assert main(stopped) == 0
+        *_, said, command = capsys.readouterr().out.splitlines()
+        assert said.startswith("stopped by --max-minutes")
+        words = shlex.split(command.partition("train.py ")[2])
+        assert words[0].endswith("/config.json")
+        assert words[1:] == ["--recipe", str(RECIPE)]
+        monkeypatch.delitem(kinds._BY_NAME, "mamba2")
+        # the recipe's modules are loaded and it registers their kinds anew
+        assert main([*words, "--device", "cpu", "--threads", "1"]) == 0
+        records = metrics.read(Path(words[0]).parent / "metrics.jsonl")
+        assert [r["step"] for r in records if "train/loss" in r] == list(range(6))
+        capsys.readouterr()
+        assert main([str(RECIPE), "--resume", str(Path(words[0]).parent)]) == 2
+        assert "config.json --recipe RECIPE.py alone goes on with it" in capsys.readouterr().err
+        assert main([str(RECIPE), "--recipe", str(RECIPE)]) == 2
+        assert "leave --recipe out" in capsys.readouterr().err
 
     def test_it_writes_text(self, run: Path, capsys: pytest.CaptureFixture[str]):
         words = ["--prompt", "def ", "--tokens", "4", "--device", "cpu"]

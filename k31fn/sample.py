@@ -273,7 +273,7 @@ def _run(args: argparse.Namespace) -> None:
     keys = [random.key(args.seed + i, device=where) for i in range(args.count)]
     run = folder.resolve(args.run)
     if args.recipe is not None:
-        files.load(args.recipe)  # for what it registers: the run has its own config
+        files.register_kinds(args.recipe)  # the values are those of the run's own config
     recipe, params, state = load(run, where=where)
     texts = []
     for i, key in enumerate(keys):

@@ -12,8 +12,11 @@ then its ``Config`` may stand in a model beside those of the library. A module t
 folder of a recipe can be imported by its bare name.
 
 ``config.json`` of a run holds the name of a kind and runs no code. So the run goes on from this
-file (``--resume auto``), which registers the kinds. From its ``config.json`` alone it is refused,
-with the name of the kind that is missing.
+file, which registers the kinds, with the values of this file (``--resume auto``) or of its own::
+
+    python train.py runs/own_mixer/TIME/config.json --recipe examples/own_mixer/recipe.py
+
+From its ``config.json`` alone it is refused, with the name of the kind that is missing.
 """
 
 from examples.own_mixer import mamba2, sliding_window

@@ -230,8 +230,8 @@ def _decode_layer(value: Any, at: str, *roles: type[Kind]) -> Any:
         hint = f"; nearest: {nearest[0]}" if nearest else ""
         raise ValueError(
             f"{at_kind}={name!r} is no registered kind{hint}; registered here are "
-            f"{', '.join(known)}. A config.json runs no code: go on from the recipe that registers "
-            "the kind, with train.py RECIPE.py --resume auto, or sample with --recipe RECIPE.py"
+            f"{', '.join(known)}. A config.json runs no code: go on with train.py RUN/config.json "
+            "--recipe RECIPE.py, the file that registers the kind (k31fn.sample takes --recipe too)"
         )
     if not isinstance(kind, roles):
         raise ValueError(f"{at_kind}={name!r} {kinds.wrong_role(kind, *roles)}")

@@ -15,7 +15,7 @@ from k31fn.config.codec import from_dict
 from k31fn.config.earlier import with_named_layers
 from k31fn.config.recipe import Recipe
 
-__all__ = ["load", "load_recipe"]
+__all__ = ["load", "load_recipe", "register_kinds"]
 
 _T = TypeVar("_T")
 
@@ -54,6 +54,22 @@ def load_recipe(path: str | Path) -> Recipe:
         raise ValueError(f"config file {str(file)!r} is not JSON: {error}") from error
     except ValueError as error:
         raise ValueError(f"config file {str(file)!r}: {error}") from error
+
+
+def register_kinds(path: str | Path) -> None:
+    """Runs a recipe file for the kinds of layers that it registers; its values are not asked for.
+
+    Raises:
+        ValueError: there is no such file, or it is not a Python file. An error raised by the file
+            itself comes through.
+    """
+    file = Path(path)
+    _must_exist(file)
+    if file.suffix != ".py":
+        raise ValueError(
+            f"recipe={str(file)!r} must be a Python file (.py) that registers kinds of layers"
+        )
+    _run(file.resolve())
 
 
 def _call(path: str | Path, function: str, cls: type[_T]) -> _T:

@@ -4,7 +4,8 @@
     kinds.register(sliding_window.KIND)   # in a recipe; then its Config may stand in a model
 
 ``config.json`` holds the names of kinds. It runs no code, so a run with a kind from outside of the
-library is resumed through the recipe that registers it (``train.py RECIPE.py --resume auto``).
+library is resumed beside the recipe that registers it (``train.py RUN/config.json --recipe
+RECIPE.py``).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from k31fn import data, trackers
 from k31fn import device as devices
 from k31fn.checkpoint.errors import CheckpointError
-from k31fn.config.files import load_recipe
+from k31fn.config.files import load_recipe, register_kinds
 from k31fn.config.mesh_checks import check_split
 from k31fn.config.overrides import override
 from k31fn.config.recipe import Recipe
@@ -45,6 +45,8 @@ CONFIG is a recipe, configs/NAME.py, or a run to go on with, RUN/config.json.
                                                     any field of the recipe can be set
   train.py configs/tiny.py --resume auto    goes on with the newest run of the recipe, or starts one
   train.py runs/tiny/<time>/config.json             goes on with that run
+  train.py runs/mine/<time>/config.json --recipe mine.py
+                                                    the same, of layers that mine.py registers
   train.py configs/tiny.py --help                   lists all fields with their values
 
   torchrun --nproc_per_node=4 train.py configs/tiny.py --mesh.fsdp 2 --mesh.ep 2 --mesh.dp 2
@@ -65,6 +67,8 @@ class _RunOptions:
     Attributes:
         resume: "auto" goes on with the newest run of the recipe's name, or starts one if there is
             none; a run folder: goes on with that run. RUN/config.json goes on with RUN by itself.
+        recipe: the recipe file that registers layers of the run's that are not the library's, for
+            RUN/config.json, whose values count.
         runs: where run folders go.
         device: cpu, cuda, cuda:1, npu:0; if empty, the best of this machine. With several processes
             the kind alone.
@@ -83,6 +87,7 @@ class _RunOptions:
     """
 
     resume: str = ""
+    recipe: str = ""
     runs: Path = Path("runs")
     device: str = ""
     threads: int = 0
@@ -178,11 +183,31 @@ def _parse(args: Sequence[str]) -> _CliArgs:
         raise ValueError(
             f"the config comes first, then {args[0]}: train.py configs/tiny.py {shlex.join(args)}"
         )
-    call = _CliArgs(_RunOptions(), load_recipe(Path(args[0])))
+    config = Path(args[0])
+    registers = _recipe_option(args)
+    if registers and config.suffix != ".json":
+        raise ValueError(
+            f"recipe={registers!r} goes with RUN/config.json; {config} is a recipe itself: leave "
+            "--recipe out"
+        )
+    if registers:
+        register_kinds(registers)
+    call = _CliArgs(_RunOptions(), load_recipe(config))
     call = override(call, args[1:], prog=f"train.py {args[0]}", description=_DESCRIPTION)
     # not in Recipe itself: a forecast makes recipes of few layers, of which less may split
     check_split(call.recipe.mesh, call.recipe.model)
     return call
+
+
+def _recipe_option(args: Sequence[str]) -> str:
+    """What ``--recipe`` says; empty: it is not there, or without a value."""
+    # By hand: the other arguments are fields of the run's layers, whose kinds it registers first.
+    value = ""
+    for place, argument in enumerate(args):
+        name, equals, rest = argument.partition("=")
+        if name == "--recipe":
+            value = rest if equals else "".join(args[place + 1 : place + 2])
+    return value
 
 
 def _run(call: _CliArgs, config: Path, device: torch.device, ranks: Ranks, process: Process) -> int:
@@ -237,7 +262,8 @@ def _run(call: _CliArgs, config: Path, device: torch.device, ranks: Ranks, proce
             return 1  # every rank has the same numbers; the first one says it
         return _fail(error, 1)
     if ranks.first:
-        _report(outcome, recipe, where, config, stop, process)
+        registers = options.recipe or str(config)
+        _report(outcome, recipe, where, registers, stop, process)
     return 0
 
 
@@ -260,23 +286,24 @@ def _existing(recipe: Recipe, options: _RunOptions, config: Path) -> str:
 
 
 def _report(
-    outcome: Outcome, recipe: Recipe, where: Path, config: Path, stop: Stop, process: Process
+    outcome: Outcome, recipe: Recipe, where: Path, registers: str, stop: Stop, process: Process
 ) -> None:
+    # A config.json registers no kinds of layers: where the run has some, the recipe does.
     added = kinds.added((*recipe.model.sublayers.values(), recipe.model.residual))
+    with_kinds = ["--recipe", registers] if added else []
     if outcome.complete:
         print(f"curve:   {where / 'loss.png'}")
         print(f"metrics: {where / 'metrics.jsonl'}")
         # a prompt of text: what a run on prepared data has learnt to go on with is not known here
         if isinstance(recipe.data, data.Config):
             python = Process().command().removesuffix(" train.py")
-            registers = ["--recipe", str(config)] if added else []
-            words = ["-m", "k31fn.sample", str(where), *registers, "--prompt", "def "]
+            words = ["-m", "k31fn.sample", str(where), *with_kinds, "--prompt", "def "]
             print(f"sample:  {python} {shlex.join(words)}")
         return
     saved = ", saved" if outcome.step else ""
     print(f"stopped by {stop.cause} after {outcome.step} steps{saved}; to go on:")
-    # A config.json registers no kinds of layers: where the run has some, the recipe does.
-    arguments = [str(config), "--resume", str(where)] if added else [str(where / folder.CONFIG)]
+    # the run's config.json, not the recipe with --resume, which knows no override of this call
+    arguments = [str(where / folder.CONFIG), *with_kinds]
     # config.json has the mesh that the run began on; this process may have had another one
     began = dataclasses.asdict(folder.recipe_of(where).mesh)
     for view, size in dataclasses.asdict(recipe.mesh).items():

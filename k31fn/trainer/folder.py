@@ -18,6 +18,7 @@ from k31fn import metrics
 from k31fn.config.codec import to_dict
 from k31fn.config.files import load_recipe
 from k31fn.config.recipe import Recipe
+from k31fn.layers import kinds
 
 __all__ = [
     "CONFIG",
@@ -98,11 +99,14 @@ def open_existing(folder: Path, recipe: Recipe) -> Path:
             given["lora"]["base"] = base
     if written != given:
         fields = _differences("", written, given)
+        # without it the config.json would be refused next, for a kind that it cannot name
+        added = kinds.added((*recipe.model.sublayers.values(), recipe.model.residual))
+        registers = " --recipe RECIPE.py" if added else ""
         raise ValueError(
             f"{folder} belongs to another config: "
             f"{'; '.join(fields[:6])}{' ...' if len(fields) > 6 else ''}; "
-            f"{folder / CONFIG} alone goes on with it, a config file without --resume starts a "
-            "new run"
+            f"{folder / CONFIG}{registers} alone goes on with it, a config file without "
+            "--resume starts a new run"
         )
     return folder
 
