@@ -75,7 +75,9 @@ def run_loss(recipe: Recipe) -> Any:
 
     What the gradient needs lives as long as what is returned, which has the pullback in it.
     """
-    layout, state = abstract_rank(recipe)
+    # By position, as all ask: the cache takes another spelling for another rank, and a second state
+    # would be counted as what the loss keeps.
+    layout, state = abstract_rank(recipe, 0)
     trained, frozen = split(fsdp.enter_step(state.params, layout.placements), layout.specs)
     loss = make_loss(layout, frozen, state.balance)
     batch = _micro_batches(layout)[0]

@@ -74,7 +74,7 @@ def test_a_deep_model(text):
     kinds = {"num_layers": 12, "full_attention_layers": (3, 7, 11)}
     for changes in ({"lora": lora.Config(rank=2, held="fp8")}, {}):
         made = recipe(text, **changes)
-        made = dataclasses.replace(made, model=dataclasses.replace(made.model, **kinds))
+        made = dataclasses.replace(made, model=small.replace(made.model, **kinds))
         found, whole = memory.predict(made), memory._peak_of(made, ShapeCache())
         assert found.gradients + found.activations == pytest.approx(whole, rel=0.12)
 
