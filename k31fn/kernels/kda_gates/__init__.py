@@ -31,12 +31,11 @@ kda_gates = Op("kda_gates", _reference)
 kda_gates.register(
     Implementation(
         "triton",
-        ("npu",),
+        ("cuda", "npu"),
         lazily(_TRITON, "kda_gates"),
         lazily(_TRITON, "accepts"),
         dtypes=(torch.bfloat16, torch.float32),
-        # Its values were compared in the interpreter, not yet on a GPU: there it is asked for.
-        on_request=("cuda", *ON_REQUEST),
+        on_request=ON_REQUEST,
         missing=missing_triton,
         kernels=_TRITON,
     )
