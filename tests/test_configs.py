@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from k31fn import config, model, params
-from k31fn.layers import attn_res, dsa, mhc, mla
+from k31fn.layers import attn_res, dsa, gdn, mhc, mla
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 NAMES = (
     "tiny",
+    "tiny_gdn",
     "tiny_long",
     "tiny_lora",
     "tiny_mhc",
@@ -102,6 +103,17 @@ def test_reduced(cfgs):
 
 def test_tiny_mhc_differs_from_tiny_in_its_residual_only(cfgs):
     assert cfgs["tiny_mhc"] == dataclasses.replace(cfgs["tiny"], residual=mhc.Config())
+
+
+def test_tiny_gdn_differs_from_tiny_in_its_recurrence_only(cfgs):
+    ours, tiny = cfgs["tiny_gdn"], cfgs["tiny"]
+    mixer = ours.sublayers["gdn"]
+    assert [name for name, _ in ours.layers] == ["gdn", "gdn", "gdn", "full_attention"]
+    assert mixer == gdn.Config(tiny.hidden_size, num_heads=2, head_dim=64)
+    rest = {name: layer for name, layer in ours.sublayers.items() if name != "gdn"}
+    assert rest == {name: layer for name, layer in tiny.sublayers.items() if name != "kda"}
+    same = dataclasses.replace(ours, sublayers=tiny.sublayers, layers=tiny.layers)
+    assert same == tiny
 
 
 def test_tiny(cfgs):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from k31fn.layers import attn_res, dsa, kda, latent_moe, mhc, mla, mlp, plain_residual
+from k31fn.layers import attn_res, dsa, gdn, kda, latent_moe, mhc, mla, mlp, plain_residual
 from k31fn.layers.kind import ChannelMixer, Kind, ResidualScheme, Sublayer, TokenMixer
 from k31fn.layers.kind_checks import check_kind
 
@@ -33,6 +33,7 @@ _K = TypeVar("_K", bound=Kind)
 
 _LIBRARY: tuple[Kind, ...] = (
     kda.KIND,
+    gdn.KIND,
     mla.KIND,
     dsa.KIND,
     mlp.KIND,

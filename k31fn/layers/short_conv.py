@@ -111,8 +111,8 @@ def apply(
 
 
 def histories(
-    inputs: tuple[Float[Tensor, "B T channels"], ...], cfg: Config, segments: Segments, sh: Sharding
-) -> tuple[Float[Tensor, "B history channels"] | tuple[()], ...]:
+    inputs: tuple[Float[Tensor, "B T _"], ...], cfg: Config, segments: Segments, sh: Sharding
+) -> tuple[Float[Tensor, "B history _"] | tuple[()], ...]:
     """The histories of several inputs before this rank's slice over ``sh.context``, in one message;
     ``()``: zeros.
 
