@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from k31fn import config, model, tree
+from k31fn import config, model, regular_files, tree
 from k31fn.config.mesh_checks import check_split
 from k31fn.layers import kinds
 from k31fn.model.parts import find_part
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_USAGE, end="", file=sys.stderr)
         return 0 if args and args[0] in ("-h", "--help") else 2
     try:
-        path = Path(args[0])
+        path = regular_files.path(args[0], "CONFIG")
         if path.is_dir():
             path = folder.resolve(path) / folder.CONFIG
         cfg = config.load(path)  # without a mesh a model is enough
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = _recipe(path, cfg, options) if args[1:] else None
         check_split(options.mesh, cfg)
     except (ValueError, ImportError) as e:
-        print(f"k31fn.inspect: {e}", file=sys.stderr)
+        print(f"k31fn.inspect: {regular_files.shown(e)}", file=sys.stderr)
         return 2
     print(_render(_summarise(cfg)))
     if recipe is not None:

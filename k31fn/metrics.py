@@ -26,7 +26,6 @@ was writing.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -35,11 +34,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from k31fn import regular_files, strict_json
+
 __all__ = ["append", "oldest_first", "read", "rewind", "step_line"]
 
 # JSON has no such numbers; as text every reader takes the line, and a diverged loss stays visible.
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _AS_NUMBER = {text: float(text) for text in _NOT_FINITE.values()}
+
+# Bytes of a file: a run of a million steps with the load of a hundred layers has some gigabytes.
+_MOST = 8 << 30
 
 _COLUMNS = (("loss", "train/loss"), ("kl", "train/indexer_kl"), ("grad", "grad_norm"), ("lr", "lr"))
 
@@ -163,7 +167,7 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is not a file; a run writes its metrics there")
     # after the last end of a line there is nothing, or what a killed run did not finish
-    *lines, _torn = path.read_bytes().split(b"\n")
+    *lines, _torn = regular_files.read(path, most=_MOST).split(b"\n")
     result = []
     for number, line in enumerate(lines, 1):
         result.append((line + b"\n", _parse(path, number, line)))
@@ -171,11 +175,15 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        record = json.loads(line)
-        if isinstance(record, dict) and type(record.get("step")) is int:
-            for name, value in record.items():
-                if isinstance(value, str):
-                    record[name] = _AS_NUMBER.get(value, value)
-            return record
-    raise ValueError(f"{path}:{number}: not a metrics record: {line[:80]!r}")
+    why = "an object with a step is needed"
+    try:
+        record = strict_json.parse(line, "it")
+    except ValueError as error:
+        record = None
+        why = str(error)
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise ValueError(f"{path}:{number}: not a metrics record: {line[:80]!r}; {why}")
+    for name, value in record.items():
+        if isinstance(value, str):
+            record[name] = _AS_NUMBER.get(value, value)
+    return record

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k31fn import metrics
+from k31fn import metrics, regular_files
 
 __all__ = ["main", "save_loss_plot"]
 
@@ -363,11 +363,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        runs = [_newest(Path(run)) for run in options.runs]
-        picture = _compare(runs, options.out)
+        runs = [_newest(regular_files.path(run, "RUN")) for run in options.runs]
+        picture = _compare(runs, regular_files.path(options.out, "out"))
         print("\n".join([*_table(runs), str(picture)]))
     except (ValueError, ImportError, OSError) as error:
-        print(f"k31fn.plot: {error}", file=sys.stderr)
+        print(f"k31fn.plot: {regular_files.shown(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k31fn import balance, data, device, model, random, trainer, tree
+from k31fn import balance, data, device, model, random, regular_files, trainer, tree
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.checkpoint.errors import CheckpointError
 from k31fn.config import files
@@ -133,11 +133,17 @@ def generate(
         emit: gets each column ``[B]`` as it is drawn.
 
     Raises:
-        ValueError: an empty prompt, or a number out of its range.
+        ValueError: an empty prompt, a token that the model has not, or a number out of its range.
     """
     if prompt.shape[1] < 1 or num_tokens < 1:
         raise ValueError(
             f"prompt of {prompt.shape[1]} tokens, num_tokens={num_tokens}: both must be at least 1"
+        )
+    most = int(prompt.max())
+    if most >= cfg.vocab_size:
+        raise ValueError(
+            f"the prompt has token {most}, the model's vocab_size is {cfg.vocab_size}: the run's "
+            "tokenizer has more tokens than its model"
         )
     # in the parameters' dtype: a sample is drawn from what was trained, not from its rounding
     decoding = model.init_state(cfg, len(prompt), dtype=params.head.dtype, device=prompt.device)
@@ -191,7 +197,7 @@ def _look(
     if index.is_file():
         cfg = images.Config(**data.open_store(index.parent).index["prepared"]["image"])
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
-    pictures = [images.decode(Path(file).read_bytes(), str(file), cfg) for file in files]
+    pictures = [images.decode(_bytes(file), str(file), cfg) for file in files]
     if media.PLACEHOLDER not in text:
         text = media.PLACEHOLDER * len(pictures) + text
     tokens = torch.from_numpy(media.encode(text, pictures, tokenizer, "--prompt"))[None]
@@ -199,6 +205,10 @@ def _look(
     # one row, with all images of the prompt in it
     where = from_grids([[p.grid for p in pictures]], pixels.shape[1])
     return tokens, Images(pixels, where, projector.slots(tokens, media.media_tokens(tokenizer).pad))
+
+
+def _bytes(file: str | Path) -> bytes:
+    return regular_files.read(regular_files.path(file, "image"), most=1 << 30)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "run folder such as runs/tiny/20260101-120000, or a folder of runs such as runs/tiny: the "
         "newest of them"
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help=where)
+    parser.add_argument("run", type=regular_files.path, metavar="RUN", help=where)
     parser.add_argument("--prompt", default="def ", help="text to go on with")
     images_help = (
         "an image for each <|kimi_image_placeholder|> of the prompt, or in front of one that has "
@@ -240,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--recipe",
-        type=Path,
+        type=regular_files.path,
         help="the recipe file that registers layers of the run's that are not the library's",
     )
     parser.add_argument(
@@ -253,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(args)
     except (ValueError, OSError, CheckpointError) as error:
-        print(f"k31fn.sample: {error}", file=sys.stderr)
+        print(f"k31fn.sample: {regular_files.shown(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print()

@@ -690,6 +690,48 @@ class TestConfigFromHf:
             ({"rope_scaling": {"type": "yarn"}}, "rope_scaling=.* must be None"),
             ({"num_key_value_heads": 2}, "num_key_value_heads=2 must equal num_attention_heads=4"),
             ({"q_lora_rank": None}, "q_lora_rank=None must be a number"),
+            ({"num_hidden_layers": 2.5}, r"num_hidden_layers=2\.5 must be a number without a fra"),
+            ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be .* to 10000"),
+            ({"num_hidden_layers": True}, "num_hidden_layers=True must be a number"),
+            ({"hidden_size": -64}, "hidden_size=-64 must be a number .*, from 1 to"),
+            ({"num_experts": 10**12}, "num_experts=1000000000000 must be .*, from 1 to 65536"),
+            ({"first_k_dense_replace": 1.0}, r"first_k_dense_replace=1\.0 must be a number"),
+            ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number, from"),
+            ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' must be a number"),
+            ({"latent_norm_eps": [1]}, r"latent_norm_eps=\[1\] must be a number"),
+            ({"initializer_range": "x"}, "initializer_range='x' must be a number"),
+            ({"attn_res_block_size": 0}, "attn_res_block_size=0 must be .*, or null"),
+            ({"attn_res_block_size": "3"}, "attn_res_block_size='3' must be .*, or null"),
+            ({"mla_use_nope": 1}, "mla_use_nope=1 must be True"),
+            ({"topk_group": 1.0}, r"topk_group=1\.0 must be 1"),
+            ({"linear_attn_config": "kda"}, r"linear_attn_config\.head_dim is missing"),
+            (
+                {"linear_attn_config.head_dim": 8.5},
+                r"linear_attn_config\.head_dim=8\.5 must be a number",
+            ),
+            (
+                {"linear_attn_config.kda_layers": "1,2,3"},
+                r"linear_attn_config\.kda_layers='1,2,3' must be a list of numbers of layers",
+            ),
+            (
+                {"linear_attn_config.full_attn_layers": [4, "8"]},
+                r"full_attn_layers=\[4, '8'\] must be a list of numbers of layers",
+            ),
+            (
+                {"linear_attn_config.gate_lower_bound": -100},
+                r"config\.json: kda\.Config\.gate_lower_bound=-100 must be in",
+            ),
+            (
+                {
+                    "dsa_config": {
+                        "index_n_heads": 2,
+                        "index_head_dim": None,
+                        "index_topk": 0.5,
+                        "full_attn_layers": [4, 8],
+                    }
+                },
+                r"dsa_config\.index_head_dim=None must .*dsa_config\.index_topk=0\.5 must",
+            ),
             ({"v_head_dim": "16"}, "v_head_dim='16' must be a number"),
             (
                 {"linear_attn_config.use_full_rank_gate": False},
@@ -746,8 +788,54 @@ class TestConfigFromHf:
                 self.write(tmp_path, {"dsa_config": sparse | {"full_attn_layers": [4]}})
             )
 
+    @pytest.mark.timeout(20)
+    def test_no_value_of_any_field_is_a_traceback(self, tmp_path):
+        """Each field of the file in turn with what no such field can be."""
+        text = json.loads((GOLDEN / "config.json").read_text())["text_config"]
+        names = [name for name in text if name != "linear_attn_config"]
+        names += [f"linear_attn_config.{name}" for name in text["linear_attn_config"]]
+        said = {}
+        tried = 0
+        for name in names:
+            for value in ([], {}, "x", 2.5, -1, 10**30, 1e300, True, [[1]], {"a": 1}):
+                tried += 1
+                try:
+                    hf.config_from_hf(self.write(tmp_path, {name: value}))
+                except ValueError as error:
+                    said[name, str(value)] = str(error)
+        file = f"{tmp_path / 'config.json'}: "
+        assert not {at: text for at, text in said.items() if not text.startswith(file)}
+        assert not {at: text for at, text in said.items() if "\n" in text}
+        # Of the others the field is not read, or this is a value for it.
+        assert len(said) > 0.7 * tried
+
+    def test_a_whole_number_where_a_fraction_may_stand(self, tmp_path):
+        change = {"linear_attn_config.gate_lower_bound": -5, "routed_scaling_factor": 2}
+        cfg = hf.config_from_hf(self.write(tmp_path, change))
+        found = (cfg.sublayers["kda"].gate_lower_bound, cfg.sublayers["moe"].scale)
+        assert repr(found) == "(-5.0, 2.0)"
+
+    @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+    def test_numbers_that_are_none(self, tmp_path, number):
+        text = (GOLDEN / "config.json").read_text()
+        changed = re.sub(r'("q_lora_rank":) \d+', rf"\1 {number}", text)
+        assert changed != text
+        (tmp_path / "config.json").write_text(changed)
+        with pytest.raises(ValueError, match=r"config\.json: text_config\.q_lora_rank is "):
+            hf.config_from_hf(tmp_path)
+
+    def test_vision_that_is_no_object(self, golden, tmp_path):
+        """It would be a model of text alone, in silence."""
+        data = json.loads((GOLDEN / "config.json").read_text())
+        for value in ([], "x", 3):
+            (tmp_path / "config.json").write_text(json.dumps(data | {"vision_config": value}))
+            with pytest.raises(ValueError, match=r"vision_config=.* must be an object, or null"):
+                hf.config_from_hf(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(data | {"vision_config": None}))
+        assert hf.config_from_hf(tmp_path) == golden[0]
+
     def test_not_a_k3_checkpoint(self, tmp_path):
-        with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        with pytest.raises(ValueError, match=r"config\.json': No such file"):
             hf.config_from_hf(tmp_path)
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
         with pytest.raises(ValueError, match="has no text_config"):

@@ -36,6 +36,22 @@ def chi_square(counts, probs):
     ) - 1
 
 
+def test_a_prompt_of_tokens_that_the_model_has_not():
+    """A run whose tokenizer has more tokens than its model: a line, before anything is drawn."""
+    cfg = small.config()
+    state = model.init_balance(cfg)
+    with pytest.raises(ValueError, match="prompt has token 19, the model's vocab_size is 19: the"):
+        sample.generate(
+            small.weights(cfg),
+            cfg,
+            state,
+            torch.tensor([[3, 19]]),
+            num_tokens=1,
+            key=random.key(0),
+            emit=lambda tokens: pytest.fail("drawn"),
+        )
+
+
 class TestChoose:
     @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
     def test_probabilities(self, temperature):

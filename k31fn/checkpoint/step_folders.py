@@ -32,6 +32,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from k31fn import strict_json
+
 __all__ = [
     "BLOCK_BYTES",
     "DamagedError",
@@ -49,6 +51,8 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # of one rank, until the manifest has it
+# Bytes of a manifest: each block of a checkpoint of terabytes has some hundred.
+_MOST = 4 << 30
 BLOCK_BYTES = 16 << 20  # larger parts are written, checked and read in pieces of at most this size
 
 Json = dict[str, Any]
@@ -92,7 +96,8 @@ def read_manifest(directory: Path, step: int) -> Json:
     """
     path = directory / str(step) / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        # NaN and infinities were allowed in the metadata of earlier ones.
+        manifest = strict_json.load_object(path, most=_MOST, not_finite=True)
         recorded = manifest.pop("sha256")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedError(
@@ -142,7 +147,7 @@ def commit(
     entries = {name: {**tensor, "shards": []} for name, tensor in tensors.items()}
     for rank in range(ranks):
         file = folder / str(rank) / SHARDS
-        for name, shard in json.loads(file.read_bytes()).items():
+        for name, shard in strict_json.load_object(file, most=_MOST).items():
             entries[name]["shards"].append({"rank": rank, **shard})
         file.unlink()
     for name, entry in entries.items():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from k31fn import model
+from k31fn import model, strict_json
 from k31fn.config.codec import from_dict
 from k31fn.config.earlier import with_named_layers
 from k31fn.config.recipe import Recipe
@@ -45,14 +44,11 @@ def load_recipe(path: str | Path) -> Recipe:
     if file.suffix != ".json":
         return _call(path, "train", Recipe)  # the user's own code, which they name
     _must_exist(file)
+    # Infinity may stand in a config: a norm that does not clip. NaN is each field's to refuse.
+    data = strict_json.load_object(file, not_finite=True)
     try:
-        return from_dict(Recipe, with_named_layers(json.loads(file.read_bytes())))
-    # each with the file's name, which none of them knows
-    except OSError as error:
-        raise ValueError(f"config file {str(file)!r} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"config file {str(file)!r} is not JSON: {error}") from error
-    except ValueError as error:
+        return from_dict(Recipe, with_named_layers(data))
+    except ValueError as error:  # with the file's name, which it does not know
         raise ValueError(f"config file {str(file)!r}: {error}") from error
 
 

@@ -1,5 +1,5 @@
 """``python -m k31fn.data prepare SOURCE FOLDER``: text and images to memory-mapped shards that
-training reads.
+training reads. ``verify FOLDER`` compares all of a prepared folder with its checksums.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from k31fn import regular_files
 from k31fn.data import images
 from k31fn.data.prepare import Config, PrepareProgress, prepare
+from k31fn.data.verify import verify
 
 __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prepares a source; returns the exit status: 0 if all of it is there, else 2."""
+    """Prepares a source, or verifies what is prepared; returns the exit status.
+
+    0: all of it is there. 1: something is damaged. 2: a wrong call, or a source that cannot be
+    prepared.
+    """
     parser = argparse.ArgumentParser(prog="python -m k31fn.data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
@@ -26,7 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     default = images.Config()
     command.add_argument(
-        "source", help="text, .jsonl or .parquet files, a folder of them, or a saved HF dataset"
+        "source",
+        nargs="?",
+        help="text, .jsonl or .parquet files, a folder of them, or a saved HF dataset",
     )
     command.add_argument("folder", help="where the stores train and heldout go")
     command.add_argument(
@@ -55,27 +63,60 @@ def main(arguments: list[str] | None = None) -> int:
         "--max-side", type=int, default=default.max_side, help="patches along a side"
     )
     command.add_argument(
-        "--on-bad", choices=("refuse", "skip"), default="refuse", help="what a bad image does"
+        "--on-bad",
+        choices=("refuse", "skip"),
+        default="refuse",
+        help="what a bad image, conversation or line does: end it, or be left out and counted",
+    )
+    command.add_argument(
+        "--verify",
+        action="store_true",
+        help="then compare all of the folder with its checksums",
     )
     command.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    command = commands.add_parser("verify", help="compare what is prepared with its checksums")
+    command.add_argument("folder", help="what was prepared, or one store of it")
+    command.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads")
+    command.set_defaults(verify=True)
     args = parser.parse_args(arguments)
     try:
-        cfg = _config(args)
-        # On stderr, so that what was prepared can be piped on.
-        with _bar(sys.stderr.write, terminal=sys.stderr.isatty()) as report:
-            result = prepare(cfg, args.folder, workers=args.workers, report=report)
+        if args.command == "prepare":
+            _prepare(args)
+        return _verify(args) if args.verify else 0
     except (ValueError, ImportError, OSError) as e:
-        print(f"k31fn.data: {e}", file=sys.stderr)
+        print(f"k31fn.data: {regular_files.shown(e)}", file=sys.stderr)
         return 2
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    cfg = _config(args)
+    # On stderr, so that what was prepared can be piped on.
+    with _bar(sys.stderr.write, terminal=sys.stderr.isatty()) as report:
+        result = prepare(cfg, args.folder, workers=args.workers, report=report)
     skipped = ", ".join(f"{n} {reason}" for reason, n in result.skipped.items()) or "none"
     totals = "{documents:,} documents, {tokens:,} tokens, {images:,} images"
     print(f"{totals.format_map(result.counts)} in {args.folder}; documents left out: {skipped}")
+    for name, count in result.unread.items():
+        print(
+            f"left out: the field {name!r} of {count:,} conversations; what it declares belongs "
+            "into a system message"
+        )
     if args.chat:
         print(
             "learnt: {learnt:,} tokens; {shortened:,} conversations shortened, "
             "{dropped:,} messages dropped".format_map(result.counts)
         )
-    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = verify(args.folder, workers=args.workers)
+    for problem in found.problems:
+        print(regular_files.shown(problem))
+    if found.unchecked:
+        print(f"{found.unchecked} shards of an earlier version have no checksums: unchecked")
+    whole = "damaged" if found.problems else "as it was written"
+    print(f"{args.folder}: {found.num_bytes:,} bytes, {whole}")
+    return 1 if found.problems else 0
 
 
 def _config(args: argparse.Namespace) -> Config:

@@ -19,12 +19,14 @@ An answer (role ``assistant``) holds ``think`` if it has a ``reasoning_content``
     <|close|>message<|sep|><|end_of_msg|>
 
 without the spaces and line ends above. The result of a call (role ``tool``) has the attributes
-``tool`` and ``index``, that of the call it answers. Learnt is what a model writes: of an answer all
-behind its first ``<|open|>think<|sep|>`` or ``<|open|>response<|sep|>``, which a prompt ends with
-(:func:`prompt`), its ``<|end_of_msg|>`` included.
+``tool`` and ``index``, those of the call it answers: the one of its ``tool_call_id``. Learnt is
+what a model writes: of an answer all behind its first ``<|open|>think<|sep|>`` or
+``<|open|>response<|sep|>``, which a prompt ends with (:func:`prompt`), its ``<|end_of_msg|>``
+included.
 
 This is how public programs that serve K3 write it; the template that K3 is released with was not
-seen. The declaration of tools is not part of it: put it into a system message.
+seen. The declaration of tools is not part of it: put it into a system message. A field ``tools``
+beside the messages is left out and counted.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ import numpy as np
 from k31fn.data import media
 from k31fn.data.images import Image
 from k31fn.data.tokenizer import CHAT_NAMES, Tokenizer
+from k31fn.data.tool_calls import Call, calls_of, result_attributes
 
 __all__ = [
     "END_OF_ANSWER",
@@ -122,10 +125,15 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def encode(
-    messages: Any, images: Sequence[Image], tokenizer: Tokenizer, name: str
+    messages: Any,
+    images: Sequence[Image],
+    tokenizer: Tokenizer,
+    name: str,
+    *,
+    columnar: bool = False,
 ) -> _Conversation:
     """The tokens of a conversation; its images, in order, stand where its messages have parts of
-    type ``image``.
+    type ``image``. ``columnar`` says that it comes from a table (:mod:`k31fn.data.tool_calls`).
 
     Raises:
         ValueError: the messages are not such a conversation, or have no answer, or another number
@@ -135,8 +143,14 @@ def encode(
     tokens: list[np.ndarray] = []
     learnt: list[bool] = []
     ends: list[int] = []
-    for pieces in _render(messages, name):
+    for number, pieces in enumerate(_render(messages, name, columnar=columnar)):
         for piece in pieces:
+            try:
+                piece.text.encode()
+            except UnicodeEncodeError as e:  # half a character, which would become a "?"
+                raise ValueError(
+                    f"{name}: messages[{number}] is not valid Unicode: {e.reason}"
+                ) from e
             if piece.kind == "image" and not left:
                 raise ValueError(
                     f"{name}: messages have more images than the {len(images)} of the record"
@@ -166,7 +180,7 @@ def prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate([_encode(piece, [], tokenizer, "prompt") for piece in pieces])
 
 
-def _render(messages: Any, name: str) -> list[list[_MessagePiece]]:
+def _render(messages: Any, name: str, *, columnar: bool = False) -> list[list[_MessagePiece]]:
     """The pieces of each message.
 
     Raises:
@@ -177,8 +191,8 @@ def _render(messages: Any, name: str) -> list[list[_MessagePiece]]:
             f"{name}: messages must be a list of at least one message, not {str(messages)[:60]!r}"
         )
     rendered: list[list[_MessagePiece]] = []
-    calls: list[tuple[str, dict[str, Any]]] = []  # of the last answer
-    answered = 0  # how many of them have their result
+    calls: list[Call] = []  # of the last answer
+    answered: set[int] = set()  # which of them have their result
     for number, message in enumerate(messages):
         where = f"{name}: messages[{number}]"
         _check(message, where)
@@ -188,14 +202,13 @@ def _render(messages: Any, name: str) -> list[list[_MessagePiece]]:
         if message.get("name") and role != "tool":
             attributes["name"] = message["name"]
         if role == "assistant":
-            body = _answer(message, where)
-            calls = _calls(message, where)
-            answered = 0
+            calls = calls_of(message, where, columnar=columnar)
+            body = _answer(message, calls, where)
+            answered = set()
         else:
             body = _content(message.get("content"), False, where)
         if role == "tool":
-            answered += 1
-            attributes |= _tool_attributes(message, calls, answered, where)
+            attributes |= result_attributes(message, calls, answered, where)
         learnt = role == "assistant"
         end = _MessagePiece("special", _END, learnt)
         # What opens a message is the prompt's, also of an answer: a model never writes it.
@@ -203,27 +216,9 @@ def _render(messages: Any, name: str) -> list[list[_MessagePiece]]:
     return rendered
 
 
-def _tool_attributes(
-    message: Mapping[str, Any],
-    calls: Sequence[tuple[str, dict[str, Any]]],
-    index: int,
-    where: str,
-) -> dict[str, str]:
-    """The attributes of the result of call ``index`` of the answer before it."""
-    tool = message.get("tool") or message.get("name")
-    if not tool and index <= len(calls):
-        tool = calls[index - 1][0]
-    if not tool:
-        raise ValueError(
-            f"{where} answers no call: give it a 'name', or put it behind the calls it answers"
-        )
-    return {"tool": tool, "index": str(index)}
-
-
-def _answer(message: Mapping[str, Any], where: str) -> list[_MessagePiece]:
+def _answer(message: Mapping[str, Any], calls: Sequence[Call], where: str) -> list[_MessagePiece]:
     """The elements inside of an answer's message."""
     content = _content(message.get("content"), True, where)
-    calls = _calls(message, where)
     if any(piece.kind == "image" for piece in content):
         raise ValueError(f"{where}: an answer holds an image; a model writes text only")
     if not content and not calls:
@@ -232,49 +227,26 @@ def _answer(message: Mapping[str, Any], where: str) -> list[_MessagePiece]:
     # the response itself.
     thought = message.get("reasoning_content")
     body: list[_MessagePiece] = []
-    if isinstance(thought, str):
+    if thought is not None:
         body += [*_open("think"), *_text(thought, True), *_close("think", True)]
     body += [*_open("response", learnt=bool(body)), *content, *_close("response", True)]
     if calls:
         body += _open("tools", learnt=True)
-        for index, (tool, arguments) in enumerate(calls, 1):
-            body += _call(tool, index, arguments)
+        for index, call in enumerate(calls, 1):
+            body += _call(call, index)
         body += _close("tools", True)
     return body
 
 
-def _call(tool: str, index: int, arguments: Mapping[str, Any]) -> list[_MessagePiece]:
-    pieces = _open("call", {"tool": tool, "index": str(index)}, learnt=True)
-    for key, value in arguments.items():
+def _call(call: Call, index: int) -> list[_MessagePiece]:
+    pieces = _open("call", {"tool": call.tool, "index": str(index)}, learnt=True)
+    for key, value in call.arguments.items():
         # A string stands as it is, without quotes: its type says that it is one.
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         kind = _KINDS.get(type(value), "object")
         pieces += _open("argument", {"key": key, "type": kind}, learnt=True)
         pieces += [*_text(text, True), *_close("argument", True)]
     return pieces + _close("call", True)
-
-
-def _calls(message: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
-    """Name and arguments of each call."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        # OpenAI's form has a "function" with arguments as a JSON string; a plain object will do.
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        name = function.get("name")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError as error:
-                raise ValueError(
-                    f"{where}: arguments of a call are not JSON: {arguments[:60]!r}"
-                ) from error
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            raise ValueError(
-                f"{where}: a call needs a name and arguments by name, not {str(call)[:60]!r}"
-            )
-        calls.append((name, arguments))
-    return calls
 
 
 def _check(message: Any, where: str) -> None:
@@ -288,6 +260,9 @@ def _check(message: Any, where: str) -> None:
         raise ValueError(
             f"{where} has {unknown}, which this format cannot express; known: {sorted(_KEYS)}"
         )
+    for name in ("name", "reasoning_content"):
+        if name in present and not isinstance(message[name], str):
+            raise ValueError(f"{where}: {name} must be text, not a {type(message[name]).__name__}")
     if message["role"] != "assistant" and (
         message.get("tool_calls") or message.get("reasoning_content")
     ):

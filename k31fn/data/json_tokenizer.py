@@ -1,21 +1,33 @@
 """Tokenizers in the JSON format of Hugging Face ``tokenizers``, byte-level ones: each token stands
 for some bytes.
+
+``decode_bytes(encode(x))`` is ``x``, whatever such a file says beside its tokens and merges.
+Truncation and padding to a length, a normaliser, a space in front, spaces that a token swallows and
+merges left out at random are set aside: they are for other uses of the file, and would lose or
+change text in silence. What cannot be set aside is refused.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from k31fn import strict_json
 from k31fn.data.tokenizer import Tokens
 
 __all__ = ["JsonTokenizer"]
+
+_MOST = 1 << 30  # bytes of a file; a million tokens have some 50 MB
+# Parts that cut text and keep all of it; of the others some drop the spaces that they cut at.
+_CUTTERS = ("ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts")
+# Looked at on opening: spaces at all places, capitals, accents, line ends, control characters.
+_PROBE = "  Aé x\t\n\r\n 12!?_É\x00\x7f e\u0301 \u00a0\u2028你好 😀 "
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +39,8 @@ class JsonTokenizer:
         end: the name of the token that ends a document.
 
     Raises:
-        ValueError: the file is no tokenizer, is not byte-level, or has no such end token.
+        ValueError: the file is no tokenizer, is not byte-level, does not give each text back, or
+            has no such end token.
         ImportError: tokenizers is not installed.
     """
 
@@ -35,11 +48,18 @@ class JsonTokenizer:
     end: str
 
     def __post_init__(self) -> None:
-        kinds = _kinds(json.loads(self.path.read_text(encoding="utf-8")).get("decoder") or {})
-        if "ByteLevel" not in kinds:
+        known = self._tokenizer.get_vocab(with_added_tokens=False)
+        missing = sorted(b for c, b in _BYTES.items() if c not in known and b not in _NEVER)
+        if missing:
             raise ValueError(
-                f"{self.path}: decoder {kinds or 'missing'}; k31fn reads byte-level tokenizers, "
-                "whose decoder is ByteLevel: the others cannot say which bytes a token stands for"
+                f"{self.path}: no token for byte {missing[0]} and {len(missing) - 1} others, whose "
+                "text would be lost"
+            )
+        again = self.decode(self.encode(_PROBE))
+        if again != _PROBE:
+            raise ValueError(
+                f"{self.path}: {_PROBE!r} comes back as {again!r}; k31fn reads tokenizers that "
+                "give each text back"
             )
         if self.end not in self.special_tokens:
             raise ValueError(
@@ -84,14 +104,19 @@ class JsonTokenizer:
         name = self._tokenizer.id_to_token(token)
         if name is None:
             return b""
-        if token in self._tokenizer.get_added_tokens_decoder():  # ordinary text, kept whole
+        # An added token is ordinary text, kept whole; so is one that no byte-level text becomes.
+        if token in self._added or not _BYTES.keys() >= set(name):
             return name.encode()
         return bytes(_BYTES[c] for c in name)
 
     @functools.cached_property
+    def _added(self) -> dict[int, Any]:
+        return self._tokenizer.get_added_tokens_decoder()
+
+    @functools.cached_property
     def _special(self) -> dict[str, int]:
         special: dict[str, int] = {}
-        for number, token in self._tokenizer.get_added_tokens_decoder().items():
+        for number, token in self._added.items():
             if token.special:
                 special[token.content] = number
         return special
@@ -102,23 +127,68 @@ class JsonTokenizer:
             import tokenizers  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
         except ImportError as e:
             raise ImportError("a tokenizer.json needs tokenizers; pip install 'k31fn[data]'") from e
+        text = json.dumps(_exact(strict_json.load_object(self.path, most=_MOST), self.path))
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(self.path))
-        except Exception as e:  # it raises Exception itself
+            tokenizer = tokenizers.Tokenizer.from_str(text)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # it raises Exception itself, and its panics are none
             raise ValueError(f"{self.path} is not a tokenizer file: {e}") from e
         # Their names in a text are text: what a user writes can never become one.
         tokenizer.encode_special_tokens = True
         return tokenizer
 
 
-def _kinds(decoder: dict[str, Any]) -> list[str]:
-    """The types of a decoder and of those inside of it."""
-    if not decoder:
-        return []
-    kinds = [decoder["type"]]
-    for inner in decoder.get("decoders", ()):
-        kinds += _kinds(inner)
-    return kinds
+def _exact(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What a file holds, with what would lose or change text set aside.
+
+    Raises:
+        ValueError: it is not byte-level, or cuts text where it loses some.
+    """
+    decoders = list(_parts(data.get("decoder"), "decoders", path))
+    kinds = [decoder["type"] for decoder in decoders]
+    if "ByteLevel" not in kinds:
+        raise ValueError(
+            f"{path}: decoder {kinds or 'missing'}; k31fn reads byte-level tokenizers, "
+            "whose decoder is ByteLevel: the others cannot say which bytes a token stands for"
+        )
+    for cutter in _parts(data.get("pre_tokenizer"), "pretokenizers", path):
+        if cutter["type"] not in _CUTTERS or cutter.get("behavior") == "Removed":
+            raise ValueError(
+                f"{path}: pre_tokenizer {cutter['type']} drops or replaces what it cuts at; k31fn "
+                "reads tokenizers that give each text back"
+            )
+        if cutter["type"] == "ByteLevel":
+            cutter["add_prefix_space"] = False
+    for name in ("truncation", "padding", "normalizer"):
+        data[name] = None
+    bpe = data.get("model")
+    if isinstance(bpe, dict) and "dropout" in bpe:
+        bpe["dropout"] = None
+    added = data.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict):
+            token |= {"lstrip": False, "rstrip": False}
+    return data
+
+
+def _parts(whole: Any, name: str, path: Path) -> Iterator[dict[str, Any]]:
+    """The parts of a decoder or a pre-tokenizer, which may be a sequence of them."""
+    if whole is None:
+        return
+    if not isinstance(whole, dict) or not isinstance(whole.get("type"), str):
+        raise ValueError(
+            f"{path} is not a tokenizer file: a part must be an object with a type, not "
+            f"{str(whole)[:60]!r}"
+        )
+    inner = whole.get(name, [])
+    if whole["type"] != "Sequence":
+        yield whole
+    elif not isinstance(inner, list):
+        raise ValueError(f"{path} is not a tokenizer file: {name} must be a list")
+    else:
+        for part in inner:
+            yield from _parts(part, name, path)
 
 
 def _alphabet() -> dict[str, int]:
@@ -139,3 +209,4 @@ def _alphabet() -> dict[str, int]:
 
 
 _BYTES = _alphabet()
+_NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that UTF-8 has not

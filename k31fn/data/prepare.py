@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import multiprocessing
-import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -24,19 +21,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k31fn.data import chat, media, store
+from k31fn import regular_files, strict_json
+from k31fn.data import chat, media, plan, shard_writer, store
 from k31fn.data.images import Config as ImageConfig
 from k31fn.data.images import Image, ImageError, decode
 from k31fn.data.records import Record, Unit, position, read_unit, units
-from k31fn.data.tokenizer import Tokenizer
+from k31fn.data.tokenizer import Tokenizer, fingerprint
 from k31fn.data.tokenizer_files import open_tokenizer
 
 __all__ = ["SPLITS", "Config", "PrepareProgress", "prepare"]
 
 SPLITS = ("train", "heldout")
-_PLAN = "plan.json"  # what is prepared, of the whole folder
 _DONE = "counts.json"  # what a shard holds; written last, so it says that the shard is whole
 _SKIPPED = "skipped_"  # how names of counts begin that are of documents left out
+_UNREAD = "unread_"  # and those of fields
 _PATIENCE = 0.5  # seconds between reports of progress
 
 
@@ -56,7 +54,7 @@ class Config:
             answer that fits, and is left out if none does. 0: any.
         suffixes: files of a folder that are read.
         heldout_fraction: of the documents, about.
-        image: limits and what happens to a bad image.
+        image: limits of images, and what a bad image, conversation or line does (``on_bad``).
     """
 
     source: str
@@ -92,7 +90,7 @@ class PrepareProgress(NamedTuple):
 
 class _PrepareResult(NamedTuple):
     """What the stores hold, and how many documents were left out, by the fault of their image or as
-    too long.
+    too long, or as unreadable; and how many conversations had a field that is not read.
 
     Of conversations ``counts`` also has those ``shortened``, the messages ``dropped`` of them and
     of those left out, and the tokens ``learnt``.
@@ -100,6 +98,7 @@ class _PrepareResult(NamedTuple):
 
     counts: Counter[str]
     skipped: Counter[str]
+    unread: Counter[str]
 
 
 def prepare(
@@ -122,68 +121,41 @@ def prepare(
 
     Raises:
         ValueError: the source cannot be read, a record or an image is bad (and ``cfg.image.on_bad``
-            says refuse), the folder cannot be made, or it was prepared with other settings.
+            says refuse), the folder cannot be made, or it was prepared with other settings or from
+            other files (:mod:`k31fn.data.plan`).
         OSError: it cannot be written.
     """
-    root = Path(folder)
+    root = regular_files.path(folder, "folder")
     work = units(cfg.source, cfg.suffixes)
     tokenizer = open_tokenizer(cfg.tokenizer, end=cfg.end)
     if cfg.images:
         media.media_tokens(tokenizer)  # or a clear error before any work
     if cfg.chat:
         chat.check_tokenizer(tokenizer)
-    _keep_plan(root, cfg, work)
+    files = plan.keep_plan(root, cfg, work, tokenizer)
     names = [f"shard-{number:06}" for number in range(len(work))]
     counts: Counter[str] = Counter()
     done = 0
     for finished in _work(cfg, root, list(zip(names, work, strict=True)), max(1, workers)):
         done += len(finished)
         for name in finished:
-            counts.update(_read_json(root / name / _DONE))
+            counts.update(strict_json.load_object(root / name / _DONE))
         if report:
             report(PrepareProgress(done, len(work), counts))
+    # Also while it was read: half of one file and half of another would be no data set.
+    plan.check_unchanged(files, f"{root} is being prepared")
     # Last, since a store without its index is none: nobody trains on half of the data by mistake.
     for split in SPLITS:
         _write_index(root / split, split, names, cfg, tokenizer)
-    totals: Counter[str] = Counter()
-    skipped: Counter[str] = Counter()
+    result = _PrepareResult(Counter(), Counter(), Counter())
     for name, count in counts.items():
         if name.startswith(_SKIPPED):
-            skipped[name.removeprefix(_SKIPPED)] = count
+            result.skipped[name.removeprefix(_SKIPPED)] = count
+        elif name.startswith(_UNREAD):
+            result.unread[name.removeprefix(_UNREAD)] = count
         else:
-            totals[name] = count
-    return _PrepareResult(totals, skipped)
-
-
-def _keep_plan(root: Path, cfg: Config, work: list[Unit]) -> None:
-    """Notes the settings, or compares them with those of an earlier call: mixed shards would be no
-    data set.
-    """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(
-            f"folder {str(root)!r} cannot be made: {e.strerror}; give one that can be"
-        ) from e
-    # Through JSON, which turns tuples into lists, so that it compares with what was read.
-    plan = json.loads(json.dumps({"config": dataclasses.asdict(cfg), "units": work}))
-    file = root / _PLAN
-    if not file.exists():
-        if any(root.iterdir()):
-            raise ValueError(f"{root} is not empty and no prepared data; use another folder")
-        _write_json(file, plan)
-        return
-    before = _read_json(file)
-    if before == plan:
-        for partial in root.glob(".*.partial"):  # of processes that were killed
-            shutil.rmtree(partial)
-        return
-    settings = plan["config"].items()
-    changed = [name for name, value in settings if before["config"].get(name) != value]
-    what = "from other files, or files of other sizes"
-    if changed:
-        what = f"with other settings: {', '.join(changed)}"
-    raise ValueError(f"{root} was prepared {what}; use another folder, or remove it")
+            result.counts[name] = count
+    return result
 
 
 # ------------------------------------------------------------------------------------------ a shard
@@ -202,15 +174,19 @@ def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
     counts: Counter[str] = Counter()
     options: dict[str, Any] = {"token_dtype": dtype, "patch_width": 3 * cfg.image.patch_size**2}
     options["answers"] = bool(cfg.chat)
-    with store.write_shards(root / name, SPLITS, **options) as (folder, shards):
+    named: list[str] = []  # images that records name
+    with shard_writer.write_shards(root / name, SPLITS, **options) as (folder, shards):
         for record in read_unit(unit, text=cfg.text, images=cfg.images, chat=cfg.chat):
+            named += record.files
             try:
                 document = _document(record, cfg, tokenizer, counts, unit)
-            except ImageError as e:
+            except ValueError as e:
                 if cfg.image.on_bad == "refuse":
                     raise
-                counts[f"{_SKIPPED}{e.reason}"] += 1
+                what = "conversation" if cfg.chat else "record"
+                counts[f"{_SKIPPED}{e.reason if isinstance(e, ImageError) else what}"] += 1
                 continue
+            counts.update(f"{_UNREAD}{name}" for name in record.unread)
             if not len(document.tokens):
                 counts[f"{_SKIPPED}length"] += 1
                 continue
@@ -218,23 +194,25 @@ def _prepare_unit(cfg: Config, unit: Unit, root: Path, name: str) -> None:
             shards["heldout" if held_out else "train"].add(document)
         for split, shard in shards.items():
             totals = shard.finish()
-            counts.update(totals)
-            _write_json(folder / split / _DONE, totals)
-        _write_json(folder / _DONE, counts)
+            counts.update({name: totals[name] for name in ("documents", "tokens", "images")})
+            plan.write_json(folder / split / _DONE, totals)
+        plan.write_json(folder / plan.IMAGES, plan.stamps(named))
+        plan.write_json(folder / _DONE, counts)
 
 
 def _document(
     record: Record, cfg: Config, tokenizer: Tokenizer, counts: Counter[str], unit: Unit
-) -> store.StoredDocument:
+) -> shard_writer.StoredDocument:
     """A record's tokens and patches; without tokens if it is a conversation that is too long."""
+    if record.fault is not None:
+        raise record.fault
     pictures: list[Image] = []
     for number, data in enumerate(record.images):
         if isinstance(data, ImageError):
             raise data
         pictures.append(decode(data, f"{record.name}, number {number}", cfg.image))
     if cfg.chat:
-        name = position(unit, record.name.removeprefix(unit.name))
-        return _conversation(record, pictures, cfg, tokenizer, counts, name)
+        return _conversation(record, pictures, cfg, tokenizer, counts, unit)
     if pictures:
         text = record.text.decode("utf-8", errors="replace")
         tokens = media.encode(text, pictures, tokenizer, record.name)
@@ -256,10 +234,10 @@ def _with_images(
     pictures: list[Image],
     spans: np.ndarray,
     learnt: np.ndarray | tuple[()] = (),
-) -> store.StoredDocument:
+) -> shard_writer.StoredDocument:
     grids = [picture.grid for picture in pictures]
     patches = [picture.patches for picture in pictures]
-    return store.StoredDocument(tokens, grids, spans, patches, learnt)
+    return shard_writer.StoredDocument(tokens, grids, spans, patches, learnt)
 
 
 def _conversation(
@@ -268,10 +246,15 @@ def _conversation(
     cfg: Config,
     tokenizer: Tokenizer,
     counts: Counter[str],
-    name: str,
-) -> store.StoredDocument:
+    unit: Unit,
+) -> shard_writer.StoredDocument:
     """A conversation's tokens and patches, shortened to ``cfg.max_length``; none if none fit."""
-    whole = chat.encode(record.messages, pictures, tokenizer, name)
+    is_row = unit.kind != "jsonl"
+    try:
+        whole = chat.encode(record.messages, pictures, tokenizer, "", columnar=is_row)
+    except ValueError as e:
+        # Its line is looked for only now: the lines before it have to be counted.
+        raise ValueError(f"{position(unit, record.name.removeprefix(unit.name))}{e}") from e
     count = whole.fitting(cfg.max_length or len(whole.tokens))
     short = whole.cut(count)
     dropped = len(whole.ends) - count
@@ -337,7 +320,7 @@ def _write_index(
     """The index of one split's store."""
     shards = []
     for name in names:
-        totals = _read_json(folder.parent / name / split / _DONE)
+        totals = strict_json.load_object(folder.parent / name / split / _DONE)
         if totals["documents"]:  # a small unit may hold nothing out
             shards.append({"name": f"../{name}/{split}", **totals})
     folder.mkdir(exist_ok=True)
@@ -345,21 +328,11 @@ def _write_index(
         "version": store.VERSION,
         "shards": shards,
         "vocab_size": tokenizer.vocab_size,
+        "tokenizer": fingerprint(tokenizer),
         "end_token": tokenizer.end_token,
         "media_token": tokenizer.special_tokens.get("<|media_pad|>", -1),
         "patch_width": 3 * cfg.image.patch_size**2,
         "answers": bool(cfg.chat),
         "prepared": dataclasses.asdict(cfg),
     }
-    _write_json(folder / store.INDEX, index)
-
-
-def _read_json(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _write_json(file: Path, data: Any) -> None:
-    # Another name first: whoever reads the file finds the old one or the new one, whole.
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    os.replace(temporary, file)
+    plan.write_json(folder / store.INDEX, index)

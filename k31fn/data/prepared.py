@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from k31fn.data.image_packing import PackedDataset, Shape
 from k31fn.data.mixture import Mixture
 from k31fn.data.store import Store, open_store
-from k31fn.data.tokenizer import Tokenizer
+from k31fn.data.tokenizer import Tokenizer, fingerprint
 
 __all__ = ["Prepared", "open_heldout", "open_prepared"]
 
@@ -84,6 +84,12 @@ def _open(folder: str, tokenizer: Tokenizer) -> Store:
         raise ValueError(
             f"{folder} was prepared with another tokenizer: vocabulary size, end token and media "
             f"token {theirs}, those of data.tokenizer are {ours}; it was "
-            f"{store.index['prepared']['tokenizer']!r}"
+            f"{store.index['prepared'].get('tokenizer')!r}"
+        )
+    # Another one of the same size would teach nonsense; earlier stores do not say.
+    if store.index.get("tokenizer", fingerprint(tokenizer)) != fingerprint(tokenizer):
+        raise ValueError(
+            f"{folder} was prepared with another tokenizer of this size, or other special tokens "
+            f"than data.tokenizer: it was {store.index['prepared'].get('tokenizer')!r}"
         )
     return store

@@ -25,11 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from k31fn import regular_files
 from k31fn.data.tokenizer import Tokens
 
 __all__ = ["PATTERN", "RanksTokenizer", "read_ranks"]
 
 NUM_SPECIAL = 256
+_MOST = 1 << 30  # bytes of a file; that of K3 has some megabytes
 _MAX_CHARS = 400_000  # of one call
 _MAX_RUN = 25_000  # characters that are all spaces or all none
 
@@ -172,7 +174,7 @@ def read_ranks(path: Path) -> list[bytes]:
             twice, or a byte that no token stands for; names the line.
     """
     by_rank: dict[int, bytes] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(regular_files.read(path, most=_MOST).splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from k31fn import regular_files, strict_json
 from k31fn.data import sources
 from k31fn.data.images import ImageError
 
@@ -27,6 +28,9 @@ __all__ = ["Record", "Unit", "position", "read_unit", "units"]
 
 # Of text; seconds of work, so that many cores end together and little is lost.
 UNIT_BYTES = 64 * 2**20
+_PART = 1 << 20  # bytes in memory while lines are counted
+_MOST_TEXT = 16 << 30  # bytes of a text file, which is one record
+_MOST_IMAGE = 1 << 30  # bytes of an image's file: more than 64 million pixels need
 
 
 class Unit(NamedTuple):
@@ -57,12 +61,19 @@ class Record(NamedTuple):
         text: its text; of a conversation its messages as JSON.
         images: of each the bytes of its file, or why there are none.
         messages: of a conversation, not looked at.
+        unread: names of fields beside the messages that say something of the conversation and have
+            no place in it.
+        fault: why there is no record; None: it is one.
+        files: paths of its images, of those that it names.
     """
 
     name: str
     text: bytes
     images: tuple[bytes | ImageError, ...]
     messages: Any = ()
+    unread: tuple[str, ...] = ()
+    fault: ValueError | None = None
+    files: tuple[str, ...] = ()
 
 
 def units(path: str | Path, suffixes: Sequence[str]) -> list[Unit]:
@@ -72,19 +83,21 @@ def units(path: str | Path, suffixes: Sequence[str]) -> list[Unit]:
         ValueError: there is no such path, or nothing in it that can be read.
         ImportError: pyarrow is needed and not installed.
     """
-    root = Path(path)
+    root = regular_files.path(path, "source")
     if not root.exists():
         raise ValueError(f"source {str(path)!r} does not exist; give a file or a folder")
     if (root / "state.json").exists() and (root / "dataset_info.json").exists():
         return [Unit("arrow", str(root / name), name) for name in sources.arrow_files(root)]
-    parent = root.parent if root.is_file() else root
-    names = [root.name] if root.is_file() else sources.file_names(root, suffixes)
+    parent = root if root.is_dir() else root.parent
+    names = sources.file_names(root, suffixes) if root.is_dir() else [root.name]
     work: list[Unit] = []
     for name in names:
-        if Path(name).suffix in (".jsonl", ".parquet"):
+        if Path(name).suffix.lower() in (".jsonl", ".parquet"):
             work += _of_file(parent / name, name)
         else:
             _add_text(work, parent, name)
+    if names and not work:
+        raise ValueError(f"source {str(path)!r} holds no record: {names[0]!r} is empty")
     if not work:
         raise ValueError(f"source {str(path)!r} has no file with a suffix of {list(suffixes)}")
     return work
@@ -96,8 +109,11 @@ def read_unit(unit: Unit, *, text: str, images: str, chat: str = "") -> Iterator
     With ``chat``, the name of the field that holds messages, records are conversations and have no
     text.
 
+    A record that cannot be read is given with its fault, which names file and place, so that a
+    caller may leave it out.
+
     Raises:
-        ValueError: a record cannot be read; names file and place.
+        ValueError: the unit cannot be read.
     """
     path = Path(unit.path)
     if unit.kind == "text":
@@ -106,25 +122,45 @@ def read_unit(unit: Unit, *, text: str, images: str, chat: str = "") -> Iterator
                 f"{unit.name} is a text file; conversations are records of .jsonl or .parquet files"
             )
         for name in unit.files:
-            data = (path / name).read_bytes()
+            data = regular_files.read(path / name, most=_MOST_TEXT)
             if data:
                 yield Record(name, data, ())
         return
-    main_field = chat or text
-    fields = [main_field, images] if images else [main_field]
+    fields = [name for name in (chat or text, images, *(_UNREAD if chat else ())) if name]
     read_rows = {"jsonl": _lines, "parquet": _row_groups, "arrow": _arrow}[unit.kind]
     for place, row in read_rows(unit, fields):
         where = f"{unit.name}{place}"
-        if main_field not in row:
-            raise ValueError(
-                f"{position(unit, place)}: no field {main_field!r}; it has {sorted(row)}"
-            )
-        # Messages as JSON, too: the hash that chooses the split is of text.
-        messages = row[chat] if chat else ()
-        data = _as_json(messages) if chat else sources.text_bytes(where, text, row[text])
-        pictures = tuple(_images(where, images, row.get(images), path.parent)) if images else ()
-        if data or pictures:
-            yield Record(where, data, pictures, messages)
+        try:
+            record = _record(where, row, path.parent, text, images, chat)
+        except ValueError as e:
+            # Its line is looked for only now: the lines before it have to be counted.
+            yield Record(where, b"", (), fault=ValueError(f"{position(unit, place)}: {e}"))
+            continue
+        if record.text or record.images:
+            yield record
+
+
+def _record(
+    where: str, row: dict[str, Any] | bytes, folder: Path, text: str, images: str, chat: str
+) -> Record:
+    """The record of a row, which of a ``.jsonl`` file is the line."""
+    if isinstance(row, bytes):
+        row = strict_json.parse(row, "the line")
+    if not isinstance(row, dict):
+        raise ValueError(f"the line holds a {type(row).__name__}, not an object")
+    if (chat or text) not in row:
+        raise ValueError(f"no field {chat or text!r}; it has {sorted(row)}")
+    files: list[str] = []
+    pictures: list[bytes | ImageError] = []
+    if images:
+        pictures += _images(where, images, row.get(images), folder, files)
+    made = Record(where, b"", tuple(pictures), files=tuple(files))
+    if not chat:
+        return made._replace(text=sources.text_bytes("the record", text, row[text]))
+    # Messages as JSON, too: the hash that chooses the split is of text.
+    messages = row[chat]
+    unread = tuple(name for name in _UNREAD if row.get(name))
+    return made._replace(text=_as_json(messages), messages=messages, unread=unread)
 
 
 def _as_json(messages: Any) -> bytes:
@@ -138,15 +174,19 @@ def position(unit: Unit, place: str) -> str:
     """
     if not place.startswith("@"):
         return f"{unit.path}{place}"
-    with open(unit.path, "rb") as file:
+    with regular_files.open_file(unit.path) as file:
         # Counted only for an error: a unit starts anywhere in its file.
-        line = file.read(int(place[1:])).count(b"\n") + 1
+        line = 1
+        left = int(place[1:])
+        while left and (data := file.read(min(left, _PART))):
+            line += data.count(b"\n")
+            left -= len(data)
     return f"{unit.path}:{line}"
 
 
 def _add_text(work: list[Unit], root: Path, name: str) -> None:
     """Puts a text file into the last unit, or a new one if that is full or of another kind."""
-    size = (root / name).stat().st_size
+    size = regular_files.check(root / name)
     last = work[-1] if work else None
     if last is not None and last.kind == "text" and last.stop + size <= UNIT_BYTES:
         work[-1] = last._replace(stop=last.stop + size, files=(*last.files, name))
@@ -155,76 +195,73 @@ def _add_text(work: list[Unit], root: Path, name: str) -> None:
 
 
 def _of_file(path: Path, name: str) -> list[Unit]:
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         # Cut without being read: the reader of a unit finds the line ends.
-        size = path.stat().st_size
+        size = regular_files.check(path)
         parts = []
         for start in range(0, size, UNIT_BYTES):
             parts.append(Unit("jsonl", str(path), name, start, min(start + UNIT_BYTES, size)))
         return parts
-    sources.pyarrow(path)
-    # optional: the extra `data`
-    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
+    with sources.columnar(path):
+        # optional: the extra `data`
+        import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
-    with pq.ParquetFile(path) as file:
-        return [Unit("parquet", str(path), name, i, i + 1) for i in range(file.num_row_groups)]
+        with pq.ParquetFile(path) as file:
+            return [Unit("parquet", str(path), name, i, i + 1) for i in range(file.num_row_groups)]
 
 
-Rows = Iterator[tuple[str, dict[str, Any]]]
+# Fields beside messages, in OpenAI's format, that a conversation depends on; the format of
+# :mod:`k31fn.data.chat` has no place for them.
+_UNREAD = ("tools", "functions")
+Rows = Iterator[tuple[str, dict[str, Any] | bytes]]
 
 
 def _lines(unit: Unit, _: list[str]) -> Rows:
     """The lines that start in the unit's bytes; one that reaches beyond them is this unit's,
     whole.
     """
-    with open(unit.path, "rb") as file:
+    with regular_files.open_file(unit.path) as file:
         start = unit.start
         if start:
             # The rest of the line that holds the byte before: it is of the unit before, or empty.
             file.seek(start - 1)
-            start += len(file.readline()) - 1
+            start += len(sources.read_line(file, f"{unit.path}, byte {start}")) - 1
         while start < unit.stop:
-            line = file.readline()
+            line = sources.read_line(file, f"{unit.path}, byte {start}")
             if not line:
                 break
             place = f"@{start}"
             start += len(line)
             if line.strip():
-                yield place, _object(unit, place, line)
-
-
-def _object(unit: Unit, place: str, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except ValueError as e:  # of UTF-8 or of JSON
-        raise ValueError(f"{position(unit, place)}: the line is not UTF-8 JSON: {e}") from e
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"{position(unit, place)}: the line holds a {type(row).__name__}, not an object"
-        )
-    return row
+                yield place, line
 
 
 def _row_groups(unit: Unit, columns: list[str]) -> Rows:
-    # optional: the extra `data`
-    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
+    with sources.columnar(Path(unit.path)):
+        # optional: the extra `data`
+        import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
-    with pq.ParquetFile(unit.path) as file:
-        known = set(columns).intersection(file.schema_arrow.names)
-        row = 0
-        # 256 at a time: a row group may hold gigabytes of images.
-        batches = file.iter_batches(
-            batch_size=256, row_groups=list(range(unit.start, unit.stop)), columns=sorted(known)
-        )
-        for batch in batches:
-            for values in batch.to_pylist():
-                yield f":{unit.start}:{row}", values
-                row += 1
+        with pq.ParquetFile(unit.path) as file:
+            known = set(columns).intersection(file.schema_arrow.names)
+            row = 0
+            # 256 at a time: a row group may hold gigabytes of images.
+            batches = file.iter_batches(
+                batch_size=256,
+                row_groups=list(range(unit.start, unit.stop)),
+                columns=sorted(known),
+            )
+            for batch in batches:
+                for values in batch.to_pylist():
+                    yield f":{unit.start}:{row}", values
+                    row += 1
 
 
 def _arrow(unit: Unit, columns: list[str]) -> Rows:
-    pa = sources.pyarrow(Path(unit.path))
-    with pa.memory_map(unit.path) as source, pa.ipc.open_stream(source) as reader:
+    with (
+        sources.columnar(Path(unit.path)) as pa,
+        pa.memory_map(unit.path) as source,
+        pa.ipc.open_stream(source) as reader,
+    ):
         known = set(columns).intersection(reader.schema.names)
         row = 0
         for batch in reader:
@@ -233,7 +270,10 @@ def _arrow(unit: Unit, columns: list[str]) -> Rows:
                 row += 1
 
 
-def _images(where: str, field: str, value: Any, folder: Path) -> Iterator[bytes | ImageError]:
+def _images(
+    where: str, field: str, value: Any, folder: Path, files: list[str]
+) -> Iterator[bytes | ImageError]:
+    """The images of a field; the paths of those that are files are added to ``files``."""
     if value is None:
         return
     for item in value if isinstance(value, list) else [value]:
@@ -244,11 +284,10 @@ def _images(where: str, field: str, value: Any, folder: Path) -> Iterator[bytes 
         elif isinstance(item, str) and item.startswith("data:"):
             yield _data_url(where, item)
         elif isinstance(item, str):
-            yield _file(where, folder, item)
+            yield _file(where, folder, item, files)
         else:
             raise ValueError(
-                f"{where}: field {field!r} holds a {type(item).__name__}; an image is a path or "
-                "bytes"
+                f"field {field!r} holds a {type(item).__name__}; an image is a path or bytes"
             )
 
 
@@ -262,14 +301,13 @@ def _data_url(where: str, url: str) -> bytes | ImageError:
         return ImageError(where, "corrupt", f"the data URL cannot be read: {e}")
 
 
-def _file(where: str, folder: Path, name: str) -> bytes | ImageError:
-    # Resolved, so that neither ".." nor a link leads out: records come from anywhere.
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise ValueError(
-            f"{where}: image {name!r} is outside {folder}; only files below the record's are read"
-        )
+def _file(where: str, folder: Path, name: str, files: list[str]) -> bytes | ImageError:
     try:
-        return path.read_bytes()
-    except OSError as e:
-        return ImageError(where, "missing", f"the file {name!r} cannot be read: {e.strerror}")
+        path = regular_files.contained(folder, name)
+    except ValueError as e:
+        raise ValueError(f"image {e}") from e
+    files.append(str(path))
+    try:
+        return regular_files.read(path, most=_MOST_IMAGE)
+    except ValueError as e:
+        return ImageError(where, "missing", f"the file {name!r} cannot be read: {e}")

@@ -4,7 +4,8 @@ unpickled.
 What a ``path`` may be:
 
 - ``stdlib``: the Python standard library's own source files (:func:`stdlib`);
-- a folder: each file whose suffix is listed; hidden files and folders are left out;
+- a folder: each file whose suffix is listed, in capitals or not; hidden files and folders are left
+  out, and what has such a name and is no regular file is refused (:mod:`k31fn.regular_files`);
 - a text file: cut at line ends into sections, so that one file can be split;
 - ``.jsonl`` and ``.parquet`` files, alone or in a folder: a document per record;
 - a folder written by ``Dataset.save_to_disk`` of HF ``datasets``: its Arrow files are read
@@ -15,25 +16,32 @@ The order is that of the sorted relative names. Empty documents are left out.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+from k31fn import regular_files, strict_json
 
 __all__ = [
     "Document",
     "arrow_files",
+    "columnar",
     "file_names",
     "pyarrow",
     "read",
+    "read_line",
     "stdlib",
     "text_bytes",
 ]
 
 # bytes; long against a training row, short enough that 1 MB of text makes 60 documents to split
 SECTION = 16384
+
+_MOST = 16 << 30  # bytes of a text file, all of which are in memory
+_MOST_LINE = 256 << 20  # bytes of a record, which may hold images
 
 # Left out of the standard library: tables written by programs, which are no prose to learn from;
 # what describes this machine; tests, which some systems package apart, so the corpus would depend
@@ -69,12 +77,12 @@ def read(path: str | Path, *, suffixes: Sequence[str], field: str) -> Iterator[D
     if str(path) == "stdlib":
         yield from stdlib()
         return
-    root = Path(path)
+    root = regular_files.path(path, "data.path")
     if not root.exists():
         raise ValueError(
             f"data.path={str(path)!r} does not exist; give a file, a folder or 'stdlib'"
         )
-    if root.is_file():
+    if not root.is_dir():
         yield from _file(root, root.name, suffixes, field, alone=True)
     elif (root / "dataset_dict.json").exists():
         splits = sorted(p.name for p in root.iterdir() if p.is_dir())
@@ -124,8 +132,11 @@ def _is_hidden(name: str) -> bool:
 def file_names(
     root: Path, suffixes: Sequence[str], leave_out: Callable[[str], bool] = _is_hidden
 ) -> list[str]:
-    """Relative names of the files with one of these suffixes, sorted; links to folders are not
-    followed.
+    """Relative names of the files with one of these suffixes, in capitals or not, sorted; links to
+    folders are not followed.
+
+    Raises:
+        ValueError: a folder cannot be read, or what has such a name is no regular file.
     """
 
     def refuse(e: OSError) -> None:
@@ -134,13 +145,15 @@ def file_names(
         ) from e
 
     names: list[str] = []
+    endings = tuple(suffix.lower() for suffix in suffixes)
     for folder, folders, files in os.walk(root, onerror=refuse):
         relative = Path(folder).relative_to(root)
         # In place: os.walk goes on into what the list then holds.
         folders[:] = [f for f in folders if not leave_out((relative / f).as_posix())]
         for file in files:
             name = (relative / file).as_posix()
-            if file.endswith(tuple(suffixes)) and not leave_out(name):
+            if file.lower().endswith(endings) and not leave_out(name):
+                _check(Path(folder, file))
                 names.append(name)
     # The file system's order differs between machines.
     return sorted(names)
@@ -149,13 +162,14 @@ def file_names(
 def _file(
     path: Path, name: str, suffixes: Sequence[str], field: str, *, alone: bool
 ) -> Iterator[Document]:
-    if path.suffix == ".jsonl":
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
         yield from _jsonl(path, name, field)
-    elif path.suffix == ".parquet":
+    elif suffix == ".parquet":
         yield from _parquet(path, name, field)
     elif not alone:
         yield from _document(name, _bytes(path))
-    elif path.suffix in (".txt", *suffixes):
+    elif suffix in (".txt", *map(str.lower, suffixes)):
         # A file that is all of the data: else it could not be split, nor its documents mixed.
         for index, section in enumerate(_sections(_bytes(path))):
             yield from _document(f"{name}#{index}", section)
@@ -172,11 +186,18 @@ def _document(name: str, data: bytes) -> Iterator[Document]:
         yield Document(name, data)
 
 
+def _check(path: Path) -> None:
+    try:
+        regular_files.check(path)
+    except ValueError as e:
+        raise ValueError(f"data.path: {e}; remove it") from e
+
+
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as e:
-        raise ValueError(f"data.path: cannot read {str(path)!r}: {e.strerror}") from e
+        return regular_files.read(path, most=_MOST)
+    except ValueError as e:
+        raise ValueError(f"data.path: {e}") from e
 
 
 def _sections(data: bytes) -> Iterator[bytes]:
@@ -190,21 +211,39 @@ def _sections(data: bytes) -> Iterator[bytes]:
 
 
 def _jsonl(path: Path, name: str, field: str) -> Iterator[Document]:
+    number = 0
+    with _opened(path) as file:
+        while line := read_line(file, f"{path}:{number + 1}"):
+            number += 1
+            if line.strip():
+                text = _line_text(f"{path}:{number}", line, field)
+                yield from _document(f"{name}:{number}", text)
+
+
+def _opened(path: Path) -> BinaryIO:
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    text = _line_text(f"{path}:{number}", line, field)
-                    yield from _document(f"{name}:{number}", text)
+        return regular_files.open_file(path)
+    except ValueError as e:
+        raise ValueError(f"data.path: {e}") from e
+
+
+def read_line(file: BinaryIO, where: str) -> bytes:
+    """The next line of a file of records; empty at its end.
+
+    Raises:
+        ValueError: it is longer than any record, as if the file had no line ends; names the place.
+    """
+    try:
+        line = file.readline(_MOST_LINE + 1)
     except OSError as e:
-        raise ValueError(f"data.path: cannot read {str(path)!r}: {e.strerror}") from e
+        raise ValueError(f"{where} cannot be read: {e.strerror}") from e
+    if len(line) > _MOST_LINE:
+        raise ValueError(f"{where}: a line of more than {_MOST_LINE:,} bytes is no record")
+    return line
 
 
 def _line_text(where: str, line: bytes, field: str) -> bytes:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except ValueError as e:  # of UTF-8 or of JSON
-        raise ValueError(f"{where}: not a line of UTF-8 JSON: {e}") from e
+    record = strict_json.parse(line, where)
     if not isinstance(record, dict) or field not in record:
         known = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{where}: no field data.field={field!r}; the line has {known}")
@@ -226,43 +265,43 @@ def text_bytes(where: str, field: str, value: Any) -> bytes:
 
 
 def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:
-    pa = pyarrow(path)
-    # optional: the extra `data`
-    import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
+    with columnar(path):
+        # optional: the extra `data`
+        import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
-    try:
         with pq.ParquetFile(path) as file:
             _check_column(path, file.schema_arrow.names, field)
             yield from _records(path, name, field, file.iter_batches(columns=[field]))
-    except (OSError, pa.ArrowException) as e:
-        raise ValueError(f"data.path: cannot read {str(path)!r}: {e}") from e
 
 
 def _saved_dataset(root: Path, field: str) -> Iterator[Document]:
     """A folder of ``Dataset.save_to_disk``: ``state.json`` lists Arrow stream files in the order of
     their rows.
     """
-    pa = pyarrow(root)
     for name in arrow_files(root):
         path = root / name
-        try:
-            with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
-                _check_column(path, reader.schema.names, field)
-                batches = (batch.select([field]) for batch in reader)  # one at a time
-                yield from _records(path, name, field, batches)
-        except (OSError, pa.ArrowException) as e:
-            raise ValueError(f"data.path: cannot read {str(path)!r}: {e}") from e
+        with (
+            columnar(path) as pa,
+            pa.memory_map(str(path)) as source,
+            pa.ipc.open_stream(source) as reader,
+        ):
+            _check_column(path, reader.schema.names, field)
+            batches = (batch.select([field]) for batch in reader)  # one at a time
+            yield from _records(path, name, field, batches)
 
 
 def arrow_files(root: Path) -> list[str]:
     """The Arrow files of a saved dataset, in the order of their rows."""
     try:
-        state = json.loads(_bytes(root / "state.json"))
-        return [entry["filename"] for entry in state["_data_files"]]
+        state = strict_json.load_object(root / "state.json")
+        names = [entry["filename"] for entry in state["_data_files"]]
+        for name in names:
+            regular_files.contained(root, name)
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
             f"data.path: {str(root / 'state.json')!r} does not list the files of a dataset: {e!r}"
         ) from e
+    return names
 
 
 def _records(path: Path, name: str, field: str, batches: Iterator[Any]) -> Iterator[Document]:
@@ -276,6 +315,27 @@ def _records(path: Path, name: str, field: str, batches: Iterator[Any]) -> Itera
 def _check_column(path: Path, columns: list[str], field: str) -> None:
     if field not in columns:
         raise ValueError(f"{path}: no column data.field={field!r}; it has {sorted(columns)}")
+
+
+@contextlib.contextmanager
+def columnar(path: Path) -> Iterator[Any]:
+    """The package pyarrow for work on one file, which it opens by its path; what it says of the
+    file is raised as a ValueError with the file's name.
+
+    Raises:
+        ValueError: it is no regular file, its name is not UTF-8, or it cannot be read.
+        ImportError: pyarrow is not installed.
+    """
+    pa = pyarrow(path)
+    _check(path)
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"data.path: the name {str(path)!r} is not UTF-8; rename it") from e
+    try:
+        yield pa
+    except (OSError, pa.ArrowException) as e:
+        raise ValueError(f"data.path: cannot read {str(path)!r}: {e}") from e
 
 
 def pyarrow(path: Path) -> Any:

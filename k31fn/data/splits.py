@@ -106,8 +106,10 @@ def load(cfg: Config, tokenizer: Tokenizer) -> Splits:
 
 def _place(name: str) -> float:
     """The hash of a name, in [0, 1)."""
-    # 48 bits, which a float holds exactly.
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest()) / (1 << 48)
+    # 48 bits, which a float holds exactly. A file's name may hold bytes that are not UTF-8.
+    return int.from_bytes(
+        hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=6).digest()
+    ) / (1 << 48)
 
 
 def _digest(data: bytes) -> bytes:

@@ -15,163 +15,35 @@ when read):
 - ``learnt``: of conversations only; bool, whether each token is part of an answer: only those are
   labels.
 
-A shard appears under its name only when it is complete.
+A shard appears under its name only when it is complete. Its ``checksums.json`` has the CRC-32 of
+each megabyte of each array, and the index the CRC-32 of that file: a block is compared with its own
+when it is first read (:mod:`k31fn.data.checked_array`). Stores of earlier versions have none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import json
 import os
-import shutil
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from k31fn.layers.patches import Grid
+from k31fn import regular_files, strict_json
+from k31fn.data.checked_array import CheckedArray, Rule
+from k31fn.data.shard_writer import SUMS, StoredDocument
 
-__all__ = ["INDEX", "VERSION", "Store", "StoredDocument", "open_store", "write_shards"]
+__all__ = ["INDEX", "VERSION", "Store", "StoredDocument", "open_store"]
 
 INDEX = "index.json"
 VERSION = 1  # of the index and the arrays; another one is refused
+_MOST = 4 << 30  # bytes of an index: a shard has some hundred
 _ARRAYS = ("tokens", "offsets", "images", "grids", "spans", "patch_offsets", "patches")
-
-
-class StoredDocument(NamedTuple):
-    """A document as it is stored.
-
-    Attributes:
-        tokens: its tokens, the end token last; of a conversation its messages alone.
-        grids: of its images.
-        spans: ``[images, 2]``.
-        patches: of each image.
-        learnt: whether each token is to be learnt; ``()``: all are.
-    """
-
-    tokens: np.ndarray
-    grids: Sequence[Grid]
-    spans: np.ndarray
-    patches: Sequence[np.ndarray]
-    learnt: np.ndarray | tuple[()] = ()
-
-
-class _Shard:
-    """A writer of one shard. Documents are written as they come; nothing is kept but their
-    lengths.
-    """
-
-    def __init__(
-        self, folder: Path, *, token_dtype: np.dtype[Any], patch_width: int, answers: bool = False
-    ):
-        self._offsets = [0]
-        self._images = [0]
-        self._patch_offsets = [0]
-        self._grids: list[Grid] = []
-        self._spans: list[np.ndarray] = []
-        self._folder = folder
-        self._dtype = token_dtype
-        self._width = patch_width
-        names = ("tokens", "patches", "learnt") if answers else ("tokens", "patches")
-        # SIM115: they stay open from document to document; `finish` and `close` close them.
-        self._files = {name: open(folder / f"{name}.npy", "wb") for name in names}  # noqa: SIM115
-        self._write_headers()
-
-    def add(self, document: StoredDocument) -> None:
-        """Appends a document."""
-        self._files["tokens"].write(document.tokens.astype(self._dtype).tobytes())
-        if "learnt" in self._files:
-            self._files["learnt"].write(np.asarray(document.learnt, np.bool_).tobytes())
-        self._offsets.append(self._offsets[-1] + len(document.tokens))
-        images = zip(document.grids, document.spans, document.patches, strict=True)
-        for grid, span, patches in images:
-            self._files["patches"].write(patches.tobytes())
-            self._patch_offsets.append(self._patch_offsets[-1] + len(patches))
-            self._grids.append(grid)
-            self._spans.append(span)
-        self._images.append(len(self._grids))
-
-    def finish(self) -> dict[str, int]:
-        """Writes the arrays of lengths and the headers of the others; gives the totals."""
-        small = {
-            "offsets": self._offsets,
-            "images": self._images,
-            "patch_offsets": self._patch_offsets,
-        }
-        for name, values in small.items():
-            np.save(self._folder / f"{name}.npy", np.array(values, np.int64))
-        np.save(self._folder / "grids.npy", np.array(self._grids, np.int32).reshape(-1, 3))
-        np.save(self._folder / "spans.npy", np.array(self._spans, np.int64).reshape(-1, 2))
-        # Over the headers of empty arrays, which were as long.
-        for file in self._files.values():
-            file.seek(0)
-        self._write_headers()
-        for file in self._files.values():
-            file.close()
-        return {
-            "documents": len(self._offsets) - 1,
-            "tokens": self._offsets[-1],
-            "images": len(self._grids),
-        }
-
-    def _write_headers(self) -> None:
-        """Writes the headers of the large arrays.
-
-        NumPy leaves room for the first dimension to grow, so their length stays.
-        """
-        num_tokens = self._offsets[-1]
-        kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
-            "tokens": (self._dtype, (num_tokens,)),
-            "learnt": (np.dtype(np.bool_), (num_tokens,)),
-            "patches": (np.dtype(np.uint8), (self._patch_offsets[-1], self._width)),
-        }
-        for name, file in self._files.items():
-            dtype, shape = kinds[name]
-            descr = np.lib.format.dtype_to_descr(dtype)
-            header = {"descr": descr, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_2_0(file, header)
-
-    def close(self) -> None:
-        """Closes the files of a shard that is not finished."""
-        for file in self._files.values():
-            file.close()
-
-
-@contextlib.contextmanager
-def write_shards(
-    folder: Path,
-    splits: Sequence[str],
-    *,
-    token_dtype: np.dtype[Any],
-    patch_width: int,
-    answers: bool = False,
-) -> Iterator[tuple[Path, dict[str, _Shard]]]:
-    """Opens one shard per split, in ``folder/split``; gives the folder that they are made in, too.
-
-    That folder gets its name on leaving; on failure nothing is left.
-    """
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        with contextlib.ExitStack() as stack:
-            shards: dict[str, _Shard] = {}
-            for split in splits:
-                (partial / split).mkdir(parents=True)
-                shards[split] = _Shard(
-                    partial / split,
-                    token_dtype=token_dtype,
-                    patch_width=patch_width,
-                    answers=answers,
-                )
-                stack.callback(shards[split].close)
-            yield partial, shards
-        # All splits appear at once: a unit is prepared or it is not.
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+Arrays = dict[str, Any]  # by name: CheckedArray, or arrays in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +56,7 @@ class Store:
         first: number of the first document of each shard, and the number of all.
     """
 
-    shards: tuple[dict[str, np.ndarray], ...]
+    shards: tuple[Arrays, ...]
     index: dict[str, Any]
     first: np.ndarray
 
@@ -215,23 +87,54 @@ class Store:
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document."""
+        """Tokens of each document.
+
+        Raises:
+            ValueError: a shard's documents are not all of its tokens.
+        """
         lengths = [np.zeros(0, np.int64)]  # numpy refuses to join nothing
         for shard in self.shards:
-            lengths.append(np.diff(shard["offsets"]))
+            offsets = shard["offsets"][:]
+            if offsets[0] != 0 or offsets[-1] != len(shard["tokens"]):
+                raise ValueError(
+                    f"{shard['offsets'].file} is damaged: documents go from {offsets[0]} to "
+                    f"{offsets[-1]} of {len(shard['tokens'])} tokens; prepare the data again"
+                )
+            lengths.append(np.diff(offsets))
         return np.concatenate(lengths)
 
-    def find(self, number: int) -> tuple[dict[str, np.ndarray], int]:
+    @property
+    def unchecked(self) -> int:
+        """How many shards are of an earlier version, which wrote no checksums."""
+        return sum("checksums" not in entry for entry in self.index["shards"])
+
+    def find(self, number: int) -> tuple[Arrays, int]:
         """The shard of a document, and its number in it."""
         # From the right: of shards that begin at one number, all but the last are empty.
         shard = int(np.searchsorted(self.first, number, side="right")) - 1
         return self.shards[shard], number - int(self.first[shard])
 
     def images_of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """``(spans, grids)`` of a document's images."""
+        """``(spans, grids)`` of a document's images.
+
+        Raises:
+            ValueError: they are not in the document, or not of its patches.
+        """
         shard, i = self.find(number)
         low, high = shard["images"][i : i + 2]
-        return shard["spans"][low:high], shard["grids"][low:high]
+        spans, grids = shard["spans"][low:high], shard["grids"][low:high]
+        if low < high:
+            ends = spans.ravel()
+            sizes = np.diff(shard["patch_offsets"][low : high + 1])
+            in_order = ends[0] >= 0 and ends[-1] <= self.lengths[number]
+            in_order = in_order and bool((np.diff(ends) >= 0).all())
+            if not in_order or (grids.prod(1, dtype=np.int64) != sizes).any():
+                raise ValueError(
+                    f"{shard['spans'].file.parent} is damaged: the images of its document {i} have "
+                    f"places {spans.tolist()} in {self.lengths[number]} tokens, sizes "
+                    f"{grids.tolist()} and {sizes.tolist()} patches; prepare the data again"
+                )
+        return spans, grids
 
     def read(self, number: int) -> StoredDocument:
         """A document; its arrays are views of the files."""
@@ -248,45 +151,140 @@ class Store:
 
 
 def open_store(folder: str | Path) -> Store:
-    """Opens a prepared folder; its arrays are mapped, not read.
+    """Opens a prepared folder; its arrays are mapped, and checked as they are read.
 
     Raises:
-        ValueError: it is no finished store, or a shard of it is missing or damaged.
+        ValueError: it is no finished store, its index is not one, or a shard of it is missing,
+            outside of the prepared folder, or of another size.
     """
-    root = Path(folder)
+    root = regular_files.path(folder, "store")
     if not (root / INDEX).is_file():
         raise ValueError(
             f"{root} has no {INDEX}: it is no prepared data, or preparing it has not finished"
         )
-    index = json.loads((root / INDEX).read_text(encoding="utf-8"))
+    index = strict_json.load_object(root / INDEX, most=_MOST)
     if index.get("version") != VERSION:
         raise ValueError(
             f"{root / INDEX} is of version {index.get('version')}, not {VERSION}; prepare it again"
         )
-    names = (*_ARRAYS, "learnt") if index.get("answers") else _ARRAYS
-    shards = tuple(_open_shard(root / entry["name"], entry, names) for entry in index["shards"])
+    _check_index(index, root / INDEX)
+    shards = tuple(_open_shard(root, entry, index) for entry in index["shards"])
     first = [0]
     for entry in index["shards"]:
         first.append(first[-1] + entry["documents"])
     return Store(shards, index, np.array(first))
 
 
-def _open_shard(folder: Path, entry: dict[str, Any], names: Sequence[str]) -> dict[str, np.ndarray]:
-    try:
-        arrays = {name: _mapped(folder / f"{name}.npy") for name in names}
-    except (OSError, ValueError) as e:
-        raise ValueError(f"shard {folder} is missing or damaged: {e}") from e
-    # Lengths are all that is compared: reading terabytes of tokens would take hours.
-    sizes = (len(arrays["offsets"]) - 1, len(arrays["tokens"]), len(arrays["grids"]))
-    whole = len(arrays.get("learnt", arrays["tokens"])) == len(arrays["tokens"])
-    if not whole or sizes != (entry["documents"], entry["tokens"], entry["images"]):
+def _check_index(index: dict[str, Any], file: Path) -> None:
+    """Refuses an index of other fields than ours: what it says decides what is read."""
+    vocab_size = _number(index, "vocab_size", file, 1)
+    _number(index, "end_token", file, 0, vocab_size - 1)
+    _number(index, "media_token", file, -1, vocab_size - 1)
+    _number(index, "patch_width", file, 1)
+    for name, kind in (("shards", list), ("prepared", dict), ("answers", bool)):
+        if not isinstance(index.get(name, False if kind is bool else None), kind):
+            raise ValueError(
+                f"{file}: {name}={str(index.get(name))[:60]!r} must be a {kind.__name__}"
+            )
+    for number, entry in enumerate(index["shards"]):
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise ValueError(f"{file}: shards[{number}] must be an object with a name")
+        for name in ("documents", "tokens", "images", *(n for n in ("checksums",) if n in entry)):
+            _number(entry, name, file, 0, at=f"shards[{number}].")
+
+
+def _number(
+    data: dict[str, Any], name: str, file: Path, least: int, most: int = 1 << 62, at: str = ""
+) -> int:
+    value = data.get(name)
+    # type, not isinstance: true is an int to Python
+    if type(value) is not int or not least <= value <= most:
         raise ValueError(
-            f"shard {folder} holds {sizes} documents, tokens and images, not what {INDEX} says: "
+            f"{file}: {at}{name}={value!r} must be a whole number from {least} to {most}"
+        )
+    return value
+
+
+def _open_shard(root: Path, entry: dict[str, Any], index: dict[str, Any]) -> Arrays:
+    # Split and shards lie side by side in what one call prepared; a store may be behind a link.
+    prepared = Path(os.path.realpath(root)).parent
+    try:
+        folder = regular_files.contained(os.path.realpath(root), entry["name"], within=prepared)
+    except ValueError as e:
+        raise ValueError(f"{root / INDEX}: shard {e}") from e
+    names = (*_ARRAYS, "learnt") if index.get("answers") else _ARRAYS
+    known = _sums_of(folder, entry, names)
+    arrays: Arrays = {}
+    layouts = _layouts(index, arrays)
+    try:
+        for name in names:
+            file = folder / f"{name}.npy"
+            of_array = functools.partial(known, name)
+            arrays[name] = CheckedArray(file, *layouts[name], known=of_array)
+    except ValueError as e:
+        raise ValueError(f"shard {folder} is missing or damaged: {e}") from e
+    # Lengths are all that is compared now: reading terabytes of tokens would take hours.
+    found = (len(arrays["offsets"]) - 1, len(arrays["tokens"]), len(arrays["grids"]))
+    images = (len(arrays["images"]) - 1, len(arrays["patch_offsets"]) - 1, len(arrays["spans"]))
+    whole = len(arrays.get("learnt", arrays["tokens"])) == len(arrays["tokens"])
+    right = (entry["documents"], entry["tokens"], entry["images"])
+    if not whole or found != right or images != (right[0], right[2], right[2]):
+        raise ValueError(
+            f"shard {folder} holds {found} documents, tokens and images, not what {INDEX} says: "
             f"{entry}"
         )
     return arrays
 
 
-def _mapped(file: Path) -> np.ndarray:
-    # Files may come from anywhere, and a pickle would run what it likes.
-    return np.load(file, mmap_mode="r", allow_pickle=False)
+def _layouts(
+    index: dict[str, Any], arrays: Arrays
+) -> dict[str, tuple[Sequence[str], int | tuple[()], Rule]]:
+    """Dtypes, columns and rule of each array; ``arrays`` holds all of them when a rule is used."""
+    vocab_size = index["vocab_size"]
+
+    def in_vocabulary(values: np.ndarray) -> str:
+        most = int(values.max())
+        return f"token {most} is past the vocabulary of {vocab_size}" * (most >= vocab_size)
+
+    def ascends_to(name: str) -> Rule:
+        def ascends(values: np.ndarray) -> str:
+            last = len(arrays[name])
+            right = values[0] >= 0 and values[-1] <= last and bool((np.diff(values) >= 0).all())
+            return "" if right else f"its values do not ascend from 0 to {last}, the {name}"
+
+        return ascends
+
+    def at_least(least: int) -> Rule:
+        return lambda values: f"a value is below {least}" * int(values.min() < least)
+
+    return {
+        "tokens": (("<u2", "<u4"), (), in_vocabulary),
+        "learnt": (("|b1",), (), lambda values: ""),
+        "offsets": (("<i8",), (), ascends_to("tokens")),
+        "images": (("<i8",), (), ascends_to("grids")),
+        "patch_offsets": (("<i8",), (), ascends_to("patches")),
+        "grids": (("<i4",), 3, at_least(1)),
+        "spans": (("<i8",), 2, at_least(0)),
+        "patches": (("|u1",), index["patch_width"], lambda values: ""),
+    }
+
+
+def _sums_of(
+    folder: Path, entry: dict[str, Any], names: Sequence[str]
+) -> Callable[[str], list[int] | None]:
+    """The checksums of a shard's blocks by the name of the array, read when first asked for."""
+
+    @functools.cache
+    def read() -> dict[str, list[int]]:
+        file = folder / SUMS
+        data = regular_files.read(file, most=_MOST)
+        if zlib.crc32(data) != entry["checksums"]:
+            raise ValueError(
+                f"{file} is damaged: its checksum is not that of {INDEX}; prepare the data again"
+            )
+        known = strict_json.parse(data, str(file))
+        if not isinstance(known, dict) or any(type(known.get(name)) is not list for name in names):
+            raise ValueError(f"{file} has no list of checksums for each of {list(names)}")
+        return known
+
+    return lambda name: read()[name] if "checksums" in entry else None

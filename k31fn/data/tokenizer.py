@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -9,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-__all__ = ["CHAT_NAMES", "MEDIA_NAMES", "ByteTokenizer", "Tokenizer"]
+__all__ = ["CHAT_NAMES", "MEDIA_NAMES", "ByteTokenizer", "Tokenizer", "fingerprint"]
 
 Tokens = Sequence[int] | np.ndarray | Tensor
 
@@ -59,6 +60,25 @@ MEDIA_NAMES = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media
 
 CHAT_NAMES = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 """Special tokens that give a conversation its structure (:mod:`k31fn.data.chat`)."""
+
+
+_SAMPLE = """def sample(values: list[int], scale=0.5) -> dict:
+    \"\"\"Returns what isn't there, e.g. 1,234.56 or 2026-01-31.\"\"\"
+\treturn {str(v): scale * v**2 for v in values if v != 0x1F}\n\n
+The quick brown fox jumped over 13 lazy dogs; they'd have none of it (see https://a.org/?b=c).
+Zwölf große Boxkämpfer, où êtes-vous, ¿qué?, привет мир, שלום,
+مرحبا, नमस्ते, 你好世界, こんにちは, 안녕하세요 😀
+"""
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Tells tokenizers apart by what they do: a hash of the tokens of a text in many scripts, of
+    the special tokens and of the size. A copy of a file, or one written anew, has the same.
+    """
+    special = sorted(tokenizer.special_tokens.items())
+    tokens = tokenizer.encode(_SAMPLE).tolist()
+    what = repr((tokenizer.vocab_size, tokenizer.end_token, special, tokens))
+    return hashlib.sha256(what.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from k31fn import regular_files, strict_json
 from k31fn.data.json_tokenizer import JsonTokenizer
 from k31fn.data.ranks_tokenizer import RanksTokenizer, read_ranks
 from k31fn.data.tokenizer import ByteTokenizer, Tokenizer
@@ -48,19 +49,37 @@ def open_tokenizer(path: str | Path, *, end: str = "") -> Tokenizer:
     kinds = str(path).split("+")
     if kinds[0] == "bytes" and kinds[1:] in ([], ["media"], ["chat"], ["media", "chat"]):
         return ByteTokenizer(media="media" in kinds, chat="chat" in kinds)
-    file = _file(Path(path))
-    beside = _read(file.parent / _CONFIG) if (file.parent / _CONFIG).is_file() else {}
-    end = end or _name(beside.get("eos_token")) or "[EOS]"
+    file = _file(regular_files.path(path, "tokenizer"))
+    config = file.parent / _CONFIG
+    beside = strict_json.load_object(config) if config.is_file() else {}
+    named_end = beside.get("eos_token")
+    end = end or (_name(named_end, "eos_token", config) if named_end else "[EOS]")
     if file.suffix == ".json":
         return JsonTokenizer(file, end)
     ranks = read_ranks(file)
     named: dict[str, int] = {}
-    for number, token in beside.get("added_tokens_decoder", {}).items():
-        if int(number) >= len(ranks):  # below are ordinary tokens that a file names, too
-            named[_name(token)] = int(number)
+    for number, token in _added_tokens(beside, config):
+        if number >= len(ranks):  # below are ordinary tokens that a file names, too
+            named[_name(token, f"added_tokens_decoder[{number}]", config)] = number
     if not named:
         named = {name: len(ranks) + place for name, place in _K3.items()}
     return RanksTokenizer(ranks, named, end)
+
+
+def _added_tokens(beside: dict[str, Any], config: Path) -> Iterator[tuple[int, Any]]:
+    """Number and token of each entry of ``added_tokens_decoder``."""
+    entries = beside.get("added_tokens_decoder") or {}
+    if not isinstance(entries, dict):
+        raise ValueError(
+            f"{config}: added_tokens_decoder must be an object of tokens by their number, not a "
+            f"{type(entries).__name__}"
+        )
+    for number, token in entries.items():
+        if not number.isascii() or not number.isdecimal() or len(number) > 9:
+            raise ValueError(
+                f"{config}: added_tokens_decoder: {number[:60]!r} is no token's number"
+            )
+        yield int(number), token
 
 
 def _file(path: Path) -> Path:
@@ -76,16 +95,12 @@ def _file(path: Path) -> Path:
     )
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise ValueError(f"{file} is not JSON: {e}") from e
-    if not isinstance(data, dict):
-        raise ValueError(f"{file} must hold a JSON object, it holds a {type(data).__name__}")
-    return data
-
-
-def _name(token: Any) -> str:
+def _name(token: Any, field: str, config: Path) -> str:
     """The text of a token that a file gives as a string or as an object with its content."""
-    return token.get("content", "") if isinstance(token, dict) else token or ""
+    name = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"{config}: {field} must be a token's text, or an object with it as content, not "
+            f"{str(token)[:60]!r}"
+        )
+    return name

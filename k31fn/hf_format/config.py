@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from k31fn import model
+from k31fn import model, strict_json
 from k31fn.hf_format import mxfp4
-from k31fn.hf_format.files import read_json
 from k31fn.hf_format.k3_names import block_size, with_k3_names
+from k31fn.hf_format.schema import DSA, EPS, LINEAR, TEXT, Number, as_floats, differs, wrong_fields
 from k31fn.hf_format.vision_config import describe_vision, vision_from_hf
 from k31fn.layers import (
     attn_res,
@@ -55,40 +55,13 @@ _ASSUMED = {
     "attention_bias": False,
     "rope_scaling": None,
 }
-# Sizes and numbers, all of which must be there.
-_NUMBERS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "rms_norm_eps",
-    "num_attention_heads",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "first_k_dense_replace",
-    "intermediate_size",
-    "num_experts",
-    "num_experts_per_token",
-    "num_shared_experts",
-    "moe_intermediate_size",
-    "routed_expert_hidden_size",
-    "routed_scaling_factor",
-    "attn_res_block_size",  # or null: a plain residual
-    "activation_situ_beta",
-    "activation_situ_linear_beta",
-)
-_LINEAR = (
-    "head_dim",
-    "num_heads",
-    "short_conv_kernel_size",
-    "kda_layers",
-    "full_attn_layers",
-    "gate_lower_bound",
-)
-_DSA = ("index_n_heads", "index_head_dim", "index_topk", "full_attn_layers")
+_LINEAR_LISTS = ("kda_layers", "full_attn_layers")
+_DSA_LISTS = ("full_attn_layers",)
+_FULL_RANK = "use_full_rank_gate"
+_MOST_EXPERTS = 4_000_000  # of all layers
 _LATENT_EPS = "latent_norm_eps"  # ours: K3's file does not say, and its readers differ (1e-6, 1e-5)
+
+_OPTIONAL = {_LATENT_EPS: EPS, "initializer_range": Number(0, 1e3, whole=False)}
 
 # Fields of our configs that a checkpoint need not keep: how it was, or will be, trained. They are
 # left out when an export is compared with what it would be read back as.
@@ -116,7 +89,7 @@ def config_from_hf(directory: str | Path) -> model.Config:
         ValueError: missing fields, or values that would need other equations than ours; all listed.
     """
     file = Path(directory) / FILE
-    return _parse(read_json(file), str(file))
+    return _parse(strict_json.load_object(file), str(file))
 
 
 def describe(cfg: model.Config, dtype: torch.dtype, *, quantised: bool = False) -> dict[str, Any]:
@@ -223,9 +196,14 @@ def _parse(parts: dict[str, Any], file: str) -> model.Config:
         raise ValueError(
             f"{file} has no text_config: it is not the config of a K3 or K3.1 checkpoint"
         )
-    cfg = _parse_text(text, file)
-    if not isinstance(vision, dict):
+    try:
+        cfg = _parse_text(text)
+    except ValueError as e:  # of the fields here, or of our own configs, which know no file
+        raise ValueError(f"{file}: {e}") from e
+    if vision is None:
         return cfg
+    if not isinstance(vision, dict):
+        raise ValueError(f"{file}: vision_config={repr(vision)[:60]} must be an object, or null")
     try:
         tower, onto = vision_from_hf(vision, cfg.hidden_size)
     except ValueError as e:
@@ -233,15 +211,17 @@ def _parse(parts: dict[str, Any], file: str) -> model.Config:
     return dataclasses.replace(cfg, vision=tower, projector=onto)
 
 
-def _parse_text(text: dict[str, Any], file: str) -> model.Config:
+def _parse_text(text: dict[str, Any]) -> model.Config:
     linear = text.get("linear_attn_config")
     if not isinstance(linear, dict):
         linear = {}  # whose fields are then reported as missing
     problems = _check(text, linear)
     if problems:
         raise ValueError(
-            f"{file}: text_config does not describe a model that k31fn has: {'; '.join(problems)}"
+            f"text_config does not describe a model that k31fn has: {'; '.join(problems)}"
         )
+    text = as_floats(text, TEXT | _OPTIONAL)
+    linear = as_floats(linear, LINEAR)
     size = text["hidden_size"]
     eps = text["rms_norm_eps"]
     std = text.get("initializer_range", 0.02)
@@ -276,8 +256,9 @@ def _parse_text(text: dict[str, Any], file: str) -> model.Config:
         ),
     )
     layers = []
+    full = set(linear["full_attn_layers"])
     for number in range(1, text["num_hidden_layers"] + 1):
-        mixer = "full_attention" if number in linear["full_attn_layers"] else "kda"
+        mixer = "full_attention" if number in full else "kda"
         layers.append((mixer, "dense" if number <= text["first_k_dense_replace"] else "moe"))
     return model.Config(
         vocab_size=text["vocab_size"],
@@ -320,17 +301,14 @@ def _check(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
     values = dict(text)
     for name, value in linear.items():
         values[f"linear_attn_config.{name}"] = value
-    required = [*_NUMBERS, *(f"linear_attn_config.{name}" for name in _LINEAR), *_STATED]
+    linear_names = [f"linear_attn_config.{name}" for name in (*LINEAR, *_LINEAR_LISTS)]
+    required = [*TEXT, *linear_names, *_STATED]
     problems = [f"{name} is missing" for name in required if name not in values]
     for name, only in (_STATED | _ASSUMED).items():
-        if name in values and values[name] != only:
+        if name in values and differs(values[name], only):
             problems.append(f"{name}={values[name]!r} must be {only!r}")
-    for name in _NUMBERS:
-        value = values.get(name, 0)
-        if name == "attn_res_block_size" and value is None:
-            continue  # a plain residual
-        if type(value) not in (int, float):  # not isinstance: true is an int to Python
-            problems.append(f"{name}={value!r} must be a number")
+    problems += wrong_fields(values, TEXT | _OPTIONAL)
+    problems += wrong_fields(values, {f"linear_attn_config.{n}": r for n, r in LINEAR.items()})
     # MLA has one key and value per head; other numbers would mean grouped queries.
     heads = values.get("num_attention_heads")
     if values.get("num_key_value_heads", heads) != heads:
@@ -338,25 +316,44 @@ def _check(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
             f"num_key_value_heads={values['num_key_value_heads']} must equal "
             f"num_attention_heads={heads}"
         )
-    problems += _unknown("linear_attn_config", linear, (*_LINEAR, "use_full_rank_gate"))
+    problems += _unknown("linear_attn_config", linear, (*LINEAR, *_LINEAR_LISTS, _FULL_RANK))
     sparse = text.get("dsa_config")
     if sparse is not None:
         sparse = sparse if isinstance(sparse, dict) else {}
         # Its names are a guess until they are published, so another name is not passed over.
-        problems += _unknown("dsa_config", sparse, _DSA)
-        problems += [f"dsa_config.{name} is missing" for name in _DSA if name not in sparse]
+        known = (*DSA, *_DSA_LISTS)
+        problems += _unknown("dsa_config", sparse, known)
+        problems += [f"dsa_config.{name} is missing" for name in known if name not in sparse]
+        problems += wrong_fields(
+            {f"dsa_config.{name}": value for name, value in sparse.items()},
+            {f"dsa_config.{name}": rule for name, rule in DSA.items()},
+        )
         if sparse.get("full_attn_layers") != linear.get("full_attn_layers"):
             problems.append(
                 "dsa_config.full_attn_layers must equal linear_attn_config.full_attn_layers"
             )
+    return problems or _check_layers(text, linear)
+
+
+def _check_layers(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
+    """What is wrong with the lists of layers, of a config whose numbers are right."""
     # Each layer is of one kind, and a layer of neither would be built of nothing.
-    last = values.get("num_hidden_layers", 0)
-    listed = [*linear.get("kda_layers", ()), *linear.get("full_attn_layers", ())]
+    last = text["num_hidden_layers"]
+    listed: list[Any] = []
+    for name in _LINEAR_LISTS:
+        layers = linear[name]
+        if not isinstance(layers, list) or any(type(number) is not int for number in layers):
+            return [
+                f"linear_attn_config.{name}={repr(layers)[:60]} must be a list of numbers of layers"
+            ]
+        listed += layers
     if sorted(listed) != list(range(1, last + 1)):
-        problems.append(
-            f"kda_layers and full_attn_layers must name each of the layers 1..{last} once"
-        )
-    return problems
+        return [f"kda_layers and full_attn_layers must name each of the layers 1..{last} once"]
+    experts = last * text["num_experts"]
+    # Each of them has names of its own in the files.
+    if experts > _MOST_EXPERTS:
+        return [f"{last} layers of num_experts={text['num_experts']}: more than {_MOST_EXPERTS:,}"]
+    return []
 
 
 def _unknown(group: str, given: dict[str, Any], known: tuple[str, ...]) -> list[str]:

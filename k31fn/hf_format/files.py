@@ -8,7 +8,6 @@ Nothing is unpickled.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from k31fn import regular_files, strict_json
 from k31fn.hf_format.transforms import Tile
 from k31fn.typing import Tensor
 
@@ -28,7 +28,6 @@ __all__ = [
     "TensorInfo",
     "TensorSource",
     "open_source",
-    "read_json",
     "survey",
 ]
 
@@ -140,10 +139,10 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     Raises:
         ValueError: there is no such file, or it is not a complete safetensors file.
     """
-    if not file.is_file():
+    if not file.exists():
         raise ValueError(f"{file.name} does not exist")
-    size = file.stat().st_size
-    with open(file, "rb") as data:
+    size = regular_files.check(file)
+    with regular_files.open_file(file) as data:
         length = int.from_bytes(data.read(8), "little")
         # Before it is read: this may be any file, and the number any number.
         if size < 8 or length > min(size - 8, _MOST):
@@ -153,7 +152,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             )
         text = data.read(length)
     try:
-        tensors, end, wrong = _parse_header(file.name, json.loads(text))
+        tensors, end, wrong = _parse_header(file.name, strict_json.parse(text, "it"))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         # Whatever JSON stands there instead of a header.
         raise ValueError(
@@ -180,7 +179,14 @@ def _parse_header(
     for name, tensor in header.items():
         if not name.startswith("__"):  # such as __metadata__
             begin, end = tensor["data_offsets"]
-            fields.append((begin, end, name, tensor["dtype"], tuple(tensor["shape"])))
+            shape = tuple(tensor["shape"])
+            # A product of sizes below zero, or with a fraction, may well be the right number.
+            if not all(type(size) is int and 0 <= size < 1 << 63 for size in (begin, end, *shape)):
+                raise ValueError(
+                    f"{name!r} has shape {str(list(shape))[:60]} at {str([begin, end])[:60]}, not "
+                    "whole numbers of 0 or more"
+                )
+            fields.append((begin, end, name, tensor["dtype"], shape))
     # The format allows neither gaps nor overlaps: sorted by place, each begins where one ends.
     fields.sort(key=lambda field: field[:2])
     tensors: dict[str, TensorInfo] = {}
@@ -196,7 +202,7 @@ def _parse_header(
 
 def _index(file: Path) -> tuple[dict[str, set[str]], int | None]:
     """The names that an index promises in each file, and the bytes that it promises in all."""
-    data = read_json(file)
+    data = strict_json.load_object(file, most=_MOST)
     listing = data.get("weight_map")
     if not isinstance(listing, dict) or not listing:
         raise ValueError(f"{INDEX} has no weight_map")
@@ -224,20 +230,3 @@ def _mismatch(
         f"{file} does not hold what {INDEX} lists: lacks {places[:5]}, has {more[:5]} more "
         f"({len(lacks)} and {len(more)}); take the index and all shards from one download"
     )
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: there is no such file, or it is not a JSON object.
-    """
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist")
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{file} is not JSON: {e}") from e
-    if not isinstance(data, dict):
-        raise ValueError(f"{file} must hold a JSON object, it holds a {type(data).__name__}")
-    return data

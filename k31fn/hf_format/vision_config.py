@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from k31fn.hf_format.schema import EPS, LAYERS, WIDTH, Number, as_floats, differs, wrong_fields
 from k31fn.layers import projector, vision, vision_block
 from k31fn.layers.patches import MERGE
 
@@ -28,21 +29,22 @@ _FIXED: dict[str, Any] = {
     "mm_projector_type": "patchmergerv2",
     "projector_hidden_act": "gelu",
 }
-_NUMBERS = (
-    "patch_size",
-    "init_pos_emb_height",
-    "init_pos_emb_width",
-    "init_pos_emb_time",
-    "vt_num_attention_heads",
-    "vt_num_hidden_layers",
-    "vt_hidden_size",
-    "vt_intermediate_size",
-    "qkv_hidden_size",
-    "projector_ln_eps",
-)
+_NUMBERS = {
+    "patch_size": Number(1, 1 << 12),
+    "init_pos_emb_height": Number(1, 1 << 14),
+    "init_pos_emb_width": Number(1, 1 << 14),
+    "init_pos_emb_time": Number(1, 1 << 14),
+    "vt_num_attention_heads": WIDTH,
+    "vt_num_hidden_layers": Number(1, LAYERS),
+    "vt_hidden_size": WIDTH,
+    "vt_intermediate_size": WIDTH,
+    "qkv_hidden_size": WIDTH,
+    "projector_ln_eps": EPS,
+}
 # Ours: K3's file does not say, its code fixes both.
 _ROPE = "rope_theta"
 _NORM_EPS = "norm_eps"
+_OPTIONAL = {_ROPE: Number(1, 1e12, whole=False), _NORM_EPS: EPS}
 
 
 def vision_from_hf(
@@ -57,8 +59,9 @@ def vision_from_hf(
     for name, only in _FIXED.items():
         value = given.get(name, only)
         # A tuple, if the dict did not come out of JSON.
-        if (list(value) if isinstance(value, tuple) else value) != only:
+        if differs(list(value) if isinstance(value, tuple) else value, only):
             problems.append(f"{name}={value!r} must be {only!r}")
+    problems += wrong_fields(given, _NUMBERS | _OPTIONAL)
     width = given.get("vt_hidden_size", 0)
     # Sizes that follow from others; null stands for "as it follows".
     for name, only in (("mm_hidden_size", width), ("text_hidden_size", hidden_size)):
@@ -66,7 +69,7 @@ def vision_from_hf(
             problems.append(f"{name}={given[name]!r} must be {only}")
     qkv_size = given.get("qkv_hidden_size", 0)
     heads = given.get("vt_num_attention_heads", 1)
-    if not isinstance(heads, int) or heads < 1 or qkv_size % heads:
+    if not problems and qkv_size % heads:
         problems.append(
             f"vt_num_attention_heads={heads!r} must divide qkv_hidden_size={qkv_size!r}"
         )
@@ -74,6 +77,7 @@ def vision_from_hf(
         raise ValueError(
             f"vision_config does not describe a tower that k31fn has: {'; '.join(problems)}"
         )
+    given = as_floats(given, _NUMBERS | _OPTIONAL)
     # Our fields have the names that we write; where they are absent our defaults are K3's.
     optional = {name: given[name] for name in (_ROPE, _NORM_EPS) if name in given}
     block = vision_block.Config(

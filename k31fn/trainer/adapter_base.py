@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31fn import balance, lora, model, params, tree
+from k31fn import balance, lora, model, params, regular_files, tree
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.config.recipe import Recipe
 from k31fn.hf_format.reader import open_checkpoint
@@ -60,7 +60,7 @@ def fingerprint(recipe: Recipe) -> str:
     """
     if isinstance(recipe.lora, tuple) or not recipe.lora.base:
         return ""
-    base = Path(recipe.lora.base)
+    base = _path(recipe.lora.base)
     digest = hashlib.blake2b(digest_size=16)
     if _is_run(base):
         run, step = _newest(base)
@@ -107,10 +107,10 @@ def check_source(recipe: Recipe) -> None:
     """
     if isinstance(recipe.lora, tuple) or not recipe.lora.base:
         return
-    if _is_run(Path(recipe.lora.base)):
-        _matching_run(Path(recipe.lora.base), recipe)
+    if _is_run(_path(recipe.lora.base)):
+        _matching_run(_path(recipe.lora.base), recipe)
     else:
-        with open_checkpoint(recipe.lora.base, recipe.model):
+        with open_checkpoint(_path(recipe.lora.base), recipe.model):
             pass
 
 
@@ -125,11 +125,11 @@ def _open_base(recipe: Recipe, key: Tensor) -> Iterator[tuple[lora.Read, balance
             lambda path, tile: params.draw(path, by_path[path], key, tile=tile),
             model.init_balance(recipe.model),
         )
-    elif _is_run(Path(base)):
-        weights, biases = _read_run(Path(base), recipe)
+    elif _is_run(_path(base)):
+        weights, biases = _read_run(_path(base), recipe)
         yield lambda path, tile: weights[path][tile], biases
     else:
-        with open_checkpoint(base, recipe.model) as reader:
+        with open_checkpoint(_path(base), recipe.model) as reader:
             yield reader.read, reader.balance()
 
 
@@ -189,3 +189,7 @@ def _read_run(base: Path, recipe: Recipe) -> tuple[dict[str, Tensor], balance.St
 
 def _shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     return {path: spec.shape for path, spec in tree.flatten_with_paths(model.specs(recipe.model))}
+
+
+def _path(base: str) -> Path:
+    return regular_files.path(base, "lora.base")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from k31fn import data, trackers
+from k31fn import data, regular_files, trackers
 from k31fn import device as devices
 from k31fn.checkpoint.errors import CheckpointError
 from k31fn.config.files import load_recipe, register_kinds
@@ -88,7 +88,7 @@ class _RunOptions:
 
     resume: str = ""
     recipe: str = ""
-    runs: Path = Path("runs")
+    runs: str = "runs"
     device: str = ""
     threads: int = 0
     kernels: str = ""
@@ -103,6 +103,7 @@ class _RunOptions:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         parse_steps(self.profile)
+        regular_files.path(self.runs, "runs")  # or a clear error before any work
         if not 0 < self.timeout < float("inf"):
             raise ValueError(f"timeout={self.timeout} must be a positive number of seconds")
         if not self.max_minutes > 0:
@@ -191,7 +192,7 @@ def _parse(args: Sequence[str]) -> _CliArgs:
             "--recipe out"
         )
     if registers:
-        register_kinds(registers)
+        register_kinds(regular_files.path(registers, "recipe"))
     call = _CliArgs(_RunOptions(), load_recipe(config))
     call = override(call, args[1:], prog=f"train.py {args[0]}", description=_DESCRIPTION)
     # not in Recipe itself: a forecast makes recipes of few layers, of which less may split
@@ -212,6 +213,7 @@ def _recipe_option(args: Sequence[str]) -> str:
 
 def _run(call: _CliArgs, config: Path, device: torch.device, ranks: Ranks, process: Process) -> int:
     recipe, options = call.recipe, call.options
+    runs = regular_files.path(options.runs, "runs")
     stop = Stop(options.max_minutes)  # the clock starts here, so reading the text counts
     # All that can be refused is refused before the folder is made: a wrong call leaves nothing. The
     # first rank alone looks at folders, which may change between two looks.
@@ -225,9 +227,12 @@ def _run(call: _CliArgs, config: Path, device: torch.device, ranks: Ranks, proce
         corpus = ranks.on_each(lambda: load_corpus(recipe))
         if options.threads:
             torch.set_num_threads(options.threads)
-        where = Path(existing or ranks.on_first(lambda: str(folder.new(options.runs, recipe))))
+        where = Path(existing or ranks.on_first(lambda: str(folder.new(runs, recipe))))
     except (ValueError, ImportError, OSError, CheckpointError, OtherRankError) as error:
         return _fail(error, 2)
+    if ranks.first:
+        for note in corpus.notes:
+            print(f"train.py: {regular_files.shown(note)}", file=sys.stderr)
     view = View() if ranks.first else View.silent()
     ranks.record_in(where / "failure")
     try:
@@ -279,9 +284,9 @@ def _existing(recipe: Recipe, options: _RunOptions, config: Path) -> str:
             )
         run = folder.open_existing(config.parent, recipe)
     elif options.resume == "auto":
-        run = folder.newest(options.runs, recipe)
+        run = folder.newest(regular_files.path(options.runs, "runs"), recipe)
     elif options.resume:
-        run = folder.open_existing(Path(options.resume), recipe)
+        run = folder.open_existing(regular_files.path(options.resume, "resume"), recipe)
     return str(run or "")
 
 
@@ -316,5 +321,5 @@ def _fail(error: BaseException, status: int, text: str = "") -> int:
     """Says what went wrong, unless another rank does."""
     if not isinstance(error, OtherRankError):
         for line in (text or str(error), *getattr(error, "__notes__", ())):
-            print(f"train.py: {line}", file=sys.stderr)
+            print(f"train.py: {regular_files.shown(line)}", file=sys.stderr)
     return status

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from k31fn import data
 from k31fn.config.recipe import Recipe
+from k31fn.data.image_packing import PackedDataset
 from k31fn.trainer.phases import over_phases
 
-__all__ = ["Corpus", "load_corpus"]
+__all__ = ["Corpus", "check_vocabulary", "load_corpus"]
 
 
 class Corpus(NamedTuple):
@@ -19,12 +21,14 @@ class Corpus(NamedTuple):
         dataset: rows to train on, phase after phase.
         some: held-out rows to score during the run.
         all: those to score at its end.
+        notes: what is to be said of it before the run begins, a line each.
     """
 
     tokenizer: data.Tokenizer
     dataset: data.Rows
     some: data.HeldOut
     all: data.HeldOut
+    notes: tuple[str, ...] = ()
 
 
 def load_corpus(recipe: Recipe) -> Corpus:
@@ -34,12 +38,7 @@ def load_corpus(recipe: Recipe) -> Corpus:
         ValueError: it cannot be read or does not fit the model.
     """
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
-    # a larger vocabulary is fine: it is padded to what tensor parallelism divides
-    if recipe.model.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={recipe.model.vocab_size} is less than the tokenizer's "
-            f"{tokenizer.vocab_size}; raise it"
-        )
+    check_vocabulary(recipe, tokenizer, "raise it")
     if isinstance(recipe.data, data.Prepared):
         return _load_prepared(recipe, recipe.data, tokenizer)
     splits = data.load(recipe.data, tokenizer)
@@ -55,14 +54,38 @@ def load_corpus(recipe: Recipe) -> Corpus:
     return Corpus(tokenizer, dataset, heldout(recipe.eval_bytes), heldout(recipe.heldout_bytes))
 
 
+def check_vocabulary(recipe: Recipe, tokenizer: data.Tokenizer, fix: str) -> None:
+    """Raises ValueError, with ``fix`` at its end, if the model has no row for some token."""
+    # a larger vocabulary is fine: it is padded to what tensor parallelism divides
+    if recipe.model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={recipe.model.vocab_size} is less than the tokenizer's "
+            f"{tokenizer.vocab_size}; {fix}"
+        )
+
+
 def _load_prepared(recipe: Recipe, cfg: data.Prepared, tokenizer: data.Tokenizer) -> Corpus:
+    notes: dict[str, None] = {}  # each once, though every phase opens the stores
+
+    def note(folders: Sequence[str], sources: Sequence[PackedDataset]) -> None:
+        for folder, source in zip(folders, sources, strict=True):
+            if source.store.unchecked:
+                text = (
+                    f"{folder}: {source.store.unchecked} shards of an earlier version, without "
+                    "checksums, are unchecked; prepare it again to have them"
+                )
+                notes[text] = None
+
     def rows(phase: Recipe) -> data.Mixture:
-        return data.open_prepared(
+        mixture = data.open_prepared(
             cfg, tokenizer, length=phase.length, batch_size=phase.batch_size, seed=phase.seed
         )
+        note(cfg.train, mixture.sources)
+        return mixture
 
     dataset = over_phases(recipe, rows)
     stores = data.open_heldout(cfg, tokenizer, length=recipe.length)
+    note(cfg.heldout, stores)
     tower = recipe.model.vision
     width = stores[0].store.patch_width
     if cfg.patches and not isinstance(tower, tuple) and width != tower.pixels_per_patch:
@@ -74,4 +97,10 @@ def _load_prepared(recipe: Recipe, cfg: data.Prepared, tokenizer: data.Tokenizer
     def heldout(num_bytes: int) -> data.HeldOut:
         return data.heldout_rows(stores, tokenizer, num_bytes=num_bytes)
 
-    return Corpus(tokenizer, dataset, heldout(recipe.eval_bytes), heldout(recipe.heldout_bytes))
+    return Corpus(
+        tokenizer,
+        dataset,
+        heldout(recipe.eval_bytes),
+        heldout(recipe.heldout_bytes),
+        tuple(notes),
+    )

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from k31fn import checkpoint, lora, tree
+from k31fn import checkpoint, lora, regular_files, tree
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.config.recipe import Recipe
 from k31fn.trainer import folder
@@ -49,7 +49,7 @@ def _find_source(path: str | Path) -> _Source:
         ValueError: there is none; says what is there.
     """
     try:
-        run, step = folder.resolve_step(Path(path))
+        run, step = folder.resolve_step(regular_files.path(path, "init"))
     except ValueError as error:
         raise ValueError(f"init={str(path)!r}: {error}") from error
     with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
@@ -103,7 +103,7 @@ def settled_base(recipe: Recipe, run: Path | None = None) -> str:
                 "run that goes on removes its old checkpoints, but for those of --keep-every)"
             )
         return written.base
-    if any(Path(recipe.lora.base).glob("*.safetensors")):
+    if any(regular_files.path(recipe.lora.base, "lora.base").glob("*.safetensors")):
         return recipe.lora.base
     source = _find_source(recipe.lora.base)
     return str(source.run / "checkpoints" / str(source.step))

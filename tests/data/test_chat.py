@@ -145,6 +145,99 @@ def test_bad_conversations_are_named(messages: Any, complaint: str):
         encode(messages)
 
 
+# -------------------------------------------------------------------------------------------- calls
+def call(name: str, identity: str | None = None, **arguments: Any) -> dict[str, Any]:
+    return {"id": identity, "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+def calling(*calls: Any, **last: Any) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": list(calls)},
+        *([{"role": "tool", "content": "done", **last}] if last else []),
+    ]
+
+
+def headers(messages: list[dict[str, Any]]) -> list[str]:
+    """The attributes of each result."""
+    return re.findall(r'message role="tool" ([^<]*)<', shown(encode(messages).tokens))
+
+
+def test_a_result_is_of_the_call_with_its_id():
+    """Two results in the other order: each has tool and index of its own call."""
+    both = calling(call("f", "a"), call("g", "b"))
+    for ids, expected in (
+        ("ba", ['tool="g" index="2"', 'tool="f" index="1"']),
+        ("ab", ['tool="f" index="1"', 'tool="g" index="2"']),
+    ):
+        results = [{"role": "tool", "content": "r", "tool_call_id": i} for i in ids]
+        assert headers([*both, *results]) == expected
+    # Without ids: by the name of the tool, else by the order.
+    unnamed = calling(call("f"), call("g"), call("f"))
+    results = [{"role": "tool", "content": "r", "name": name} for name in ("g", "f", "f")]
+    assert headers([*unnamed, *results]) == [
+        'tool="g" index="2"',
+        'tool="f" index="1"',
+        'tool="f" index="3"',
+    ]
+    plain = {"role": "tool", "content": "r"}
+    assert headers([*unnamed, results[0], plain, plain]) == [
+        'tool="g" index="2"',
+        'tool="f" index="1"',
+        'tool="f" index="3"',
+    ]
+    # A numeric id is as good as its text.
+    assert headers(calling(call("f", "1"), tool_call_id=1)) == ['tool="f" index="1"']
+    # And a result whose call was cut off has only its name.
+    alone = [{"role": "tool", "content": "r", "name": "f"}, *ask("", "y")[1:]]
+    assert headers(alone) == ['tool="f" index="1"']
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        (
+            calling(call("f", "a"), tool_call_id="z"),
+            r"messages\[2\]: tool_call_id='z' is of no call of the answer before it, whose ids "
+            r"are \['a'\]",
+        ),
+        (
+            calling(call("f", "a"), tool_call_id="a", name="g"),
+            r"messages\[2\] is a result of 'g', the call of its id 'a' is of 'f'",
+        ),
+        (calling(call("f", "a"), call("g", "a")), r"messages\[1\]: two calls have one id"),
+        (calling(call("f"), name="g"), r"messages\[2\] is a result of 'g'; no call of that"),
+        (
+            [*calling(call("f", "a"), tool_call_id="a"), calling(0, tool_call_id="a")[2]],
+            r"messages\[3\] is a second result of the call of id 'a'",
+        ),
+        ([*calling(call("f"), name="f"), calling(0, name="f")[2]], r"messages\[3\] is a result"),
+        (calling({"function": "f"}), r"messages\[1\]: a call needs a name"),
+        (calling(call("f"), name=["f"]), r"messages\[2\]: name must be text, not a list"),
+        ([{"role": "assistant", "tool_calls": {"name": "f"}}], "tool_calls must be a list"),
+        (
+            [{"role": "assistant", "content": "x", "reasoning_content": ["hm"]}],
+            "reasoning_content must be text, not a list",
+        ),
+        (
+            calling({"name": "f", "arguments": '{"a": 1, "a": 2}'}),
+            "arguments of a call are not JSON: .* a is given twice",
+        ),
+        (calling({"name": "f", "arguments": "[" * 5000}), "are not JSON: .* 100 deep"),
+        (ask("x\ud800", "y"), r"messages\[0\] is not valid Unicode"),
+    ],
+)
+def test_calls_and_results_that_do_not_fit(messages: Any, complaint: str):
+    with pytest.raises(ValueError, match=rf"^x\.jsonl:7.*{complaint}"):
+        encode(messages)
+
+
+@pytest.mark.parametrize("arguments", ["", " \n", None, "null", "{}", {}])
+def test_a_call_without_arguments(arguments: Any):
+    found = encode(calling({"name": "f", "arguments": arguments}))
+    assert '<|open|>call tool="f" index="1"<|sep|><|close|>call<|sep|>' in shown(found.tokens)
+
+
 def test_a_tokenizer_without_the_special_tokens():
     with pytest.raises(
         ValueError, match=r"no <\|open\|>, <\|close\|>, <\|sep\|>, <\|end_of_msg\|>"
@@ -246,7 +339,7 @@ def test_long_conversations_end_with_an_answer_that_fits(
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"messages": [{"role": "user"', "the line is not UTF-8 JSON"),
+        ('{"messages": [{"role": "user"', "the line is not JSON"),
         ('{"text": "x"}', r"no field 'messages'; it has \['text'\]"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no message has the role 'assistant'"),
     ],
@@ -262,6 +355,70 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, complain
         prepare(
             Config(str(path.with_suffix(".txt")), "bytes+chat", chat="messages"), tmp_path / "other"
         )
+
+
+def test_a_table_teaches_what_lines_do_or_is_refused(tmp_path: Path):
+    """A column of objects gives each call the arguments of all others."""
+    pa = pytest.importorskip("pyarrow", reason="extra `data` not installed")
+    import pyarrow.parquet as pq
+
+    def prepared(name: str, talks: list[Any]) -> list[str]:
+        source = tmp_path / name
+        if source.suffix == ".jsonl":
+            source.write_text("".join(json.dumps({"messages": t}) + "\n" for t in talks))
+        else:
+            pq.write_table(pa.Table.from_pylist([{"messages": t} for t in talks]), source)
+        cfg = Config(str(source), "bytes+media+chat", chat="messages", heldout_fraction=0.0)
+        prepare(cfg, tmp_path / f"{name}.out")
+        store = open_store(tmp_path / f"{name}.out" / "train")
+        return [shown(store.read(i).tokens) for i in range(store.num_documents)]
+
+    text = [calling(call("weather", city="Oslo")), calling(call("add", b=3, a=2))]
+    lines = prepared("a.jsonl", text)
+    assert 'key="city" type="string"<|sep|>Oslo' in lines[0]
+    assert '"null"' not in "".join(lines)
+    assert prepared("a.parquet", text) == lines
+    plain = [
+        calling({"name": "weather", "arguments": {"city": "Oslo"}}),
+        calling({"name": "add", "arguments": {"b": 3, "a": 2}}),
+    ]
+    assert prepared("b.jsonl", plain) == lines
+    with pytest.raises(
+        ValueError, match=r"b\.parquet:0:0: messages\[1\]: arguments .* store them as JSON text"
+    ):
+        prepared("b.parquet", plain)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_bad_conversation_in_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
+):
+    """It ends the preparation with its line, or is left out and counted."""
+    good = json.dumps({"messages": ask("x", "y")})
+    lines = [good] * 100
+    lines[40] = json.dumps({"messages": ask("x")})
+    lines[60] = '{"messages": ['
+    lines[80] = '{"text": "x"}'
+    path = tmp_path / "talk.jsonl"
+    path.write_text("\n".join(lines))
+    call = ["prepare", str(path), "--chat", "--tokenizer", "bytes+chat", "--workers", str(workers)]
+    assert main([*call[:2], str(tmp_path / "strict"), *call[2:]]) == 2
+    assert "talk.jsonl:41: no message has the role 'assistant'" in capsys.readouterr().err
+    assert main([*call[:2], str(tmp_path / "out"), *call[2:], "--on-bad", "skip"]) == 0
+    said = capsys.readouterr().out
+    assert "97 documents" in said
+    assert "documents left out: 3 conversation" in said
+
+
+def test_tools_beside_messages_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "talk.jsonl"
+    talk = {"messages": ask("x", "y")}
+    rows = [talk, talk | {"tools": [{"type": "function"}]}, talk | {"tools": []}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = str(tmp_path / "out")
+    assert main(["prepare", str(path), out, "--chat", "--tokenizer", "bytes+chat"]) == 0
+    said = capsys.readouterr().out
+    assert "left out: the field 'tools' of 1 conversations" in said
 
 
 def test_the_example_asks_about_the_standard_library(monkeypatch: pytest.MonkeyPatch):

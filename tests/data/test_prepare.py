@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k31fn.data import ByteTokenizer, images, media, records
+from k31fn.data import (
+    ByteTokenizer,
+    Prepared,
+    images,
+    media,
+    open_prepared,
+    open_tokenizer,
+    records,
+)
 from k31fn.data.__main__ import _bar, main
 from k31fn.data.prepare import Config, PrepareProgress, prepare
 from k31fn.data.store import Store, open_store
@@ -69,7 +77,7 @@ def test_lines_are_read_once_wherever_the_file_is_cut(
 
 def test_a_line_that_is_no_json_is_named_by_its_byte(tmp_path: Path):
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": \n')
-    with pytest.raises(ValueError, match=r"x\.jsonl:3: the line is not UTF-8 JSON"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:3: the line is not JSON"):
         prepare(Config(str(tmp_path / "x.jsonl")), tmp_path / "out")
 
 
@@ -226,6 +234,95 @@ def test_other_settings_are_refused(lines: Path, tmp_path: Path):
     (tmp_path / "mine" / "notes").write_text("")
     with pytest.raises(ValueError, match="is not empty and no prepared data"):
         prepare(Config(str(lines)), tmp_path / "mine")
+
+
+def test_a_source_that_changed_is_refused_by_name(tmp_path: Path):
+    """Whatever kind of file: replaced by more, or by other text of the same size, or gone."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    def parquet(count: int) -> None:
+        pq.write_table(pa.table({"text": [f"{i}" for i in range(count)]}), tmp_path / "a.parquet")
+
+    parquet(3)
+    prepare(Config(str(tmp_path / "a.parquet")), tmp_path / "out")
+    prepare(Config(str(tmp_path / "a.parquet")), tmp_path / "out")
+    parquet(50)
+    with pytest.raises(ValueError, match=r"was prepared from other files: '.*a\.parquet' changed"):
+        prepare(Config(str(tmp_path / "a.parquet")), tmp_path / "out")
+    (tmp_path / "d").mkdir()
+    for name in ("b.jsonl", "c.txt"):
+        (tmp_path / "d" / name).write_text('{"text": "a"}')
+    prepare(Config(str(tmp_path / "d")), tmp_path / "out2")
+    for name in ("b.jsonl", "c.txt"):
+        before = (tmp_path / "d" / name).stat()
+        (tmp_path / "d" / name).write_text('{"text": "b"}')
+        assert before.st_size == (tmp_path / "d" / name).stat().st_size
+        with pytest.raises(
+            ValueError, match=rf"was prepared from other files: '.*d/{name}' change"
+        ):
+            prepare(Config(str(tmp_path / "d")), tmp_path / "out2")
+        os.utime(tmp_path / "d" / name, ns=(before.st_atime_ns, before.st_mtime_ns))
+        prepare(Config(str(tmp_path / "d")), tmp_path / "out2")  # as far as a stamp can tell
+    (tmp_path / "d" / "c.txt").unlink()
+    with pytest.raises(
+        ValueError, match=r"was prepared from other files: '.*c\.txt' changed since"
+    ):
+        prepare(Config(str(tmp_path / "d")), tmp_path / "out2")
+
+
+def test_a_source_that_changes_meanwhile(lines: Path, tmp_path: Path):
+    def change(progress: PrepareProgress) -> None:
+        if progress.done == progress.total:
+            lines.write_text(lines.read_text().replace("document", "DOCUMENT"))
+
+    with pytest.raises(ValueError, match=r"is being prepared from other files: '.*lines\.jsonl'"):
+        prepare(Config(str(lines)), tmp_path / "out", report=change)
+    with pytest.raises(ValueError, match="preparing it has not finished"):
+        open_store(tmp_path / "out" / "train")
+
+
+def test_an_image_that_changed_is_refused_by_name(tmp_path: Path):
+    cfg = Config(str(with_images(tmp_path)), "bytes+media", images="images", image=PIXELS)
+    prepare(cfg, tmp_path / "out")
+    prepare(cfg, tmp_path / "out")
+    (tmp_path / "pictures" / "blue.png").write_bytes(png(30, 60, (0, 255, 0)))
+    with pytest.raises(ValueError, match=r"from other files: '.*pictures/blue\.png' changed since"):
+        prepare(cfg, tmp_path / "out")
+
+
+def test_another_tokenizer_of_the_same_name_is_refused(lines: Path, tmp_path: Path):
+    order = list(range(256))
+
+    def write() -> None:
+        ranks = [base64.b64encode(bytes([b])) + b" %d" % i for i, b in enumerate(order)]
+        (tmp_path / "tiktoken.model").write_bytes(b"\n".join(ranks))
+
+    write()
+    cfg = Config(str(lines), str(tmp_path / "tiktoken.model"), heldout_fraction=0.0)
+    prepare(cfg, tmp_path / "out")
+    store = str(tmp_path / "out" / "train")
+    data = Prepared((store,), (store,), tokenizer=cfg.tokenizer)
+    open_prepared(data, open_tokenizer(cfg.tokenizer), length=64, batch_size=2)
+    order[65], order[66] = order[66], order[65]  # A and B: same size, same special tokens
+    write()
+    with pytest.raises(ValueError, match="was prepared with another tokenizer of that name"):
+        prepare(cfg, tmp_path / "out")
+    with pytest.raises(ValueError, match="was prepared with another tokenizer of this size"):
+        open_prepared(data, open_tokenizer(cfg.tokenizer), length=64, batch_size=2)
+
+
+def test_a_folder_that_an_earlier_version_prepared(lines: Path, tmp_path: Path):
+    """Its plan says less, which is compared as it was."""
+    prepare(Config(str(lines)), tmp_path / "out")
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    for name in ("files", "tokenizer"):
+        plan.pop(name)
+    (tmp_path / "out" / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "out" / "shard-000000" / "images.json").unlink()
+    prepare(Config(str(lines)), tmp_path / "out")
+    with pytest.raises(ValueError, match="was prepared with other settings: heldout_fraction"):
+        prepare(Config(str(lines), heldout_fraction=0.5), tmp_path / "out")
 
 
 # ------------------------------------------------------------------------------------------- images

@@ -1,11 +1,12 @@
 import builtins
 import json
+import os
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from k31fn.data import read, stdlib
+from k31fn.data import ByteTokenizer, Config, load, read, records, sources, stdlib
 from k31fn.data.sources import Document
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -100,8 +101,8 @@ def test_jsonl_field(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": ', r"c\.jsonl:2: not a line of UTF-8 JSON"),
-        (b'{"text": "\xff"}', r"c\.jsonl:2: not a line of UTF-8 JSON"),
+        (b'{"text": ', r"c\.jsonl:2 is not JSON: "),
+        (b'{"text": "\xff"}', r"c\.jsonl:2 is not JSON in UTF-8: "),
         (
             b'{"body": "b", "id": 1}',
             r"c\.jsonl:2: no field data.field='text'; the line has \['body', 'id'\]",
@@ -220,3 +221,117 @@ def test_saved_dataset_of_the_real_library(tmp_path):
     )  # an index over the rows
     expected = [row["text"] for row in datasets.load_from_disk(tmp_path / "d")]
     assert [d.data.decode() for d in texts(tmp_path / "d")] == expected
+
+
+# ------------------------------------------------------------------------- what a folder may hold
+def test_suffixes_in_capitals(tmp_path):
+    """A folder from elsewhere: 30 .TXT, 20 .txt, one .JsonL."""
+    for i in range(50):
+        write(tmp_path / "d" / f"{i}.{'TXT' if i < 30 else 'txt'}", f"document {i}")
+    write(tmp_path / "d" / "r.JsonL", '{"text": "one"}\n{"text": "two"}\n')
+    found = texts(tmp_path / "d")
+    assert len(found) == 52
+    assert found[-1] == ("r.JsonL:2", b"two")
+    assert len(texts(tmp_path / "d", suffixes=[".TXT"])) == 50
+    assert texts(write(tmp_path / "A.TXT", "x")) == [("A.TXT#0", b"x")]
+    units = records.units(tmp_path / "d", SUFFIXES)
+    assert [unit.kind for unit in units] == ["text", "jsonl"]
+    assert len(units[0].files) == 50
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (os.mkfifo, "it is a named pipe, not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+    ],
+)
+def test_what_is_no_file_is_named_at_once(tmp_path, name, make, why):
+    """Alone and in a folder, for training on it and for preparing it."""
+    if name == "a.parquet":
+        pytest.importorskip("pyarrow", reason="extra `data` not installed")
+    make(tmp_path / name)
+    for path in (tmp_path, tmp_path / name):
+        if not path.exists():
+            why = "does not exist"  # as a link to itself does not
+        for door in (texts, lambda p: records.units(p, SUFFIXES)):
+            with pytest.raises(ValueError, match=why):
+                door(path)
+
+
+def test_links_to_files_are_followed_and_to_folders_not(tmp_path):
+    write(tmp_path / "elsewhere" / "a.txt", "a")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "b.txt").symlink_to(tmp_path / "elsewhere" / "a.txt")
+    (tmp_path / "d" / "c").symlink_to(tmp_path / "elsewhere")
+    assert texts(tmp_path / "d") == [("b.txt", b"a")]
+
+
+def test_a_name_that_is_not_utf_8(tmp_path):
+    name = os.fsdecode(b"caf\xe9.txt")
+    write(tmp_path / "d" / name, "text")
+    write(tmp_path / "d" / "b.txt", "more text")
+    assert [d.data for d in texts(tmp_path / "d")] == [b"more text", b"text"]
+    splits = load(Config(path=str(tmp_path / "d"), heldout_fraction=0.5), ByteTokenizer())
+    assert sum(len(part.tokens) for part in (splits.train, splits.heldout)) == 4 + 9 + 2
+    units = records.units(tmp_path / "d", SUFFIXES)
+    found = records.read_unit(units[0], text="text", images="")
+    assert [record.text for record in found] == [b"more text", b"text"]
+    pytest.importorskip("pyarrow", reason="extra `data` not installed")
+    bad = write(tmp_path / os.fsdecode(b"caf\xe9.parquet"), "x")
+    with pytest.raises(ValueError, match=r"the name '.*caf\\udce9\.parquet' is not UTF-8; rename"):
+        texts(bad)
+
+
+def test_deep_json_in_a_field_that_is_not_read(tmp_path):
+    deep = '{"text": "b", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    file = write(tmp_path / "c.jsonl", '{"text": "a"}\n' + deep + "\n")
+    with pytest.raises(ValueError, match=r"c\.jsonl:2: objects and lists are nested more than 100"):
+        texts(file)
+
+
+def test_a_line_without_an_end_is_not_read_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_MOST_LINE", 100)
+    file = write(tmp_path / "c.jsonl", '{"text": "a"}\n' + '{"text": "' + "b" * 200 + '"}\n')
+    with pytest.raises(ValueError, match=r"c\.jsonl:2: a line of more than 100 bytes"):
+        texts(file)
+    (unit,) = records.units(file, SUFFIXES)
+    with pytest.raises(ValueError, match=r"c\.jsonl, byte 14: a line of more than 100 bytes"):
+        list(records.read_unit(unit, text="text", images=""))
+
+
+@pytest.mark.parametrize("files", ["../b.arrow", "/etc/passwd"])
+def test_a_saved_dataset_lists_its_own_files_only(tmp_path, files):
+    write(tmp_path / "b.arrow", "x")
+    write(tmp_path / "d" / "state.json", json.dumps({"_data_files": [{"filename": files}]}))
+    write(tmp_path / "d" / "dataset_info.json", "{}")
+    pytest.importorskip("pyarrow", reason="extra `data` not installed")
+    for door in (texts, lambda path: records.units(path, SUFFIXES)):
+        with pytest.raises(ValueError, match=r"state\.json' does not list the files .* is outside"):
+            door(tmp_path / "d")
+
+
+def test_empty_files_are_called_empty(tmp_path):
+    for name in ("a.jsonl", "a.txt"):
+        file = write(tmp_path / name, "")
+        with pytest.raises(ValueError, match=rf"{name}' is empty"):
+            load(Config(path=str(file)), ByteTokenizer())
+    with pytest.raises(ValueError, match=r"holds no record: 'a\.jsonl' is empty"):
+        records.units(tmp_path / "a.jsonl", SUFFIXES)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="has no file with a suffix of"):
+        records.units(tmp_path / "none", SUFFIXES)
+
+
+def test_a_path_of_nothing_and_the_home_folder(tmp_path, monkeypatch):
+    """An empty path would be the folder that one is in, and --data.path=~/x a folder named ~."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "home" / "x" / "a.txt", "a")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for door in (texts, lambda path: records.units(path, SUFFIXES)):
+        with pytest.raises(ValueError, match="='' names nothing; give a path"):
+            door("")
+        assert len(list(door("~/x"))) == 1

@@ -88,6 +88,38 @@ def garbage(folder: Path) -> None:
     shard_of(folder, HEAD).write_bytes(b"\x10\0\0\0\0\0\0\0" + b"x" * 40)
 
 
+def header(folder: Path, **fields: object) -> None:
+    """Says other things of a tensor; the header keeps its length."""
+    file = shard_of(folder, NORM)
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8:end])
+    tensors[NORM] |= fields
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+def a_shape_below_zero(folder: Path) -> None:
+    header(folder, shape=[-8, -16])  # whose product is the right number
+
+
+def a_shape_with_a_fraction(folder: Path) -> None:
+    header(folder, shape=[128.0])
+
+
+def a_place_that_is_text(folder: Path) -> None:
+    header(folder, data_offsets=["0", "256"])
+
+
+def a_tensor_twice(folder: Path) -> None:
+    file = shard_of(folder, NORM)
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    text = data[8:end].rstrip()
+    again = text[:-1] + b"," + json.dumps(NORM).encode() + b":{}}"
+    file.write_bytes(len(again).to_bytes(8, "little") + again + data[end:])
+
+
 def missing_shard(folder: Path) -> None:
     shard_of(folder, HEAD).unlink()
 
@@ -152,6 +184,10 @@ DAMAGES = {
     truncated: "is not a complete safetensors file: its header promises",
     cut_in_the_header: "end inside its header",
     garbage: "its header is not valid",
+    a_shape_below_zero: r"norm\.weight' has shape \[-8, -16\] at .* not whole numbers of 0 or more",
+    a_shape_with_a_fraction: r"norm\.weight' has shape \[128\.0\] at",
+    a_place_that_is_text: "at \\['0', '256'\\], not whole numbers",
+    a_tensor_twice: r"language_model\.model\.norm\.weight is given twice",
     missing_shard: r"model-0000\d-of-0000\d\.safetensors does not exist",
     swapped_shards: r"model-00001-of-0000\d\.safetensors does not hold what "
     r"model\.safetensors\.index\.json lists",
@@ -250,3 +286,16 @@ def test_an_index_of_k31_size(tmp_path: Path):
     leaves = read_leaves(table, tmp_path / "k31", part=part)
     assert len(leaves) == len(tree.leaves(model.specs(cfg))) + 1
     assert DTYPES["BF16"] in {leaf.dtype for leaf in leaves}
+
+
+def test_names_give_a_terminal_no_orders(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A tensor whose name would erase the screen."""
+    tensors = {"a\x1b[2Jb": torch.zeros(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    assert main(["verify", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "a\\x1b[2Jb" in said
+    assert "\x1b" not in said

@@ -84,6 +84,13 @@ def test_there_and_back():
         ),
         ({"text_hidden_size": 2304}, "text_hidden_size=2304 must be 7168"),
         ({"mm_hidden_size": 512}, "mm_hidden_size=512 must be 1024"),
+        ({"patch_size": 14.0}, r"patch_size=14\.0 must be a number without a fraction"),
+        ({"vt_num_hidden_layers": 10**9}, "vt_num_hidden_layers=1000000000 must be"),
+        ({"vt_num_attention_heads": None}, "vt_num_attention_heads=None must be a number"),
+        ({"qkv_hidden_size": "1536"}, "qkv_hidden_size='1536' must be a number"),
+        ({"projector_ln_eps": float("nan")}, "projector_ln_eps=nan must be a number, from"),
+        ({"rope_theta": "x"}, "rope_theta='x' must be a number"),
+        ({"attn_bias": 0}, "attn_bias=0 must be False"),
     ],
 )
 def test_other_equations_are_refused(change: dict[str, Any], message: str):

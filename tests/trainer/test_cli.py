@@ -78,6 +78,16 @@ class TestHelp:
 
 
 class TestWrongCalls:
+    def test_runs_of_nothing_and_of_home(self, call, config, tmp_path, monkeypatch, capsys):
+        """A shell leaves ~ behind = as it is: not a folder of that name, but the home folder."""
+        assert trainer.main([config, "--runs", ""]) == 2
+        assert "runs='' names nothing; give a path" in capsys.readouterr().err
+        monkeypatch.setenv("HOME", str(tmp_path / "file"))
+        (tmp_path / "file").touch()
+        assert trainer.main([config, "--runs=~/r"]) == 2
+        assert f"run folder {tmp_path}/file/r/small cannot be made" in capsys.readouterr().err
+        assert f"{tmp_path}/file/r is not a run folder" in call(config, "--resume=~/r")
+
     def test_the_config_comes_first(self, call, config):
         assert "the config comes first, then --steps" in call("--steps", 3, config)
 
@@ -183,9 +193,14 @@ class TestCorpus:
 
     def test_not_text(self, call, config, tmp_path):
         (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": \xff}\n')
-        assert "a.jsonl:2: not a line of UTF-8 JSON" in call(
-            config, "--data.path", tmp_path / "a.jsonl"
+        assert "a.jsonl:2 is not JSON" in call(config, "--data.path", tmp_path / "a.jsonl")
+
+    def test_a_pipe_and_a_path_of_nothing(self, call, config, tmp_path, monkeypatch):
+        os.mkfifo(tmp_path / "pipe.txt")
+        assert "pipe.txt': it is a named pipe, not a regular file" in call(
+            config, "--data.path", tmp_path / "pipe.txt"
         )
+        assert "data.path='' names nothing; give a path" in call(config, "--data.path", "")
 
     def test_unreadable(self, call, config, tmp_path):
         (tmp_path / "a").mkdir()
