@@ -8,6 +8,10 @@ With w and h in pixels, p the patch side, and limits on patches in all and per s
     new   = floor(scale w), floor(scale h), then padded with black on the right
             and below to a multiple of 2 p
 
+If padding takes it over the limit on patches, it is shrunk by another row or column of cells: the
+limit holds. An image is turned first as its EXIF says, so that it lies as in every viewer; of a
+JPEG that holds several pictures (phones add a small one, or one of the depth) the first is taken.
+
 Pixels are RGB, stored as bytes and read as ``(x / 255 - 0.5) / 0.5``. What is transparent shows a
 board of white and grey squares, drawn after shrinking: without it, black text on nothing would be
 black on black. Files come from anywhere, so only raster formats are opened, and the size in the
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +51,10 @@ _WHITE = 255
 _GREY = 180
 # No format whose reader starts a program or follows links.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+# Pixels of a side, the most that a JPEG can have. Shrinking takes memory by the side, whatever the
+# area: a line of 60 million pixels needs gigabytes.
+_MOST_SIDE = 65_535
+_ORIENTATION = 0x0112  # the EXIF field
 
 Reason = Literal["missing", "empty", "corrupt", "huge", "animated", "unsupported"]
 
@@ -72,7 +81,7 @@ class Config:
 
     Attributes:
         patch_size: side of a patch in pixels.
-        max_patches: of one image, about: padding may add a row and a column of cells.
+        max_patches: of one image, at least 4: a cell of 2 x 2.
         max_side: patches along one side.
         max_pixels: of the file; a larger one is refused before it is decompressed.
         on_bad: ``refuse`` raises at the first bad image; ``skip`` leaves its document out and
@@ -89,6 +98,11 @@ class Config:
         for name in ("patch_size", "max_patches", "max_side", "max_pixels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"images.{name}={getattr(self, name)} must be at least 1")
+        if self.max_patches < MERGE**2:
+            raise ValueError(
+                f"images.max_patches={self.max_patches} must be at least {MERGE**2}: the smallest "
+                "image is a cell of 2 x 2 patches"
+            )
         if self.max_side % MERGE:
             raise ValueError(
                 f"images.max_side={self.max_side} must be even: images are padded to cells of 2 "
@@ -133,12 +147,16 @@ def _fit(width: int, height: int, cfg: Config) -> _Size:
     area = max(1, width // p) * max(1, height // p)
     most = cfg.max_side * p  # pixels of a side
     scale = min(1.0, math.sqrt(cfg.max_patches / area), most / width, most / height)
-    # Rounding may give a pixel too many, and a thin image none.
-    new_width = min(max(1, int(width * scale)), most)
-    new_height = min(max(1, int(height * scale)), most)
     unit = MERGE * p
-    grid = (1, -(-new_height // unit) * MERGE, -(-new_width // unit) * MERGE)
-    return _Size(new_width, new_height, grid)
+    while True:
+        # Rounding may give a pixel too many, and a thin image none.
+        new_width = min(max(1, int(width * scale)), most)
+        new_height = min(max(1, int(height * scale)), most)
+        rows, columns = -(-new_height // unit), -(-new_width // unit)
+        if rows * columns * MERGE**2 <= cfg.max_patches:
+            return _Size(new_width, new_height, (1, rows * MERGE, columns * MERGE))
+        # What takes one row or one column of cells away, whichever shrinks it less.
+        scale = max((rows - 1) * unit / height, (columns - 1) * unit / width)
 
 
 def decode(data: bytes, name: str, cfg: Config) -> Image:
@@ -150,8 +168,8 @@ def decode(data: bytes, name: str, cfg: Config) -> Image:
         cfg: limits.
 
     Raises:
-        ImageError: the file is empty, corrupt, larger than ``cfg.max_pixels``, animated, or of
-            another kind.
+        ImageError: the file is empty, corrupt, larger than ``cfg.max_pixels`` or too long,
+            animated, or of another kind.
         ImportError: Pillow is not installed.
     """
     if not data:
@@ -166,7 +184,14 @@ def decode(data: bytes, name: str, cfg: Config) -> Image:
                 f"{width} x {height} pixels are more than images.max_pixels={cfg.max_pixels}; "
                 "shrink it",
             )
-        if getattr(image, "is_animated", False):
+        if max(width, height) > _MOST_SIDE:
+            raise ImageError(
+                name,
+                "huge",
+                f"{width} x {height} pixels: a side of more than {_MOST_SIDE:,}; cut it",
+            )
+        # An MPO is a JPEG with more pictures behind the one that viewers show.
+        if getattr(image, "is_animated", False) and image.format != "MPO":
             raise ImageError(
                 name,
                 "animated",
@@ -180,8 +205,31 @@ def decode(data: bytes, name: str, cfg: Config) -> Image:
                 f"pixels of mode {image.mode!r}; convert it to 8 bits per channel",
             )
         image.load()
+        image = _turned(image)
+        width, height = image.size
         size = _fit(width, height, cfg)
         return Image(_patchify(_pixels(image, size), cfg.patch_size), size.grid, width, height)
+
+
+def _turned(image: Any) -> Any:
+    """A loaded image as its EXIF says that it was held."""
+    import PIL.Image
+
+    try:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # a broken block of EXIF says nothing; the picture is whole
+        return image
+    turn = PIL.Image.Transpose
+    by_orientation = {
+        2: turn.FLIP_LEFT_RIGHT,
+        3: turn.ROTATE_180,
+        4: turn.FLIP_TOP_BOTTOM,
+        5: turn.TRANSPOSE,
+        6: turn.ROTATE_270,
+        7: turn.TRANSVERSE,
+        8: turn.ROTATE_90,
+    }
+    return image.transpose(by_orientation[orientation]) if orientation in by_orientation else image
 
 
 def _patchify(pixels: np.ndarray, patch_size: int) -> np.ndarray:
@@ -222,10 +270,14 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
         raise
     except PIL.Image.DecompressionBombError as e:
         raise ImageError(name, "huge", f"{e}") from e
-    except Exception as e:  # decoders of untrusted bytes: OSError, SyntaxError, struct.error, ...
+    except PIL.UnidentifiedImageError as e:
         raise ImageError(
-            name, "corrupt", f"cannot be decoded ({type(e).__name__}: {e}); known: {_FORMATS}"
+            name, "corrupt", f"cannot be decoded: it is none of {', '.join(_FORMATS)}"
         ) from e
+    except Exception as e:  # decoders of untrusted bytes: OSError, SyntaxError, struct.error, ...
+        # Objects of Python say where they are in memory, which is another place in each run.
+        why = re.sub(r"<[^<>]* at 0x[0-9a-fA-F]+>", "the file", str(e))
+        raise ImageError(name, "corrupt", f"cannot be decoded ({type(e).__name__}: {why})") from e
 
 
 def _pixels(image: Any, size: _Size) -> np.ndarray:

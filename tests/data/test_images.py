@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 
@@ -206,8 +207,106 @@ def test_formats_that_start_programs_are_not_opened():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"max_side": 5}, "max_side=5 must be even"), ({"patch_size": 0}, "patch_size=0")],
+    [
+        ({"max_side": 5}, "max_side=5 must be even"),
+        ({"patch_size": 0}, "patch_size=0"),
+        ({"max_patches": 3}, "max_patches=3 must be at least 4"),
+    ],
 )
 def test_configs_that_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         images.Config(**change)
+
+
+# ----------------------------------------------------------------------------- as cameras make them
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
+def test_an_image_lies_as_its_exif_says(orientation: int, kind: str):
+    """Against Pillow's own turning, which viewers do too; lossless kinds, so every pixel."""
+    import PIL.ImageOps
+
+    exif = pil.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = file(pil.fromarray(coordinates(56, 28)), kind, exif=exif, **options)
+    found = images.decode(data, "a", CFG)
+    upright = PIL.ImageOps.exif_transpose(pil.open(io.BytesIO(data)))
+    expected = images.decode(
+        file(pil.fromarray(np.asarray(upright.convert("RGB"))), "PNG"), "a", CFG
+    )
+    assert (found.width, found.height) == ((56, 28) if orientation < 5 else (28, 56))
+    assert found.grid == expected.grid
+    assert np.array_equal(found.patches, expected.patches)
+
+
+def test_a_photo_that_was_held_sideways():
+    """EXIF 6 is turned clockwise by viewers: what the file has at the left lies at the top."""
+    pixels = np.zeros((28, 56, 3), np.uint8)
+    pixels[:, :28] = (250, 0, 0)
+    pixels[:, 28:] = (0, 250, 0)
+    exif = pil.Exif()
+    exif[0x0112] = 6
+    picture = images.decode(file(pil.fromarray(pixels), "JPEG", quality=95, exif=exif), "a", CFG)
+    assert (picture.width, picture.height, picture.grid) == (28, 56, (1, 4, 2))
+    means = picture.patches.reshape(2, 4, 3, 196).astype(int).mean((1, 3))  # of cells, top first
+    assert means[0, 0] > 240 > 10 > means[0, 1]
+    assert means[1, 1] > 240 > 10 > means[1, 0]
+
+
+def test_a_broken_exif_does_not_cost_the_picture():
+    data = file(pil.new("RGB", (28, 28), (250, 0, 0)), "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff")
+    assert images.decode(data, "a", CFG).grid == (1, 2, 2)
+
+
+def test_of_a_jpeg_with_several_pictures_the_first():
+    out = io.BytesIO()
+    second = pil.new("RGB", (14, 14), (0, 0, 250))
+    pil.new("RGB", (28, 28), (250, 0, 0)).save(out, "MPO", save_all=True, append_images=[second])
+    assert pil.open(io.BytesIO(out.getvalue())).format == "MPO"
+    picture = images.decode(out.getvalue(), "a", CFG)
+    assert (picture.width, picture.height) == (28, 28)
+    assert picture.patches.reshape(-1, 3, 196)[:, 0].min() > 240
+
+
+def test_the_limit_on_patches_holds_for_every_shape():
+    """Also of thin images, where padding is most of it; what fits is not shrunk further."""
+    cfg = images.Config(max_patches=64)
+    picture = images.decode(png(10_000, 20), "a", cfg)
+    assert picture.grid[1] * picture.grid[2] == len(picture.patches) <= 64
+    generator = np.random.default_rng(0)
+    sides = np.exp(generator.uniform(0, 11, (2000, 2))).astype(int)
+    for most in (4, 6, 64, 1000):
+        cfg = images.Config(max_patches=most)
+        for width, height in sides.tolist():
+            fitted = images._fit(width, height, cfg)
+            _, rows, columns = fitted.grid
+            assert 4 <= rows * columns <= most
+            assert rows * 14 >= fitted.height > (rows - 2) * 14
+            assert columns * 14 >= fitted.width > (columns - 2) * 14
+    # By hand: 3 x 3 cells are 36 patches; of 35 allowed, 2 x 2 cells are what a square may have.
+    assert images._fit(84, 84, images.Config(max_patches=36)) == (84, 84, (1, 6, 6))
+    assert images._fit(84, 84, images.Config(max_patches=35)).grid == (1, 4, 4)
+    assert images._fit(57, 28, images.Config(max_patches=8)).grid == (1, 2, 4)
+
+
+def test_a_line_of_pixels_is_refused_by_its_header():
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    for width, height in ((1, 60_000_000), (60_000_000, 1), (65_536, 2)):
+        header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+        data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"x"))
+        with pytest.raises(images.ImageError, match="a side of more than 65,535; cut it") as caught:
+            images.decode(data + chunk(b"IEND", b""), "a", CFG)
+        assert caught.value.reason == "huge"
+
+
+def test_errors_say_no_place_in_memory():
+    for data in (b"not an image", file(pil.new("RGB", (99, 99)), "PNG")[:60], b"GIF89a", b"BM" * 9):
+        with pytest.raises(images.ImageError, match="cannot be decoded") as caught:
+            images.decode(data, "a.jsonl:3", CFG)
+        assert "0x" not in str(caught.value)
+    with pytest.raises(images.ImageError, match=r"it is none of BMP, GIF, JPEG, PNG, TIFF, WEBP$"):
+        images.decode(b"not an image", "a", CFG)
