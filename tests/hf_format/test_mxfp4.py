@@ -96,10 +96,46 @@ def test_rounding_is_to_nearest_ties_to_even():
 
 
 def test_values_above_six_saturate():
-    weights = torch.full((1, 32), 7.9)
+    """Up to 7, from where the next scale holds them better."""
+    weights = torch.full((1, 32), 6.99)
     packed, scale = encode(weights)
     assert scale.item() == 127
     assert (decode(packed, scale, torch.float32) == 6).all()
+    weights = torch.full((1, 32), 7.9)
+    packed, scale = encode(weights)
+    assert scale.item() == 128
+    assert (decode(packed, scale, torch.float32) == 8).all()
+
+
+def by_bits(largest: float) -> int:
+    """The scale byte as compressed-tensors makes it: a quarter is added to the mantissa of the
+    largest weight in bfloat16, then the mantissa is dropped.
+    """
+    bits = int(torch.tensor(largest, dtype=torch.bfloat16).view(torch.int16))
+    return ((bits + (1 << 5)) >> 7) - 2
+
+
+def test_the_scale_is_that_of_the_format_that_a_checkpoint_declares():
+    groups = torch.randn(4000, 32).bfloat16()
+    _, scale = encode(groups)
+    wanted = [by_bits(float(group.abs().max())) for group in groups]
+    assert scale.flatten().tolist() == wanted
+    plain = torch.frexp(groups.float().abs().amax(-1)).exponent - 3 + 127
+    differs = (plain != scale.flatten()).float().mean()
+    assert 0.08 < float(differs) < 0.25  # the rules are two, for one group in seven
+
+
+def test_the_largest_weight_of_a_group_is_at_most_a_fifth_off():
+    """Over all of an octave; by the exponent alone it would be a quarter."""
+    largest = torch.linspace(4, 8, 4001, dtype=torch.float64)[:-1]
+    weights = torch.zeros(4000, 32, dtype=torch.float64)
+    weights[:, 3] = largest
+    found = decode(*encode(weights), torch.float64)[:, 3]
+    error = ((found - largest) / largest).abs()
+    assert float(error.max()) == pytest.approx(0.2, abs=1e-9)
+    assert float(largest[error.argmax()]) == 5.0
+    by_exponent = ((largest.clamp(max=6) - largest) / largest).abs()
+    assert float(by_exponent.max()) > 0.249
 
 
 def test_rounding_is_nearest_among_all_values():

@@ -8,9 +8,12 @@ columns (E8M0; 255 means not a number)::
     w[r, c] = e2m1(nibble[r, c]) * 2^(scale[r, c // 32] - 127)
 
 :func:`decode` is exact in bfloat16 and wider. :func:`encode` rounds to nearest, ties to the even
-code, and saturates at 6; the scale is that of the specification, ``floor(log2(largest)) - 2``. What
-MXFP4 can hold comes back bit for bit. Neither looks at values on the host: infinities, NaN and what
-is too large for a dtype are the caller's to refuse.
+code, and saturates at 6. The scale is ``floor(log2(largest)) - 2``, and one more where the largest
+is 1.75 powers of two or above, as the package compressed-tensors has it, whose format a checkpoint
+declares. The specification's example always takes the first: 7.9 would be held as 6, 24% off, and
+with the larger scale it is 8. The largest weight of a group is then at most 20% off (5 as 4). What
+MXFP4 can hold comes back bit for bit, under either rule. Neither looks at values on the host:
+infinities, NaN and what is too large for a dtype are the caller's to refuse.
 """
 
 from __future__ import annotations
@@ -118,9 +121,10 @@ def _scaled(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Groups ``[..., G, 32]`` over their power of two, and its exponent ``[..., G]``."""
     check_columns(weight.shape[-1])
     groups = upcast(weight).unflatten(-1, (-1, GROUP))
-    exponent = torch.frexp(groups.abs().amax(-1)).exponent - 1  # floor(log2) of the largest
-    # 4 = 2^2 is E2M1's highest power of two
-    scale = (exponent - 2).clamp(-_BIAS, _LARGEST_SCALE - _BIAS)
+    mantissa, exponent = torch.frexp(groups.abs().amax(-1))  # of the largest, in [0.5, 1)
+    # 4 = 2^2 is E2M1's highest power of two. From 7 on the next one is nearer than 6.
+    above = (mantissa >= 0.875).to(exponent.dtype)
+    scale = (exponent - 3 + above).clamp(-_BIAS, _LARGEST_SCALE - _BIAS)
     return groups / _powers(scale + _BIAS, groups.dtype)[..., None], scale
 
 
