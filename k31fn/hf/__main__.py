@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 
-from k31fn import hf, lora, model, params, sample, trainer
+from k31fn import data, hf, lora, model, params, regular_files, sample, trainer
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.config.files import load_recipe
 from k31fn.hf_format.leaves import check_new
 from k31fn.trainer import folder
+from k31fn.trainer.corpus import check_vocabulary
 
 __all__ = ["main"]
 
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         return command(args)
     except (ValueError, RuntimeError, OSError) as error:
         # A line instead of a traceback: what these say is meant for the one who typed the command.
-        print(f"k31fn.hf: {error}", file=sys.stderr)
+        print(f"k31fn.hf: {regular_files.shown(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
 
 
@@ -54,18 +55,28 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "verify", help="compare a folder with its config.json, from headers alone"
     )
-    command.add_argument("folder", type=Path, help="of safetensors files and config.json")
+    command.add_argument(
+        "folder", type=regular_files.path, help="of safetensors files and config.json"
+    )
     command = commands.add_parser(
         "import", help="make a run whose first state has the weights of a checkpoint"
     )
-    command.add_argument("folder", type=Path, help="of safetensors files and config.json")
-    command.add_argument("config", type=Path, help="a recipe; its model becomes the checkpoint's")
-    command.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders go")
+    command.add_argument(
+        "folder", type=regular_files.path, help="of safetensors files and config.json"
+    )
+    command.add_argument(
+        "config", type=regular_files.path, help="a recipe; its model becomes the checkpoint's"
+    )
+    command.add_argument(
+        "--runs", type=regular_files.path, default=Path("runs"), help="where run folders go"
+    )
     command = commands.add_parser("export", help="write a checkpoint of a run")
     command.add_argument(
-        "run", type=Path, help="a run folder, RUN/checkpoints/STEP, or a folder of runs: the newest"
+        "run",
+        type=regular_files.path,
+        help="a run folder, RUN/checkpoints/STEP, or a folder of runs: the newest",
     )
-    command.add_argument("folder", type=Path, help="a new one")
+    command.add_argument("folder", type=regular_files.path, help="a new one")
     command.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights"
     )
@@ -82,7 +93,7 @@ def _verify(args: argparse.Namespace) -> int:
     tensors = f"{report.num_tensors:,} tensors ({report.num_quantised:,} of them MXFP4 codes)"
     print(f"{args.folder}: {report.num_weights:,} weights in {tensors} in {report.num_files} files")
     # Counts first, also of what does not fit: they often say what the folder is instead.
-    print(report.problems or "fits its config")
+    print(regular_files.shown(report.problems) or "fits its config")
     return 1 if report.problems else 0
 
 
@@ -99,6 +110,10 @@ def _import(args: argparse.Namespace) -> int:
         )
     # The checkpoint's sizes, whatever the recipe's model has.
     recipe = dataclasses.replace(recipe, model=hf.config_from_hf(args.folder))
+    # Before the weights are read: the run would be made, and could not be trained on.
+    tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
+    fix = f"the checkpoint is of another tokenizer: set data.tokenizer in {args.config} to its own"
+    check_vocabulary(recipe, tokenizer, fix)
     weights, biases = hf.load(args.folder, recipe.model, dtype=recipe.precision.param)
     # The state before step 0: training goes on from it as from any checkpoint.
     state = trainer.first_state(trainer.lay_out(recipe), weights, biases)

@@ -13,6 +13,7 @@ import torch
 from k31fn import balance, config, data, hf, metrics, model, params, random, sample, trainer, tree
 from k31fn.hf.__main__ import main
 from k31fn.layers import projector, vision, vision_block
+from tests import small
 from tests.trainer import runs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -121,6 +122,30 @@ def test_a_run_trains_on_from_it(checkpoint: Path, run: Path, capsys: pytest.Cap
     assert first["step"] == 0
     assert first["train/loss"] == pytest.approx(float(parts.lm / batch.num_labels), rel=1e-6)
     assert "has changed" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_whose_vocabulary_is_smaller_than_the_tokenizers(
+    checkpoint: Path,
+    recipe: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Before the weights are read, and before there is a run that could not be trained."""
+    made = config.load_recipe(recipe)
+    made = dataclasses.replace(
+        made, data=dataclasses.replace(made.data, tokenizer="bytes+media+chat")
+    )
+    other = runs.write_config(
+        tmp_path / "other.py", dataclasses.replace(made, model=small.config(vocab_size=265))
+    )
+    monkeypatch.setattr(hf, "load", lambda *_, **__: pytest.fail("the weights were read"))
+    assert main(["import", str(checkpoint), other, "--runs", str(tmp_path / "runs")]) == 2
+    assert capsys.readouterr().err == (
+        "k31fn.hf: model.vocab_size=264 is less than the tokenizer's 265; the checkpoint is of "
+        f"another tokenizer: set data.tokenizer in {other} to its own\n"
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 def test_what_is_wrong_is_said(
