@@ -22,6 +22,7 @@ from k31fn import balance, data, device, model, random, regular_files, trainer, 
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.checkpoint.errors import CheckpointError
 from k31fn.config import files
+from k31fn.config.codec import from_dict
 from k31fn.config.recipe import Recipe
 from k31fn.data import chat, images, media
 from k31fn.data.store import INDEX
@@ -195,7 +196,8 @@ def _look(
     cfg = images.Config(patch_size=tower.patch_size, max_patches=max(4, recipe.patches))
     index = Path(recipe.data.train[0]) / INDEX
     if index.is_file():
-        cfg = images.Config(**data.open_store(index.parent).index["prepared"]["image"])
+        prepared = data.open_store(index.parent).index["prepared"]
+        cfg = from_dict(images.Config, prepared.get("image", {}))
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
     pictures = [images.decode(_bytes(file), str(file), cfg) for file in files]
     if media.PLACEHOLDER not in text:

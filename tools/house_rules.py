@@ -48,6 +48,20 @@ _MODULES = {
     "torch.load": _PICKLE,
     "torch.save": _PICKLE,
 }
+_JSON = (
+    "k31fn.strict_json reads what comes from a file: a field twice, NaN and deep nesting are errors"
+)
+# What these read was written by a process of the same run.
+_OWN_JSON = (
+    "k31fn/strict_json.py",
+    "k31fn/checkpoint/writer.py",
+    "k31fn/checkpoint/writer_process.py",
+    "k31fn/kernels/warmup/pool.py",
+    "k31fn/kernels/warmup/__main__.py",
+    "k31fn/parallel/backends/processes.py",
+    "k31fn/testing/ranks.py",
+    "k31fn/trainer/ranks/watchdog.py",
+)
 _CALLS = {"eval": "parse the value (json, ast.literal_eval)", "exec": "call a function"}
 _ISLAND = (
     "compute in torch.promote_types(x.dtype, torch.float32), so that a float64 run stays float64"
@@ -70,6 +84,8 @@ def check(path: str, source: str, doors: Doors = _NO_DOORS) -> list[Finding]:
     found = [*_text(source), *_lengths(path, source, tree), *_names(tree), *_code(tree)]
     if path.startswith("k31fn/layers/") or re.fullmatch(r"k31fn/kernels/(.+/)?reference\.py", path):
         found += _islands(tree)
+    if path.startswith("k31fn/") and path not in _OWN_JSON:
+        found += _uses(tree, {"json.loads": _JSON, "json.load": _JSON})
     if path != "k31fn/trackers.py":
         found += _uses(
             tree, {"torch.utils.tensorboard": "only k31fn/trackers.py writes TensorBoard events"}

@@ -53,7 +53,7 @@ def keep_plan(root: Path, cfg: Any, work: list[Unit], tokenizer: Tokenizer) -> S
         "files": files,
     }
     # Through JSON, which turns tuples into lists, so that it compares with what was read.
-    plan = json.loads(json.dumps(plan))
+    plan = strict_json.parse(json.dumps(plan), "the plan")
     file = root / _PLAN
     if not file.exists():
         if any(root.iterdir()):

@@ -43,6 +43,8 @@ INDEX = "index.json"
 VERSION = 1  # of the index and the arrays; another one is refused
 _MOST = 4 << 30  # bytes of an index: a shard has some hundred
 _ARRAYS = ("tokens", "offsets", "images", "grids", "spans", "patch_offsets", "patches")
+_NO_SPANS = np.zeros((0, 2), np.int64)
+_NO_GRIDS = np.zeros((0, 3), np.int32)
 Arrays = dict[str, Any]  # by name: CheckedArray, or arrays in memory
 
 
@@ -103,6 +105,14 @@ class Store:
             lengths.append(np.diff(offsets))
         return np.concatenate(lengths)
 
+    @functools.cached_property
+    def _has_images(self) -> np.ndarray:
+        """Whether each document has one."""
+        found = [np.zeros(0, np.bool_)]
+        for shard in self.shards:
+            found.append(np.diff(shard["images"][:]) > 0)
+        return np.concatenate(found)
+
     @property
     def unchecked(self) -> int:
         """How many shards are of an earlier version, which wrote no checksums."""
@@ -120,20 +130,22 @@ class Store:
         Raises:
             ValueError: they are not in the document, or not of its patches.
         """
+        # Rows are made of every document once, and most have none.
+        if not self._has_images[number]:
+            return _NO_SPANS, _NO_GRIDS
         shard, i = self.find(number)
         low, high = shard["images"][i : i + 2]
         spans, grids = shard["spans"][low:high], shard["grids"][low:high]
-        if low < high:
-            ends = spans.ravel()
-            sizes = np.diff(shard["patch_offsets"][low : high + 1])
-            in_order = ends[0] >= 0 and ends[-1] <= self.lengths[number]
-            in_order = in_order and bool((np.diff(ends) >= 0).all())
-            if not in_order or (grids.prod(1, dtype=np.int64) != sizes).any():
-                raise ValueError(
-                    f"{shard['spans'].file.parent} is damaged: the images of its document {i} have "
-                    f"places {spans.tolist()} in {self.lengths[number]} tokens, sizes "
-                    f"{grids.tolist()} and {sizes.tolist()} patches; prepare the data again"
-                )
+        ends = spans.ravel()
+        sizes = np.diff(shard["patch_offsets"][low : high + 1])
+        in_order = ends[0] >= 0 and ends[-1] <= self.lengths[number]
+        in_order = in_order and bool((np.diff(ends) >= 0).all())
+        if not in_order or (grids.prod(1, dtype=np.int64) != sizes).any():
+            raise ValueError(
+                f"{shard['spans'].file.parent} is damaged: the images of its document {i} have "
+                f"places {spans.tolist()} in {self.lengths[number]} tokens, sizes "
+                f"{grids.tolist()} and {sizes.tolist()} patches; prepare the data again"
+            )
         return spans, grids
 
     def read(self, number: int) -> StoredDocument:

@@ -81,6 +81,26 @@ def test_a_line_that_is_no_json_is_named_by_its_byte(tmp_path: Path):
         prepare(Config(str(tmp_path / "x.jsonl")), tmp_path / "out")
 
 
+def test_bad_lines_among_good_ones(tmp_path: Path):
+    """Left out and counted, or the end with the line's number; a NaN is no JSON either."""
+    lines = ['{"text": "a"}', '{"text": ', '{"text": "b", "x": NaN}', "[1]", '{"text": 3}', "{}"]
+    (tmp_path / "x.jsonl").write_text("\n".join([*lines, '{"text": "c"}']))
+    skip = images.Config(on_bad="skip")
+    found = prepare(Config(str(tmp_path / "x.jsonl"), image=skip), tmp_path / "out")
+    assert both(tmp_path / "out") == [b"a", b"c"]
+    assert found.skipped == {"record": 5}
+    for number, message in (
+        (2, "the line is not JSON"),
+        (3, "the line: x is NaN, which JSON has not"),
+        (4, "the line holds a list, not an object"),
+        (5, "the record: data.field='text' is of type int"),
+        (6, r"no field 'text'; it has \[\]"),
+    ):
+        (tmp_path / "y.jsonl").write_text("\n" * (number - 1) + lines[number - 1])
+        with pytest.raises(ValueError, match=rf"y\.jsonl:{number}: {message}"):
+            prepare(Config(str(tmp_path / "y.jsonl")), tmp_path / f"out{number}")
+
+
 def test_text_files_share_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(records, "UNIT_BYTES", 10)
     for i in range(5):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from k31fn.data import ByteTokenizer, Config, load, read, records, sources, stdlib
+from k31fn.data.prepare import Config as PrepareConfig
+from k31fn.data.prepare import prepare
 from k31fn.data.sources import Document
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -280,6 +282,9 @@ def test_a_name_that_is_not_utf_8(tmp_path):
     units = records.units(tmp_path / "d", SUFFIXES)
     found = records.read_unit(units[0], text="text", images="")
     assert [record.text for record in found] == [b"more text", b"text"]
+    for _ in range(2):  # its plan holds the name, and knows it again
+        made = prepare(PrepareConfig(str(tmp_path / "d")), tmp_path / "out")
+        assert made.counts["documents"] == 2
     pytest.importorskip("pyarrow", reason="extra `data` not installed")
     bad = write(tmp_path / os.fsdecode(b"caf\xe9.parquet"), "x")
     with pytest.raises(ValueError, match=r"the name '.*caf\\udce9\.parquet' is not UTF-8; rename"):

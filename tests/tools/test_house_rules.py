@@ -230,3 +230,13 @@ def test_plain_lines(code: str, rule: str):
 def test_lines_that_are_plain():
     code = "a = [x for y in ys for x in y]\na, b = b, a\nif (x := f()) is None:\n    pass\n"
     assert list(density.plain_lines(ast.parse(code))) == []
+
+
+def test_json_of_files_is_read_by_one_reader():
+    source = "import json\n\nvalue = json.loads(text)\n"
+    (found,) = house_rules.check("k31fn/data/other.py", source)
+    assert "json.loads is banned" in str(found)
+    assert "k31fn.strict_json" in str(found)
+    # What a process of the same run wrote is its own.
+    assert not house_rules.check("k31fn/checkpoint/writer.py", source)
+    assert not house_rules.check("benchmarks/other.py", source)

@@ -26,6 +26,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from k31fn import strict_json
 from k31fn.kernels.warmup import Launch
 
 __all__ = ["ahead_of_time", "compilations", "ensure", "folder", "load", "record", "use_folder"]
@@ -192,7 +193,7 @@ def _drop_odd_groups() -> None:
     """
     for file in Path(knobs.cache.dir).glob("*/__grp__*"):
         with contextlib.suppress(OSError, ValueError):
-            group = json.loads(file.read_text())
+            group = strict_json.parse(file.read_bytes(), file.name)
             if not isinstance(group, dict) or not isinstance(group.get("child_paths", {}), dict):
                 file.unlink(missing_ok=True)
 
@@ -208,7 +209,7 @@ def _place(kernel: Any) -> Path:
 
 def _written(kernel: Any) -> Any:
     try:
-        return json.loads(_place(kernel).read_text())
+        return strict_json.load_object(_place(kernel))
     except (OSError, ValueError):
         return None
 
