@@ -208,11 +208,10 @@ def _mix(
 ) -> tuple[Float[Tensor, "B T HK"], Float[Tensor, "B H N K"]]:
     """The gated and normalised output of the local heads, and S after the last token."""
     ids = inputs.ids
-    history_u, history_bc = ((), ()) if state is None else (state.conv_u, state.conv_bc)
-    u = short_conv(inputs.u, params.conv_u.weight, ids, history_u)
+    before = () if state is None else (state.conv_u, state.conv_bc)
+    u, bc = short_conv((inputs.u, inputs.bc), (params.conv_u.weight, taps_bc), ids, before)
     u = upcast(split_heads(u, cfg.num_heads, cfg.head_dim, "mamba2 w_u"))
-    bc = upcast(short_conv(inputs.bc, taps_bc, ids, history_bc))
-    b, c = bc.split(cfg.state_size, dim=-1)
+    b, c = upcast(bc).split(cfg.state_size, dim=-1)
     dt = F.softplus(upcast(linear(x, params.w_dt)) + upcast(params.dt_bias))
     # Padding writes nothing to the state, and does not make it decay.
     dt = torch.where(ids[..., None] > 0, dt, 0)

@@ -203,7 +203,7 @@ def apply(
     x = all_gather(x, sh.sequence, 1)
     if segments is None:
         segments = whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device)
-    y, _ = _mix(params, x, cfg, segments, (), sh)
+    y = _mix(params, x, cfg, segments, (), sh)[0]
     # The sum over the heads of all ranks; each keeps its own tokens of it.
     return Output(psum_scatter(y, sh.sequence, 1))
 
@@ -227,7 +227,10 @@ def extend(
     same outputs.
     """
     packing = whole(x.shape[0], x.shape[1], device=x.device)
-    return _mix(params, x, cfg, packing, state, UNSHARDED)
+    y, inputs, s = _mix(params, x, cfg, packing, state, UNSHARDED)
+    before = (state.conv_q, state.conv_k, state.conv_v)
+    after = [conv.advance(h, u, cfg.conv_keys) for h, u in zip(before, inputs, strict=True)]
+    return y, State(after[0], after[1], after[2], s)
 
 
 def _mix(
@@ -237,9 +240,9 @@ def _mix(
     segments: Segments,
     state: State | tuple[()],
     sh: Sharding,
-) -> tuple[Float[Tensor, "B T D"], State]:
-    """This rank's heads on its slice of the tokens: its part of the sum over heads, and what
-    follows the last token.
+) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, ...], Float[Tensor, "B H K V"]]:
+    """This rank's heads on its slice of the tokens: its part of the sum over heads, the inputs of
+    the convolutions, and S after the last token.
     """
     heads = cfg.num_heads // axis_size(sh.heads)
     projected = tuple(linear(x, w) for w in (params.w_q, params.w_k, params.w_v))
@@ -248,13 +251,10 @@ def _mix(
     else:
         # Of all three together, so that they travel in one message.
         before = conv.histories(projected, cfg.conv_keys, segments, sh)
-    taps = (params.conv_q, params.conv_k, params.conv_v)
-    widths = (cfg.head_dim, cfg.head_dim, cfg.columns)
-    by_head: list[Tensor] = []
-    for y, w, history, width in zip(projected, taps, before, widths, strict=True):
-        y = short_conv(y, w.weight, segments.ids, history)
-        by_head.append(split_heads(y, heads, width, "gdn w_q, w_k, w_v"))
-    q, k, v = by_head
+    taps = (params.conv_q.weight, params.conv_k.weight, params.conv_v.weight)
+    convolved = short_conv(projected, taps, segments.ids, before)
+    pairs = zip(convolved, (cfg.head_dim, cfg.head_dim, cfg.columns), strict=True)
+    q, k, v = (split_heads(y, heads, width, "gdn w_q, w_k, w_v") for y, width in pairs)
     q = _l2_norm(q, cfg.l2_eps, cfg.head_dim**-0.5)
     k = _l2_norm(k, cfg.l2_eps, 1.0)
     step = F.softplus(upcast(linear(x, params.w_a)) + upcast(params.dt_bias))
@@ -266,9 +266,7 @@ def _mix(
     # SiLU(z) = z sigmoid(z): the gated norm of KDA, times its gate. Its weight is one for all
     # heads, whole on every rank: the gradient is summed over them.
     o = gate * gated_norm(o, gate, pvary(params.o_norm, sh.sequence), cfg.norm_eps)
-    after = tuple(conv.advance(h, y, cfg.conv_keys) for h, y in zip(before, projected, strict=True))
-    y = linear(rearrange(o, "b t h v -> b t (h v)"), params.w_o)
-    return y, State(after[0], after[1], after[2], s)
+    return linear(rearrange(o, "b t h v -> b t (h v)"), params.w_o), projected, s
 
 
 def _l2_norm(x: Float[Tensor, "B T H K"], eps: float, scale: float) -> Float[Tensor, "B T H K"]:

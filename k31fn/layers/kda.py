@@ -210,7 +210,7 @@ def apply(
     decay = all_gather(decay, sh.sequence, 1)
     if segments is None:
         segments = whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device)
-    y, _ = _mix(params, x, decay, cfg, segments, (), sh)
+    y = _mix(params, x, decay, cfg, segments, (), sh)[0]
     # The sum over the heads of all ranks; each keeps its own tokens of it.
     return Output(psum_scatter(y, sh.sequence, 1))
 
@@ -233,7 +233,10 @@ def extend(
     same outputs.
     """
     packing = whole(x.shape[0], x.shape[1], device=x.device)
-    return _mix(params, x, linear(x, params.w_fa), cfg, packing, state, UNSHARDED)
+    y, inputs, s = _mix(params, x, linear(x, params.w_fa), cfg, packing, state, UNSHARDED)
+    before = (state.conv_q, state.conv_k, state.conv_v)
+    after = [conv.advance(h, u, cfg.conv) for h, u in zip(before, inputs, strict=True)]
+    return y, State(after[0], after[1], after[2], s)
 
 
 def _mix(
@@ -244,9 +247,9 @@ def _mix(
     segments: Segments,
     state: State | tuple[()],
     sh: Sharding,
-) -> tuple[Float[Tensor, "B T D"], State]:
-    """This rank's heads on its slice of the tokens: its part of the sum over heads, and what
-    follows the last token.
+) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, ...], Float[Tensor, "B H K V"]]:
+    """This rank's heads on its slice of the tokens: its part of the sum over heads, the inputs of
+    the convolutions, and S after the last token.
     """
     heads = cfg.num_heads // axis_size(sh.heads)
     projected = tuple(linear(x, w) for w in (params.w_q, params.w_k, params.w_v))
@@ -255,12 +258,9 @@ def _mix(
     else:
         # Of all three together, so that they travel in one message.
         before = conv.histories(projected, cfg.conv, segments, sh)
-    taps = (params.conv_q, params.conv_k, params.conv_v)
-    by_head: list[Tensor] = []
-    for y, w, history in zip(projected, taps, before, strict=True):
-        y = short_conv(y, w.weight, segments.ids, history)
-        by_head.append(split_heads(y, heads, cfg.head_dim, "kda w_q, w_k, w_v"))
-    q, k, v = by_head
+    taps = (params.conv_q.weight, params.conv_k.weight, params.conv_v.weight)
+    convolved = short_conv(projected, taps, segments.ids, before)
+    q, k, v = (split_heads(y, heads, cfg.head_dim, "kda w_q, w_k, w_v") for y in convolved)
     # Norms and gates in float32, as S is: one op, since each alone is a pass over memory.
     q, k, g, beta = kda_gates(
         q,
@@ -278,9 +278,7 @@ def _mix(
     gate = split_heads(linear(x, params.w_g), heads, cfg.head_dim, "kda w_g")
     # One weight for all heads, whole on every rank: its gradient is summed over them.
     o = gated_norm(o, gate, pvary(params.o_norm, sh.sequence), cfg.norm_eps)
-    after = tuple(conv.advance(h, y, cfg.conv) for h, y in zip(before, projected, strict=True))
-    y = linear(rearrange(o, "b t h v -> b t (h v)"), params.w_o)
-    return y, State(after[0], after[1], after[2], s)
+    return linear(rearrange(o, "b t h v -> b t (h v)"), params.w_o), projected, s
 
 
 def _state_before(

@@ -106,27 +106,27 @@ def apply(
     """
     if segments is None:
         segments = whole_slice(x.shape[0], x.shape[1], sh.context, device=x.device)
-    (history,) = histories((x,), cfg, segments, sh)
-    return short_conv(x, params.weight, segments.ids, history)
+    before = histories((x,), cfg, segments, sh)
+    return short_conv((x,), (params.weight,), segments.ids, before)[0]
 
 
 def histories(
     inputs: tuple[Float[Tensor, "B T _"], ...], cfg: Config, segments: Segments, sh: Sharding
-) -> tuple[Float[Tensor, "B history _"] | tuple[()], ...]:
+) -> tuple[Float[Tensor, "B history _"], ...]:
     """The histories of several inputs before this rank's slice over ``sh.context``, in one message;
-    ``()``: zeros.
+    ``()``: zeros, for all.
 
     Raises:
         ValueError: the slice has fewer than ``width - 1`` tokens.
     """
     if axis_size(sh.context) == 1:
         # No slice before this one. `()` and not zeros, which the op would have to read.
-        return ((),) * len(inputs)
+        return ()
     num_before = cfg.width - 1
     # A message costs its latency more than its bytes: those of q, k and v travel as one.
     tails = torch.cat([x[:, -num_before:] for x in inputs], dim=-1)
     before = left_halo(tails, num_before, segments.position, sh.context)
-    return before.split([x.shape[-1] for x in inputs], dim=-1)
+    return tuple(before.split([x.shape[-1] for x in inputs], dim=-1))
 
 
 def init_state(
@@ -144,18 +144,15 @@ def extend(
     """
     # One document: the op then takes the history as the tokens before the first.
     ids = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
-    return short_conv(x, params.weight, ids, state.history), State(advance(state.history, x, cfg))
+    (y,) = short_conv((x,), (params.weight,), ids, (state.history,))
+    return y, State(advance(state.history, x, cfg))
 
 
 def advance(
-    history: Float[Tensor, "B history channels"] | tuple[()],
-    x: Float[Tensor, "B T channels"],
-    cfg: Config,
+    history: Float[Tensor, "B history channels"], x: Float[Tensor, "B T channels"], cfg: Config
 ) -> Float[Tensor, "B history channels"]:
-    """The last W-1 inputs after ``x``, in the dtype of ``history``; ``()`` stands for zeros."""
+    """The last W-1 inputs after ``x``, in the dtype of ``history``."""
     num_before = cfg.width - 1
-    if isinstance(history, tuple):
-        history = x.new_zeros(x.shape[0], num_before, x.shape[2])
     # Old ones stay where fewer than W-1 are new, as in decoding token by token.
     inputs = torch.cat([history, x[:, -num_before:].to(history.dtype)], dim=1)
     return inputs[:, -num_before:]

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from k31fn.kernels.short_conv import reference, short_conv
+from k31fn.kernels.short_conv import reference
+from k31fn.kernels.short_conv import short_conv as short_convs
 from k31fn.segments import from_cu_seqlens, from_lengths, whole
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "kda.safetensors")
@@ -16,6 +17,11 @@ def by_conv1d(x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
     """One document per row, by torch's own convolution."""
     extended = torch.cat([history, x], dim=1).mT
     return F.silu(F.conv1d(extended, weight[:, None], groups=len(weight))).mT
+
+
+def short_conv(x: Tensor, weight: Tensor, ids: Tensor, *history: Tensor) -> Tensor:
+    """The op on one input."""
+    return short_convs((x,), (weight,), ids, history)[0]
 
 
 def draw(
@@ -105,6 +111,17 @@ def test_without_the_mask_documents_mix(monkeypatch):
     )
     wrong = (short_conv(x, weight, ids) - right).abs().amax((0, 2))
     assert (wrong > 1e-3).nonzero().flatten().tolist() == [5, 6, 7]
+
+
+def test_several_inputs_are_each_what_they_are_alone():
+    """Of unlike numbers of channels, with histories and without."""
+    ids = from_lengths([[5, 15], [17]], 20).ids
+    drawn = [draw(20, channels=channels) for channels in (5, 2, 7)]
+    inputs, weights, histories = (tuple(d[i] for d in drawn) for i in range(3))
+    for before in (histories, ()):
+        together = short_convs(inputs, weights, ids, before)
+        for i, y in enumerate(together):
+            assert torch.equal(y, short_conv(inputs[i], weights[i], ids, *before[i : i + 1]))
 
 
 def test_bfloat16_is_computed_in_float32_and_rounded_once():

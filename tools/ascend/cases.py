@@ -84,10 +84,13 @@ def _gated_norm() -> tuple[Any, ...]:
 
 
 def _short_conv(history: bool) -> tuple[Any, ...]:
-    """Three documents and padding, channels that no tile divides."""
+    """Three documents and padding; inputs of unlike widths, that no tile divides."""
     ids = torch.tensor([[1] * 5 + [2] + [3] * 9 + [0] * 2])
-    before = torch.randn(1, 3, 70) if history else ()
-    return torch.randn(1, 17, 70), torch.randn(70, 4), ids, before
+    widths = (70, 9, 130)
+    inputs = tuple(torch.randn(1, 17, channels) for channels in widths)
+    weights = tuple(torch.randn(channels, 4) for channels in widths)
+    histories = tuple(torch.randn(1, 3, channels) for channels in widths) if history else ()
+    return inputs, weights, ids, histories
 
 
 # float32 sums of thousands of products: some sqrt(5000) units of 2^-24 for each of two factors;

@@ -1,4 +1,4 @@
-"""Short convolution in plain torch: W shifted copies of the input, each tap masked after its
+"""Short convolutions in plain torch: W shifted copies of each input, each tap masked after its
 product.
 
 In this order autograd keeps the input and the sum before SiLU, and no masked copy per tap.
@@ -15,22 +15,32 @@ __all__ = ["short_conv"]
 
 
 def short_conv(
+    inputs: tuple[Float[Tensor, "B T _"], ...],
+    weights: tuple[Float[Tensor, "_ W"], ...],
+    ids: Int[Tensor, "B T"],
+    histories: tuple[Float[Tensor, "B W-1 _"], ...] = (),
+) -> tuple[Float[Tensor, "B T _"], ...]:
+    """``SiLU(conv(x))`` of each input; contract in :mod:`k31fn.kernels.short_conv`."""
+    width = weights[0].shape[1]
+    # one mask for all inputs, which are of the same tokens
+    visible = _visible(ids, width, upcast(weights[0]).dtype)
+    # () is none: the rows begin here
+    before = histories or tuple(x.new_zeros(x.shape[0], width - 1, x.shape[2]) for x in inputs)
+    triples = zip(inputs, weights, before, strict=True)
+    return tuple(_convolved(x, weight, history, visible) for x, weight, history in triples)
+
+
+def _convolved(
     x: Float[Tensor, "B T channels"],
     weight: Float[Tensor, "channels W"],
-    ids: Int[Tensor, "B T"],
-    history: Float[Tensor, "B W-1 channels"] | tuple[()] = (),
+    history: Float[Tensor, "B W-1 channels"],
+    visible: Float[Tensor, "B T W"],
 ) -> Float[Tensor, "B T channels"]:
-    """``SiLU(conv(x))``; contract in :mod:`k31fn.kernels.short_conv`."""
-    channels, width = weight.shape
-    length = x.shape[1]
-    if isinstance(history, tuple):  # () is none: the rows begin here
-        before = x.new_zeros(x.shape[0], width - 1, channels)
-    else:
-        before = history.to(x.dtype)
-    extended = upcast(torch.cat([before, x], dim=1))
+    """One of the convolutions."""
+    width, length = weight.shape[1], x.shape[1]
+    extended = upcast(torch.cat([history.to(x.dtype), x], dim=1))
     # [W channels]: a strided factor would cost four times the pass
     taps = upcast(weight).mT.contiguous()
-    visible = _visible(ids, width, taps.dtype)
     z = visible[..., -1:] * (extended[:, width - 1 :] * taps[-1])
     # one pass over the tokens for each tap: torch's conv1d takes no mask and no history
     for j in range(width - 1):

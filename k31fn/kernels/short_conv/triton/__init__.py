@@ -1,0 +1,1 @@
+"""Triton kernels of the short convolutions of several inputs, one launch each way."""
