@@ -1,4 +1,4 @@
-"""The short convolution and the gated norm of a KDA layer, on a CUDA device.
+"""The three short convolutions and the gated norm of a KDA layer, on a CUDA device.
 
 ``python -m benchmarks.kda_parts [--tune] [--json FILE]``. Checks values, gradients and
 repeatability, then times the fused ops beside their peers: plain torch, the same from a CUDA
@@ -23,15 +23,15 @@ from k31fn.kernels.gated_norm import gated_norm
 from k31fn.kernels.gated_norm import triton as norm_kernels
 from k31fn.kernels.registry import use_impl
 from k31fn.kernels.short_conv import short_conv
-from k31fn.kernels.short_conv import triton as conv_kernels
+from k31fn.kernels.short_conv.triton import op as conv_kernels
 
 __all__ = ["conv_subject", "main", "norm_subject"]
 
 EPS, TAPS = 1e-5, 4
 TUNED = {
     "short_conv": (
-        {"warps": (1, 2, 4), "columns": (128, 256, 512, 1024), "stages": (2, 4)},
-        {"warps": (1, 2, 4), "columns": (128, 256, 512), "stages": (2, 4)},
+        {"warps": (1, 2, 4), "columns": (256, 512, 1024)},
+        {"warps": (1, 2, 4), "columns": (128, 256, 512)},
     ),
     "gated_norm": (
         {"warps": (2, 4, 8), "rows": (8, 16, 32)},
@@ -51,27 +51,28 @@ def _documents(tokens: int, where: torch.device) -> Tensor:
 
 
 def conv_subject(tokens: int, channels: int, where: torch.device) -> Subject:
-    """One convolution of ``[1, tokens, channels]`` in bfloat16.
+    """The convolutions of q, k and v, each ``[1, tokens, channels]`` in bfloat16.
 
-    Bytes that must move, in inputs: forward 2 (read, written), backward 3 (input and cotangent
+    Bytes that must move, in inputs: forward 6 (read, written), backward 9 (input and cotangent
     read, gradient written).
     """
     ids = _documents(tokens, where)
 
     def draw() -> list[Tensor]:
-        x = torch.randn(1, tokens, channels, device=where).to(torch.bfloat16)
-        return [x, torch.rand(channels, TAPS, device=where) - 0.5]
+        shape = (1, tokens, channels)
+        inputs = [torch.randn(shape, device=where).to(torch.bfloat16) for _ in range(3)]
+        return [*inputs, *(torch.rand(channels, TAPS, device=where) - 0.5 for _ in range(3))]
 
-    def fused(x: Tensor, weight: Tensor) -> Tensor:
+    def fused(*xs: Tensor) -> tuple[Tensor, ...]:
         with use_impl(short_conv="triton"):
-            return short_conv(x, weight, ids, ())
+            return short_conv(xs[:3], xs[3:], ids, ())
 
-    def plain(x: Tensor, weight: Tensor) -> Tensor:
-        return short_conv.reference(x, weight, ids, ())
+    def plain(*xs: Tensor) -> tuple[Tensor, ...]:
+        return short_conv.reference(xs[:3], xs[3:], ids, ())
 
     size = tokens * channels * 2
-    name = f"conv T{tokens} C{channels}"
-    return Subject(name, draw, fused, plain, plain, 2 * size, 5 * size, _conv_peers())
+    name = f"3 conv T{tokens} C{channels}"
+    return Subject(name, draw, fused, plain, plain, 6 * size, 15 * size, _conv_peers())
 
 
 def _conv_peers() -> dict[str, Callable[..., Any]]:
@@ -80,7 +81,11 @@ def _conv_peers() -> dict[str, Callable[..., Any]]:
         return {}
     from fla.modules.convolution import causal_conv1d  # pyright: ignore[reportMissingImports]
 
-    return {"fla": lambda x, weight: causal_conv1d(x, weight.to(x.dtype), activation="silu")[0]}
+    def fla(*xs: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(xs[:3], xs[3:], strict=True)
+        return tuple(causal_conv1d(x, w.to(x.dtype), activation="silu")[0] for x, w in pairs)
+
+    return {"fla": fla}
 
 
 def norm_subject(tokens: int, heads: int, dim: int, where: torch.device) -> Subject:

@@ -153,8 +153,10 @@ def _constants(kind: str, tile: Tile, width: int, history: bool) -> dict[str, An
 
 
 def _launch_forward(count: int, *given: Tensor) -> tuple[Tensor, ...]:
-    inputs, weights = given[:count], given[count : 2 * count]
-    ids, histories = given[2 * count], given[2 * count + 1 :]
+    inputs = given[:count]
+    weights = given[count : 2 * count]
+    ids = given[2 * count]
+    histories = given[2 * count + 1 :]
     launch = _launch([inputs, weights, [ids], histories])
     outs = [x.new_empty((launch.groups, *x.shape[1:])) for x in inputs]
     kind = ids.device.type
@@ -175,12 +177,16 @@ def _launch_forward(count: int, *given: Tensor) -> tuple[Tensor, ...]:
 
 
 def _launch_backward(count: int, *given: Tensor) -> tuple[Tensor, ...]:
-    inputs, weights = given[:count], given[count : 2 * count]
-    ids, cts = given[2 * count], given[2 * count + 1 : 3 * count + 1]
+    inputs = given[:count]
+    weights = given[count : 2 * count]
+    ids = given[2 * count]
+    cts = given[2 * count + 1 : 3 * count + 1]
     histories = given[3 * count + 1 :]
     launch = _launch([inputs, weights, [ids], histories, cts])
-    groups, batch = launch.groups, launch.batch
-    width, total = weights[0].shape[2], sum(launch.channels)
+    groups = launch.groups
+    batch = launch.batch
+    width = weights[0].shape[2]
+    total = sum(launch.channels)
     d_inputs = [x.new_empty((groups, *x.shape[1:])) for x in inputs]
     d_histories = [h.new_empty((groups, *h.shape[1:])) for h in histories]
     chunks = triton.cdiv(launch.length + (width - 1 if histories else 0), CHUNK)
