@@ -7,9 +7,10 @@ A program walks down ``CHUNK`` tokens of a row with some channels of one input a
 three values in registers, so that each is read once. The backward holds the last three gradients
 of the sums too: an input's own gradient is complete three tokens later.
 
-Where a chunk and what lies beside it are of one document, as most are, no token is compared with
-another's document (``WHOLE``): these kernels compute nearly as long as they read. Without ``SPLIT``
-all chunks are walked with the comparisons.
+There are two walks. One compares the documents of tokens. The other is for a chunk that lies in one
+document with what is beside it, as most do: it takes four tokens a round, and the reads of later
+rounds are under way meanwhile (``STAGES``). These kernels compute nearly as long as they read.
+Without ``SPLIT`` there is the first walk only.
 """
 
 from __future__ import annotations
@@ -18,12 +19,6 @@ import triton
 import triton.language as tl
 
 __all__ = ["short_conv_backward", "short_conv_forward"]
-
-
-@triton.jit
-def _sigmoid(a):
-    # exp overflows to infinity where a is below -88, and 1 / inf is the 0 that is wanted
-    return 1.0 / (1.0 + tl.exp(-a))
 
 
 @triton.jit
@@ -59,14 +54,10 @@ def _one_document(ids, first, length, CHUNK: tl.constexpr, AFTER: tl.constexpr):
 
 
 @triton.jit
-def _of(document, other, x, WHOLE: tl.constexpr):
+def _of(document, other, x):
     """``x``, of a token of another document, as one of this document sees it."""
     # A select and no product with 0: another document's input may not be finite.
-    if WHOLE:
-        seen = x
-    else:
-        seen = tl.where(other == document, x, 0.0)
-    return seen
+    return tl.where(other == document, x, 0.0)
 
 
 @triton.jit
@@ -83,8 +74,7 @@ def _tap(weight_ptr, channel, inside, LAG: tl.constexpr, W: tl.constexpr):
 # fmt: off
 @triton.jit
 def _input(
-    x_ptr, history_ptr, ids_ptr, token, channel, length, channels, W: tl.constexpr, HISTORY:
-    tl.constexpr, WHOLE: tl.constexpr,
+    x_row, history, ids, token, channel, length, channels, W: tl.constexpr, HISTORY: tl.constexpr,
 ):
 # fmt: on
     """The input at a token and its document; 0 and -1 outside of the row and its history.
@@ -92,84 +82,107 @@ def _input(
     A token before the row belongs to the document of the row's first token, as the contract says.
     Padding is not read: it may hold NaN.
     """
-    if WHOLE:
-        document = tl.full((), 1, dtype=tl.int32)
-        x = tl.load(x_ptr + token * channels + channel, mask=channel < channels, other=0.0)
-        x = x.to(tl.float32)
-    else:
-        here = (token >= 0) & (token < length)
-        document = tl.load(ids_ptr + tl.minimum(tl.maximum(token, 0), length - 1)).to(tl.int32)
-        known = here
-        if HISTORY:
-            earlier = (token < 0) & (token > -W)
-            at = history_ptr + (token + W - 1) * channels
-            read = channel < tl.where(earlier, channels, 0)
-            before = tl.load(at + channel, mask=read, other=0.0).to(tl.float32)
-            known = here | earlier
-        document = tl.where(known, document, -1)
-        # A bound of 0 channels masks all: the interpreter spoils a scalar mask that meets a tile's.
-        read = channel < tl.where(here & (document > 0), channels, 0)
-        x = tl.load(x_ptr + token * channels + channel, mask=read, other=0.0).to(tl.float32)
-        if HISTORY:
-            x += before
+    here = (token >= 0) & (token < length)
+    document = tl.load(ids + tl.minimum(tl.maximum(token, 0), length - 1)).to(tl.int32)
+    known = here
+    if HISTORY:
+        earlier = (token < 0) & (token > -W)
+        at = history + (token + W - 1) * channels
+        read = channel < tl.where(earlier, channels, 0)
+        before = tl.load(at + channel, mask=read, other=0.0).to(tl.float32)
+        known = here | earlier
+    document = tl.where(known, document, -1)
+    # A bound of 0 channels masks all: the interpreter spoils a scalar mask that meets a tile's.
+    read = channel < tl.where(here & (document > 0), channels, 0)
+    x = tl.load(x_row + token * channels + channel, mask=read, other=0.0).to(tl.float32)
+    if HISTORY:
+        x += before
     return x, document
 
 
 @triton.jit
-def _sum(w0, w1, w2, w3, x, d, x1, d1, x2, d2, x3, d3, WHOLE: tl.constexpr):
-    """The taps times the inputs of a token's own document, before SiLU."""
-    z = w0 * x + w1 * _of(d, d1, x1, WHOLE)
-    return z + (w2 * _of(d, d2, x2, WHOLE) + w3 * _of(d, d3, x3, WHOLE))
+def _sum(w0, w1, w2, w3, x, x1, x2, x3):
+    """The taps times a token's input and the three before it: before SiLU."""
+    # From left to right: three of the four additions are part of a product's instruction.
+    return w0 * x + w1 * x1 + w2 * x2 + w3 * x3
+
+
+@triton.jit
+def _silu(z):
+    # The exponential overflows to infinity below -88: z / inf is the 0 that is wanted.
+    return z / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _slope(z):
+    """The derivative of SiLU."""
+    opened = 1.0 / (1.0 + tl.exp(-z))
+    return opened * (1.0 + z * (1.0 - opened))
 
 
 # fmt: off
 @triton.jit
-def _write_silu(
-    out, z, document, token, end, channel, channels, WHOLE: tl.constexpr,
-):
-# fmt: on
-    y = z * _sigmoid(z)
-    within = channels
-    if not WHOLE:
-        y = tl.where(document > 0, y, 0.0)
-        within = tl.where(token < end, channels, 0)
-    tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=channel < within)
-
-
-# fmt: off
-@triton.jit
-def _walk_forward(
+def _forward_by_token(
     x_row, history, ids, out, w0, w1, w2, w3, first, end, channel, length, channels, W:
-    tl.constexpr, HISTORY: tl.constexpr, WHOLE: tl.constexpr,
+    tl.constexpr, HISTORY: tl.constexpr,
+):
+    """Writes the outputs of the tokens from first to end, of any documents."""
+    x3, d3 = _input(x_row, history, ids, first - 3, channel, length, channels, W, HISTORY)
+    x2, d2 = _input(x_row, history, ids, first - 2, channel, length, channels, W, HISTORY)
+    x1, d1 = _input(x_row, history, ids, first - 1, channel, length, channels, W, HISTORY)
+    for t in range(first, end):
+        token = first * 0 + t  # a tensor of 64 bits in the interpreter too
+        x, d = _input(x_row, history, ids, token, channel, length, channels, W, HISTORY)
+        z = _sum(w0, w1, w2, w3, x, _of(d, d1, x1), _of(d, d2, x2), _of(d, d3, x3))
+        y = tl.where(d > 0, _silu(z), 0.0)
+        to = out + token * channels + channel
+        tl.store(to, y.to(out.dtype.element_ty), mask=channel < channels)
+        x3, d3 = x2, d2
+        x2, d2 = x1, d1
+        x1, d1 = x, d
+# fmt: on
+
+
+@triton.jit
+def _read(row, token, channel, channels):
+    at = row + token * channels + channel
+    return tl.load(at, mask=channel < channels, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write(row, value, token, channel, within, channels):
+    at = row + token * channels + channel
+    tl.store(at, value.to(row.dtype.element_ty), mask=channel < within)
+
+
+# fmt: off
+@triton.jit
+def _forward_by_round(
+    x_row, out, w0, w1, w2, w3, first, channel, channels, CHUNK: tl.constexpr, STAGES:
+    tl.constexpr,
 ):
 # fmt: on
-    """Writes the outputs of the tokens from first to end."""
-    x3, d3 = _input(x_row, history, ids, first - 3, channel, length, channels, W, HISTORY, WHOLE)
-    x2, d2 = _input(x_row, history, ids, first - 2, channel, length, channels, W, HISTORY, WHOLE)
-    x1, d1 = _input(x_row, history, ids, first - 1, channel, length, channels, W, HISTORY, WHOLE)
-    # Four tokens a round: their reads are on the way together, before the first write.
-    for t in range(first, end, 4):
-        token = first * 0 + t  # a tensor of 64 bits in the interpreter too
-        # fmt: off
-        xa, da = _input(x_row, history, ids, token, channel, length, channels, W, HISTORY, WHOLE)
-        xb, db = _input(
-            x_row, history, ids, token + 1, channel, length, channels, W, HISTORY, WHOLE)
-        xc, dc = _input(
-            x_row, history, ids, token + 2, channel, length, channels, W, HISTORY, WHOLE)
-        xd, dd = _input(
-            x_row, history, ids, token + 3, channel, length, channels, W, HISTORY, WHOLE)
-        # fmt: on
-        za = _sum(w0, w1, w2, w3, xa, da, x1, d1, x2, d2, x3, d3, WHOLE)
-        zb = _sum(w0, w1, w2, w3, xb, db, xa, da, x1, d1, x2, d2, WHOLE)
-        zc = _sum(w0, w1, w2, w3, xc, dc, xb, db, xa, da, x1, d1, WHOLE)
-        zd = _sum(w0, w1, w2, w3, xd, dd, xc, dc, xb, db, xa, da, WHOLE)
-        _write_silu(out, za, da, token, end, channel, channels, WHOLE)
-        _write_silu(out, zb, db, token + 1, end, channel, channels, WHOLE)
-        _write_silu(out, zc, dc, token + 2, end, channel, channels, WHOLE)
-        _write_silu(out, zd, dd, token + 3, end, channel, channels, WHOLE)
-        x1, d1 = xd, dd
-        x2, d2 = xc, dc
-        x3, d3 = xb, db
+    """Writes the outputs of a chunk of one document, four tokens a round."""
+    x3 = _read(x_row, first - 3, channel, channels)
+    x2 = _read(x_row, first - 2, channel, channels)
+    x1 = _read(x_row, first - 1, channel, channels)
+    for i in tl.range(0, CHUNK, 4, num_stages=STAGES):
+        token = first + i
+        xa = _read(x_row, token, channel, channels)
+        xb = _read(x_row, token + 1, channel, channels)
+        xc = _read(x_row, token + 2, channel, channels)
+        xd = _read(x_row, token + 3, channel, channels)
+        za = _sum(w0, w1, w2, w3, xa, x1, x2, x3)
+        zb = _sum(w0, w1, w2, w3, xb, xa, x1, x2)
+        zc = _sum(w0, w1, w2, w3, xc, xb, xa, x1)
+        zd = _sum(w0, w1, w2, w3, xd, xc, xb, xa)
+        _write(out, _silu(za), token, channel, channels, channels)
+        _write(out, _silu(zb), token + 1, channel, channels, channels)
+        _write(out, _silu(zc), token + 2, channel, channels, channels)
+        _write(out, _silu(zd), token + 3, channel, channels, channels)
+        x1 = xd
+        x2 = xc
+        x3 = xb
 
 
 # fmt: off
@@ -179,6 +192,7 @@ def short_conv_forward(
     history1_ptr, history2_ptr, y0_ptr, y1_ptr, y2_ptr, channels0, channels1, channels2, batch,
     length, per_group, x_apart, weight_apart, ids_apart, history_apart, W: tl.constexpr, CHUNK:
     tl.constexpr, BLOCK: tl.constexpr, HISTORY: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
 # fmt: on
     """``SiLU(conv(x))`` of up to three inputs; ``apart``: 1 where each group has its own, else
@@ -207,139 +221,159 @@ def short_conv_forward(
         w2 = _tap(taps, channel, inside, 2, W)
         w3 = _tap(taps, channel, inside, 3, W)
         end = tl.minimum(first + CHUNK, length)
-        # fmt: off
+        whole = False
         if SPLIT:
-            if _one_document(ids, first, length, CHUNK, 0):
-                _walk_forward(
-                    x_row, history, ids, out, w0, w1, w2, w3, first, end, channel, length,
-                    channels, W, HISTORY, True)
-            else:
-                _walk_forward(
-                    x_row, history, ids, out, w0, w1, w2, w3, first, end, channel, length,
-                    channels, W, HISTORY, False)
+            whole = _one_document(ids, first, length, CHUNK, 0)
+        # fmt: off
+        if whole:
+            _forward_by_round(
+                x_row, out, w0, w1, w2, w3, first, channel, channels, CHUNK, STAGES)
         else:
-            _walk_forward(
+            _forward_by_token(
                 x_row, history, ids, out, w0, w1, w2, w3, first, end, channel, length, channels,
-                W, HISTORY, False)
+                W, HISTORY)
         # fmt: on
 
 
 # fmt: off
 @triton.jit
-def _sum_grad(
-    ct_row, z, document, token, length, channel, channels, WHOLE: tl.constexpr,
-):
-# fmt: on
-    """The gradient of a token's sum: its cotangent times the slope of SiLU; 0 where it has none."""
-    within = channels
-    if not WHOLE:
-        within = tl.where((token >= 0) & (token < length) & (document > 0), channels, 0)
-    ct = tl.load(ct_row + token * channels + channel, mask=channel < within, other=0.0)
-    opened = _sigmoid(z)
-    return ct.to(tl.float32) * (opened * (1.0 + z * (1.0 - opened)))
-
-
-# fmt: off
-@triton.jit
 def _write_input_grad(
-    d_x_row, d_history_row, w0, w1, w2, w3, document, g, g1, d1, g2, d2, g3, d3, token, first, end,
-    channel, channels, W: tl.constexpr, HISTORY: tl.constexpr, WHOLE: tl.constexpr,
+    d_x_row, d_history, d_x, token, first, end, channel, channels, W: tl.constexpr, HISTORY:
+    tl.constexpr,
 ):
 # fmt: on
-    """Writes the gradient of a token's input: of its own sum, and of three later ones."""
-    d_x = w0 * g + w1 * _of(document, d1, g1, WHOLE)
-    d_x += w2 * _of(document, d2, g2, WHOLE) + w3 * _of(document, d3, g3, WHOLE)
+    """Writes the gradient of an input of the chunk, which may be one of the history."""
     complete = (token >= first) & (token < end)
     tl.store(
         d_x_row + token * channels + channel,
         d_x.to(d_x_row.dtype.element_ty),
         mask=channel < tl.where(complete & (token >= 0), channels, 0),
     )
-    if HISTORY and not WHOLE:
+    if HISTORY:
         tl.store(
-            d_history_row + (token + W - 1) * channels + channel,
-            d_x.to(d_history_row.dtype.element_ty),
+            d_history + (token + W - 1) * channels + channel,
+            d_x.to(d_history.dtype.element_ty),
             mask=channel < tl.where(complete & (token < 0), channels, 0),
         )
 
 
 # fmt: off
 @triton.jit
-def _round_backward(
-    x_row, ct_row, history, ids, d_x_row, d_history_row, w0, w1, w2, w3, x1, d1, g1, x2, d2, g2,
-    x3, d3, g3, v0, v1, v2, v3, token, first, end, channel, length, channels, W: tl.constexpr,
-    HISTORY: tl.constexpr, WHOLE: tl.constexpr,
+def _backward_by_token(
+    x_row, history, ids, ct_row, d_x_row, d_history, w0, w1, w2, w3, first, end, channel, length,
+    channels, W: tl.constexpr, HISTORY: tl.constexpr,
 ):
-    """Four tokens from ``token`` on: writes the gradients of the inputs that are complete now, and
-    gives the last three inputs, documents and gradients of sums, and the taps' gradients so far.
+    """Writes the gradients of the inputs from first to end, of any documents, and gives those of
+    the taps.
     """
-    xa, da = _input(x_row, history, ids, token, channel, length, channels, W, HISTORY, WHOLE)
-    xb, db = _input(x_row, history, ids, token + 1, channel, length, channels, W, HISTORY, WHOLE)
-    xc, dc = _input(x_row, history, ids, token + 2, channel, length, channels, W, HISTORY, WHOLE)
-    xd, dd = _input(x_row, history, ids, token + 3, channel, length, channels, W, HISTORY, WHOLE)
-    za = _sum(w0, w1, w2, w3, xa, da, x1, d1, x2, d2, x3, d3, WHOLE)
-    zb = _sum(w0, w1, w2, w3, xb, db, xa, da, x1, d1, x2, d2, WHOLE)
-    zc = _sum(w0, w1, w2, w3, xc, dc, xb, db, xa, da, x1, d1, WHOLE)
-    zd = _sum(w0, w1, w2, w3, xd, dd, xc, dc, xb, db, xa, da, WHOLE)
-    ga = _sum_grad(ct_row, za, da, token, length, channel, channels, WHOLE)
-    gb = _sum_grad(ct_row, zb, db, token + 1, length, channel, channels, WHOLE)
-    gc = _sum_grad(ct_row, zc, dc, token + 2, length, channel, channels, WHOLE)
-    gd = _sum_grad(ct_row, zd, dd, token + 3, length, channel, channels, WHOLE)
-    v0 += (ga * xa + gb * xb) + (gc * xc + gd * xd)
-    v1 += ga * _of(da, d1, x1, WHOLE) + gb * _of(db, da, xa, WHOLE)
-    v1 += gc * _of(dc, db, xb, WHOLE) + gd * _of(dd, dc, xc, WHOLE)
-    v2 += ga * _of(da, d2, x2, WHOLE) + gb * _of(db, d1, x1, WHOLE)
-    v2 += gc * _of(dc, da, xa, WHOLE) + gd * _of(dd, db, xb, WHOLE)
-    v3 += ga * _of(da, d3, x3, WHOLE) + gb * _of(db, d2, x2, WHOLE)
-    v3 += gc * _of(dc, d1, x1, WHOLE) + gd * _of(dd, da, xa, WHOLE)
-    # Gradients of the inputs from three tokens before this round to its first.
-    _write_input_grad(
-        d_x_row, d_history_row, w0, w1, w2, w3, d3, g3, g2, d2, g1, d1, ga, da, token - 3, first,
-        end, channel, channels, W, HISTORY, WHOLE)
-    _write_input_grad(
-        d_x_row, d_history_row, w0, w1, w2, w3, d2, g2, g1, d1, ga, da, gb, db, token - 2, first,
-        end, channel, channels, W, HISTORY, WHOLE)
-    _write_input_grad(
-        d_x_row, d_history_row, w0, w1, w2, w3, d1, g1, ga, da, gb, db, gc, dc, token - 1, first,
-        end, channel, channels, W, HISTORY, WHOLE)
-    _write_input_grad(
-        d_x_row, d_history_row, w0, w1, w2, w3, da, ga, gb, db, gc, dc, gd, dd, token, first, end,
-        channel, channels, W, HISTORY, WHOLE)
-    return xd, dd, gd, xc, dc, gc, xb, db, gb, v0, v1, v2, v3
-
-
-@triton.jit
-def _walk_backward(
-    x_row, ct_row, history, ids, d_x_row, d_history_row, w0, w1, w2, w3, first, end, channel,
-    length, channels, W: tl.constexpr, HISTORY: tl.constexpr, WHOLE: tl.constexpr,
-):
-    """Writes the gradients of the inputs from first to end, and gives those of the taps."""
-    x3, d3 = _input(x_row, history, ids, first - 3, channel, length, channels, W, HISTORY, WHOLE)
-    x2, d2 = _input(x_row, history, ids, first - 2, channel, length, channels, W, HISTORY, WHOLE)
-    x1, d1 = _input(x_row, history, ids, first - 1, channel, length, channels, W, HISTORY, WHOLE)
-    g1 = w0 * 0.0
-    g2 = g1
-    g3 = g1
-    v0 = g1
-    v1 = g1
-    v2 = g1
-    v3 = g1
-    token = first
-    for _ in range(0, tl.cdiv(end - first, 4)):
-        x1, d1, g1, x2, d2, g2, x3, d3, g3, v0, v1, v2, v3 = _round_backward(
-            x_row, ct_row, history, ids, d_x_row, d_history_row, w0, w1, w2, w3, x1, d1, g1, x2,
-            d2, g2, x3, d3, g3, v0, v1, v2, v3, token, first, end, channel, length, channels, W,
-            HISTORY, WHOLE)
-        token += 4
-    # Tokens past the chunk read its last inputs. Their part of the taps' gradients, which would be
-    # the next four results, is in the sum of the next chunk.
-    _round_backward(
-        x_row, ct_row, history, ids, d_x_row, d_history_row, w0, w1, w2, w3, x1, d1, g1, x2, d2,
-        g2, x3, d3, g3, v0, v1, v2, v3, token, first, end, channel, length, channels, W, HISTORY,
-        WHOLE)
+    x3, d3 = _input(x_row, history, ids, first - 3, channel, length, channels, W, HISTORY)
+    x2, d2 = _input(x_row, history, ids, first - 2, channel, length, channels, W, HISTORY)
+    x1, d1 = _input(x_row, history, ids, first - 1, channel, length, channels, W, HISTORY)
+    # Each its own zeros: two names of one value would not both be carried through the loop.
+    g1 = tl.zeros(w0.shape, dtype=tl.float32)
+    g2 = tl.zeros(w0.shape, dtype=tl.float32)
+    g3 = tl.zeros(w0.shape, dtype=tl.float32)
+    v0 = tl.zeros(w0.shape, dtype=tl.float32)
+    v1 = tl.zeros(w0.shape, dtype=tl.float32)
+    v2 = tl.zeros(w0.shape, dtype=tl.float32)
+    v3 = tl.zeros(w0.shape, dtype=tl.float32)
+    # Three tokens past the chunk: they read its last inputs.
+    for t in range(first, end + 3):
+        token = first * 0 + t  # a tensor of 64 bits in the interpreter too
+        x, d = _input(x_row, history, ids, token, channel, length, channels, W, HISTORY)
+        seen1 = _of(d, d1, x1)
+        seen2 = _of(d, d2, x2)
+        seen3 = _of(d, d3, x3)
+        z = _sum(w0, w1, w2, w3, x, seen1, seen2, seen3)
+        read = channel < tl.where((token >= 0) & (token < length) & (d > 0), channels, 0)
+        ct = tl.load(ct_row + token * channels + channel, mask=read, other=0.0)
+        g = ct.to(tl.float32) * _slope(z)
+        # A token past the chunk is in the sum of the next one.
+        counted = tl.where(token < end, g, 0.0)
+        v0 += counted * x
+        v1 += counted * seen1
+        v2 += counted * seen2
+        v3 += counted * seen3
+        # The input three tokens before is in four sums, the last of which this is.
+        d_x = _sum(w0, w1, w2, w3, g3, _of(d3, d2, g2), _of(d3, d1, g1), _of(d3, d, g))
+        _write_input_grad(
+            d_x_row, d_history, d_x, token - 3, first, end, channel, channels, W, HISTORY)
+        x3, d3, g3 = x2, d2, g2
+        x2, d2, g2 = x1, d1, g1
+        x1, d1, g1 = x, d, g
     return v0, v1, v2, v3
 
 
+@triton.jit
+def _backward_by_round(
+    x_row, ct_row, d_x_row, w0, w1, w2, w3, first, channel, channels, CHUNK: tl.constexpr, STAGES:
+    tl.constexpr,
+):
+# fmt: on
+    """Writes the gradients of the inputs of a chunk of one document, four tokens a round, and gives
+    those of the taps.
+    """
+    x3 = _read(x_row, first - 3, channel, channels)
+    x2 = _read(x_row, first - 2, channel, channels)
+    x1 = _read(x_row, first - 1, channel, channels)
+    # Those of the tokens before the chunk are not used: their inputs belong to the chunk before.
+    # Each its own zeros: two names of one value would not both be carried through the loop.
+    g1 = tl.zeros(w0.shape, dtype=tl.float32)
+    g2 = tl.zeros(w0.shape, dtype=tl.float32)
+    g3 = tl.zeros(w0.shape, dtype=tl.float32)
+    v0 = tl.zeros(w0.shape, dtype=tl.float32)
+    v1 = tl.zeros(w0.shape, dtype=tl.float32)
+    v2 = tl.zeros(w0.shape, dtype=tl.float32)
+    v3 = tl.zeros(w0.shape, dtype=tl.float32)
+    for i in tl.range(0, CHUNK, 4, num_stages=STAGES):
+        token = first + i
+        xa = _read(x_row, token, channel, channels)
+        xb = _read(x_row, token + 1, channel, channels)
+        xc = _read(x_row, token + 2, channel, channels)
+        xd = _read(x_row, token + 3, channel, channels)
+        ga = _read(ct_row, token, channel, channels)
+        gb = _read(ct_row, token + 1, channel, channels)
+        gc = _read(ct_row, token + 2, channel, channels)
+        gd = _read(ct_row, token + 3, channel, channels)
+        ga *= _slope(_sum(w0, w1, w2, w3, xa, x1, x2, x3))
+        gb *= _slope(_sum(w0, w1, w2, w3, xb, xa, x1, x2))
+        gc *= _slope(_sum(w0, w1, w2, w3, xc, xb, xa, x1))
+        gd *= _slope(_sum(w0, w1, w2, w3, xd, xc, xb, xa))
+        v0 = v0 + ga * xa + gb * xb + gc * xc + gd * xd
+        v1 = v1 + ga * x1 + gb * xa + gc * xb + gd * xc
+        v2 = v2 + ga * x2 + gb * x1 + gc * xa + gd * xb
+        v3 = v3 + ga * x3 + gb * x2 + gc * x1 + gd * xa
+        # Of the first round only the last of these is an input of the chunk.
+        within = tl.where(token > first, channels, 0)
+        _write(d_x_row, _sum(w0, w1, w2, w3, g3, g2, g1, ga), token - 3, channel, within, channels)
+        _write(d_x_row, _sum(w0, w1, w2, w3, g2, g1, ga, gb), token - 2, channel, within, channels)
+        _write(d_x_row, _sum(w0, w1, w2, w3, g1, ga, gb, gc), token - 1, channel, within, channels)
+        _write(d_x_row, _sum(w0, w1, w2, w3, ga, gb, gc, gd), token, channel, channels, channels)
+        x1 = xd
+        x2 = xc
+        x3 = xb
+        g1 = gd
+        g2 = gc
+        g3 = gb
+    # Three tokens past the chunk read its last inputs; their part of the taps' sums is the next
+    # chunk's.
+    token = first + CHUNK
+    xa = _read(x_row, token, channel, channels)
+    xb = _read(x_row, token + 1, channel, channels)
+    xc = _read(x_row, token + 2, channel, channels)
+    ga = _read(ct_row, token, channel, channels)
+    gb = _read(ct_row, token + 1, channel, channels)
+    gc = _read(ct_row, token + 2, channel, channels)
+    ga *= _slope(_sum(w0, w1, w2, w3, xa, x1, x2, x3))
+    gb *= _slope(_sum(w0, w1, w2, w3, xb, xa, x1, x2))
+    gc *= _slope(_sum(w0, w1, w2, w3, xc, xb, xa, x1))
+    _write(d_x_row, _sum(w0, w1, w2, w3, g3, g2, g1, ga), token - 3, channel, channels, channels)
+    _write(d_x_row, _sum(w0, w1, w2, w3, g2, g1, ga, gb), token - 2, channel, channels, channels)
+    _write(d_x_row, _sum(w0, w1, w2, w3, g1, ga, gb, gc), token - 1, channel, channels, channels)
+    return v0, v1, v2, v3
+
+
+# fmt: off
 @triton.jit
 def short_conv_backward(
     x0_ptr, x1_ptr, x2_ptr, weight0_ptr, weight1_ptr, weight2_ptr, ids_ptr, history0_ptr,
@@ -347,7 +381,7 @@ def short_conv_backward(
     d_history0_ptr, d_history1_ptr, d_history2_ptr, part_ptr, channels0, channels1, channels2,
     batch, length, per_group, x_apart, weight_apart, ids_apart, history_apart, ct_apart, W:
     tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, HISTORY: tl.constexpr, SPLIT:
-    tl.constexpr,
+    tl.constexpr, STAGES: tl.constexpr,
 ):
     """Gradients of inputs and histories, and of the taps by chunk of tokens."""
     group = (tl.program_id(0) // per_group).to(tl.int64)
@@ -372,28 +406,24 @@ def short_conv_backward(
         ct_row += (group * ct_apart * batch + row) * length * channels
         d_x_row = _pick(i, d_x0_ptr, d_x1_ptr, d_x2_ptr)
         d_x_row += (group * batch + row) * length * channels
-        d_history_row = _pick(i, d_history0_ptr, d_history1_ptr, d_history2_ptr)
-        d_history_row += (group * batch + row) * (W - 1) * channels
+        d_history = _pick(i, d_history0_ptr, d_history1_ptr, d_history2_ptr)
+        d_history += (group * batch + row) * (W - 1) * channels
         taps = _pick(i, weight0_ptr, weight1_ptr, weight2_ptr)
         taps += group * weight_apart * channels * W
         w0 = _tap(taps, channel, inside, 0, W)
         w1 = _tap(taps, channel, inside, 1, W)
         w2 = _tap(taps, channel, inside, 2, W)
         w3 = _tap(taps, channel, inside, 3, W)
+        whole = False
         if SPLIT:
-            # Four tokens past the chunk, as the last round has.
-            if _one_document(ids, first, length, CHUNK, 4):
-                v0, v1, v2, v3 = _walk_backward(
-                    x_row, ct_row, history, ids, d_x_row, d_history_row, w0, w1, w2, w3, first,
-                    end, channel, length, channels, W, HISTORY, True)
-            else:
-                v0, v1, v2, v3 = _walk_backward(
-                    x_row, ct_row, history, ids, d_x_row, d_history_row, w0, w1, w2, w3, first,
-                    end, channel, length, channels, W, HISTORY, False)
+            whole = _one_document(ids, first, length, CHUNK, 3)
+        if whole:
+            v0, v1, v2, v3 = _backward_by_round(
+                x_row, ct_row, d_x_row, w0, w1, w2, w3, first, channel, channels, CHUNK, STAGES)
         else:
-            v0, v1, v2, v3 = _walk_backward(
-                x_row, ct_row, history, ids, d_x_row, d_history_row, w0, w1, w2, w3, first, end,
-                channel, length, channels, W, HISTORY, False)
+            v0, v1, v2, v3 = _backward_by_token(
+                x_row, history, ids, ct_row, d_x_row, d_history, w0, w1, w2, w3, first, end,
+                channel, length, channels, W, HISTORY)
         # fmt: on
         # By tap, and the channels of all inputs side by side.
         total = channels0 + channels1 + channels2

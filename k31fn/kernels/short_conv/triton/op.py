@@ -18,7 +18,10 @@ from torch import Tensor
 
 from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.launch import Build, Tile, grouped, programs
-from k31fn.kernels.short_conv.triton.kernels import short_conv_backward, short_conv_forward
+from k31fn.kernels.short_conv.triton.kernels import (
+    short_conv_backward,
+    short_conv_forward,
+)
 
 __all__ = ["accepts", "builds", "short_conv"]
 
@@ -34,8 +37,8 @@ _LAGS = 3  # inputs before a token that the kernels hold; a narrower filter has 
 # Per kind of device: (forward, backward).
 _TILES = {
     "cuda": (
-        Tile(warps=2, per_core=512, columns=512),
-        Tile(warps=2, per_core=512, columns=256),
+        Tile(warps=1, per_core=512, columns=128, stages=4),
+        Tile(warps=2, per_core=512, columns=256, stages=4),
     ),
     "npu": (Tile(per_core=1, columns=1024), Tile(per_core=1, columns=64)),
     "cpu": (Tile(columns=16), Tile(columns=16)),
@@ -147,9 +150,10 @@ def _grid(launch: _Launch, chunks: int, tile: Tile) -> int:
 
 
 def _constants(kind: str, tile: Tile, width: int, history: bool) -> dict[str, Any]:
-    # Ascend's compiler plans memory for both walks, and has no room for it.
+    # Ascend's compiler would plan memory for both walks.
     split = kind != "npu"
-    return {"W": width, "CHUNK": CHUNK, "BLOCK": tile.columns, "HISTORY": history, "SPLIT": split}
+    of_tile = {"BLOCK": tile.columns, "STAGES": tile.stages}
+    return {"W": width, "CHUNK": CHUNK, "HISTORY": history, "SPLIT": split, **of_tile}
 
 
 def _launch_forward(count: int, *given: Tensor) -> tuple[Tensor, ...]:
