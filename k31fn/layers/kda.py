@@ -35,7 +35,7 @@ from k31fn.kernels.kda_gates import kda_gates
 from k31fn.kernels.short_conv import short_conv
 from k31fn.layers import short_conv as conv
 from k31fn.layers.kind import Flops, Halo, Output, TokenMixer
-from k31fn.layers.linear import linear, split_heads
+from k31fn.layers.linear import linear, linears, split_heads
 from k31fn.parallel.collectives import all_gather, axis_size, psum_scatter, pvary
 from k31fn.parallel.context import relay, whole_slice
 from k31fn.parallel.sharding import UNSHARDED, Sharding
@@ -252,7 +252,9 @@ def _mix(
     the convolutions, and S after the last token.
     """
     heads = cfg.num_heads // axis_size(sh.heads)
-    projected = tuple(linear(x, w) for w in (params.w_q, params.w_k, params.w_v))
+    weights = (params.w_q, params.w_k, params.w_v, params.w_b)
+    of_q, of_k, of_v, beta = linears(x, weights)
+    projected = (of_q, of_k, of_v)
     if isinstance(state, State):
         before = (state.conv_q, state.conv_k, state.conv_v)
     else:
@@ -266,7 +268,7 @@ def _mix(
         q,
         k,
         split_heads(linear(decay, params.w_fb), heads, cfg.head_dim, "kda w_fb"),
-        linear(x, params.w_b),
+        beta,
         params.A_log,
         rearrange(params.dt_bias, "(h k) -> h k", h=heads),
         cfg.gate_lower_bound,

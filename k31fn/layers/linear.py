@@ -25,7 +25,7 @@ from einops import rearrange
 
 from k31fn import _functorch
 from k31fn.autodiff.custom_vjp import custom_vjp
-from k31fn.autodiff.weight_grads import weight_product
+from k31fn.autodiff.weight_grads import current_weight_tape, weight_product
 from k31fn.kernels.experts import grouped_matmul
 from k31fn.kernels.formats import fp8, mxfp4
 from k31fn.kernels.scaled_matmul import scaled_matmul
@@ -38,6 +38,7 @@ __all__ = [
     "dequantize",
     "grouped_linear",
     "linear",
+    "linears",
     "per_head",
     "scale_columns",
     "split_heads",
@@ -81,12 +82,7 @@ def linear(x: Float[Tensor, "*rows I"], w: Any) -> Float[Tensor, "*rows2 O"]:
         ValueError: the last dim of ``x`` is not the weight's input dim.
         RuntimeError: under forward-mode differentiation.
     """
-    # torch.matmul alone would go through: a layer is to refuse forward mode on every device.
-    if _functorch.forward_mode_active():
-        raise RuntimeError(
-            "linear under forward-mode differentiation: k31fn layers are reverse-mode only; use "
-            "torch.func.jacrev or k31fn.autodiff.hessian (reverse over reverse)"
-        )
+    _refuse_forward_mode()
     if isinstance(w, LowRank):
         # The base first, here and below: the gradient of `x` adds its parts in the reverse order,
         # which is part of the bits.
@@ -102,6 +98,70 @@ def linear(x: Float[Tensor, "*rows I"], w: Any) -> Float[Tensor, "*rows2 O"]:
     _check_features("linear", x, w)
     # Cast here, beside the product: a remat then keeps the weight and not its narrow copy.
     return weight_product(_product_of(x, w), x, w.to(x.dtype))
+
+
+def _refuse_forward_mode() -> None:
+    # torch.matmul alone would go through: a layer is to refuse forward mode on every device.
+    if _functorch.forward_mode_active():
+        raise RuntimeError(
+            "linear under forward-mode differentiation: k31fn layers are reverse-mode only; use "
+            "torch.func.jacrev or k31fn.autodiff.hessian (reverse over reverse)"
+        )
+
+
+def linears(x: Float[Tensor, "*rows I"], weights: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """:func:`linear` of one input by each of several weights, as of queries, keys and values.
+
+    The gradients of ``x`` by plain matrices are added inside the products: apart, each would be a
+    tensor as large as ``x``, and a pass over memory to add it. Other leaves, FP8, and products
+    whose weight gradients are put off go one by one.
+
+    Raises:
+        ValueError: as in :func:`linear`.
+        RuntimeError: as in :func:`linear`.
+    """
+    _refuse_forward_mode()
+    together = current_weight_tape() is None
+    for w in weights:
+        if not isinstance(w, Tensor) or w.ndim != 2:
+            together = False
+        else:
+            _check_features("linears", x, w)
+            together = together and _product_of(x, w) is torch.matmul
+    if not together:
+        return tuple(linear(x, w) for w in weights)
+    return _products(x, tuple(w.to(x.dtype) for w in weights))
+
+
+def _products_fwd(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Any]:
+    return tuple(torch.matmul(x, w) for w in weights), (x, weights)
+
+
+def _products_bwd(needs: Any, residuals: Any, cts: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    x, weights = residuals
+    of_input, of_weights = needs
+    rows = x.flatten(0, -2)
+    d_rows: Tensor | None = None
+    d_weights: list[Tensor | None] = []
+    for w, ct, needed in zip(weights, cts, of_weights, strict=True):
+        of_rows = ct.flatten(0, -2)
+        d_weights.append(rows.mT @ of_rows if needed else None)
+        if of_input:
+            d_rows = _plus_product(d_rows, of_rows, w.mT)
+    return d_rows if d_rows is None else d_rows.reshape(x.shape), tuple(d_weights)
+
+
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``total + a @ b``; ``total`` may be written over."""
+    if total is None:
+        return a @ b
+    # A graph of this backward needs each sum, and vmap has no rule for a write into one sample.
+    if torch.is_grad_enabled() or _functorch.transforms_active():
+        return total + a @ b
+    return total.addmm_(a, b)
+
+
+_products = custom_vjp(_products_fwd, _products_bwd, needs=True, name="products of one input")
 
 
 def _product_of(x: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

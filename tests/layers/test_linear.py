@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -8,11 +10,13 @@ from k31fn.layers.linear import (
     dequantize,
     grouped_linear,
     linear,
+    linears,
     per_head,
     split_heads,
     transposed_linear,
 )
 from k31fn.params import LowRank, Quantized
+from k31fn.testing import check_grads
 
 IN, OUT, RANK, EXPERTS = 12, 10, 2, 3
 SIZES = torch.tensor([4, 0, 7])
@@ -137,6 +141,11 @@ def test_linear_refuses_forward_mode():
         pytest.raises(RuntimeError, match="reverse-mode only"),
     ):
         linear(x, w)
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match="reverse-mode only"),
+    ):
+        linears(x, (w, w))
 
 
 def test_a_weight_that_is_no_leaf_is_refused():
@@ -203,3 +212,64 @@ def test_a_weight_by_head(leaf):
         ValueError, match=r"w: 10 columns do not divide into num_heads=2 heads of 4"
     ):
         per_head(w, 2, (3, 1), "w")
+
+
+def several() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    x = torch.randn(2, 3, IN, dtype=torch.float64)
+    return x, tuple(torch.randn(IN, columns, dtype=torch.float64) for columns in (OUT, 4, 1))
+
+
+def test_products_of_one_input_are_each_linear():
+    """Values and gradients, to second order, and under vmap of grad."""
+    x, weights = several()
+    y, pull = autodiff.vjp(linears, x, weights)
+    expected, one_by_one = autodiff.vjp(
+        lambda x, weights: tuple(linear(x, w) for w in weights), x, weights
+    )
+    cts = tuple(torch.randn_like(part) for part in y)
+    for a, b in ((y, expected), (pull(cts), one_by_one(cts))):
+        torch.testing.assert_close(tree.leaves(a), tree.leaves(b), rtol=1e-13, atol=1e-13)
+    check_grads(linears, (x, weights), order=2)
+
+    def loss(weights, x):
+        return sum(y.sin().sum() for y in linears(x, weights))
+
+    samples = torch.stack([x, -2 * x])
+    found = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, 0))(weights, samples)
+    for i, sample in enumerate(samples):
+        one = torch.func.grad(loss, (0, 1))(weights, sample)
+        sliced = [g[i] for g in tree.leaves(found)]
+        torch.testing.assert_close(sliced, tree.leaves(one), rtol=1e-12, atol=1e-12)
+
+
+class OpsRun(TorchDispatchMode):
+    """Counts the operations that run, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_gradients_of_the_input_are_added_inside_the_products(together):
+    x, weights = several()
+    one_by_one = lambda x, weights: tuple(linear(x, w) for w in weights)  # noqa: E731
+    y, pull = autodiff.vjp(linears if together else one_by_one, x, weights)
+    with OpsRun() as run:
+        pull(y)
+    assert run.counts["aten::addmm_"] == (2 if together else 0)
+    # One by one the gradients are tensors of their own, which autograd adds.
+    assert (run.counts["aten::add"] + run.counts["aten::add_"] == 0) == together
+
+
+def test_several_weights_of_any_leaf():
+    x, weights = several()
+    leaves = (weights[0], low_rank(), quantized())
+    for a, b in zip(linears(x, leaves), (linear(x, w) for w in leaves), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match=r"linears: x .* has 12 features"):
+        linears(x, (weights[0], torch.zeros(IN + 1, OUT)))
