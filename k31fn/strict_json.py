@@ -33,6 +33,35 @@ class _Fault:
         self.rule = rule
 
 
+class _Hooks:
+    """What Python's reader asks about objects and numbers; ``found``: whether one is a fault."""
+
+    def __init__(self, not_finite: bool):
+        self.found = False
+        self._not_finite = not_finite
+
+    def fields(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            counts = collections.Counter(name for name, _ in pairs)
+            # The last one would win, in silence; which one was meant nobody knows.
+            value[counts.most_common(1)[0][0]] = self._fault("is given twice")
+        return value
+
+    def constant(self, text: str) -> Any:
+        return float(text) if self._not_finite else self._fault(f"is {text}, which JSON has not")
+
+    def number(self, text: str) -> Any:
+        value = float(text)
+        if math.isfinite(value):
+            return value
+        return self._fault(f"is {text[:30]}, too large for a number")
+
+    def _fault(self, rule: str) -> _Fault:
+        self.found = True
+        return _Fault(rule)
+
+
 def load_object(file: Path, *, most: int = _MOST, not_finite: bool = False) -> dict[str, Any]:
     """The object that a file holds.
 
@@ -62,31 +91,14 @@ def parse(data: bytes | str, where: str, *, not_finite: bool = False) -> Any:
     Raises:
         ValueError: it is not strict JSON, or more than :data:`DEPTH` deep; begins with ``where``.
     """
-    faults: list[_Fault] = []
-
-    def fault(rule: str) -> _Fault:
-        faults.append(_Fault(rule))
-        return faults[-1]
-
-    def constant(text: str) -> Any:
-        return float(text) if not_finite else fault(f"is {text}, which JSON has not")
-
-    def number(text: str) -> Any:
-        value = float(text)
-        return value if math.isfinite(value) else fault(f"is {text[:30]}, too large for a number")
-
-    def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) != len(pairs):
-            counts = collections.Counter(name for name, _ in pairs)
-            # The last one would win, in silence; which one was meant nobody knows.
-            value[counts.most_common(1)[0][0]] = fault("is given twice")
-        return value
-
+    hooks = _Hooks(not_finite)
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         value = json.loads(
-            text, object_pairs_hook=fields, parse_constant=constant, parse_float=number
+            text,
+            object_pairs_hook=hooks.fields,
+            parse_constant=hooks.constant,
+            parse_float=hooks.number,
         )
     except RecursionError:
         raise _too_deep(where) from None
@@ -98,7 +110,7 @@ def parse(data: bytes | str, where: str, *, not_finite: bool = False) -> Any:
     # Most text has too few brackets to be deep, and counting them takes no time.
     if text.count("[") + text.count("{") > DEPTH:
         _check_depth(value, where)
-    if faults:
+    if hooks.found:
         at, rule = next(_faults("", value))
         raise ValueError(f"{where}: {at or 'the value'} {rule}")
     return value

@@ -719,7 +719,7 @@ class TestConfigFromHf:
             ),
             (
                 {"linear_attn_config.gate_lower_bound": -100},
-                r"config\.json: kda\.Config\.gate_lower_bound=-100 must be in",
+                r"config\.json: kda\.Config\.gate_lower_bound=-100\.0 must be in",
             ),
             (
                 {
@@ -788,7 +788,6 @@ class TestConfigFromHf:
                 self.write(tmp_path, {"dsa_config": sparse | {"full_attn_layers": [4]}})
             )
 
-    @pytest.mark.timeout(20)
     def test_no_value_of_any_field_is_a_traceback(self, tmp_path):
         """Each field of the file in turn with what no such field can be."""
         text = json.loads((GOLDEN / "config.json").read_text())["text_config"]

@@ -26,7 +26,7 @@ import functools
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,13 +225,13 @@ def _open_shard(root: Path, entry: dict[str, Any], index: dict[str, Any]) -> Arr
     except ValueError as e:
         raise ValueError(f"{root / INDEX}: shard {e}") from e
     names = (*_ARRAYS, "learnt") if index.get("answers") else _ARRAYS
-    known = _sums_of(folder, entry, names)
+    known = _Sums(folder, entry, names)
     arrays: Arrays = {}
     layouts = _layouts(index, arrays)
     try:
         for name in names:
             file = folder / f"{name}.npy"
-            of_array = functools.partial(known, name)
+            of_array = functools.partial(known.of, name)
             arrays[name] = CheckedArray(file, *layouts[name], known=of_array)
     except ValueError as e:
         raise ValueError(f"shard {folder} is missing or damaged: {e}") from e
@@ -252,51 +252,62 @@ def _layouts(
     index: dict[str, Any], arrays: Arrays
 ) -> dict[str, tuple[Sequence[str], int | tuple[()], Rule]]:
     """Dtypes, columns and rule of each array; ``arrays`` holds all of them when a rule is used."""
-    vocab_size = index["vocab_size"]
-
-    def in_vocabulary(values: np.ndarray) -> str:
-        most = int(values.max())
-        return f"token {most} is past the vocabulary of {vocab_size}" * (most >= vocab_size)
-
-    def ascends_to(name: str) -> Rule:
-        def ascends(values: np.ndarray) -> str:
-            last = len(arrays[name])
-            right = values[0] >= 0 and values[-1] <= last and bool((np.diff(values) >= 0).all())
-            return "" if right else f"its values do not ascend from 0 to {last}, the {name}"
-
-        return ascends
-
-    def at_least(least: int) -> Rule:
-        return lambda values: f"a value is below {least}" * int(values.min() < least)
-
     return {
-        "tokens": (("<u2", "<u4"), (), in_vocabulary),
-        "learnt": (("|b1",), (), lambda values: ""),
-        "offsets": (("<i8",), (), ascends_to("tokens")),
-        "images": (("<i8",), (), ascends_to("grids")),
-        "patch_offsets": (("<i8",), (), ascends_to("patches")),
-        "grids": (("<i4",), 3, at_least(1)),
-        "spans": (("<i8",), 2, at_least(0)),
-        "patches": (("|u1",), index["patch_width"], lambda values: ""),
+        "tokens": (("<u2", "<u4"), (), functools.partial(_in_vocabulary, index["vocab_size"])),
+        "learnt": (("|b1",), (), _anything),
+        "offsets": (("<i8",), (), functools.partial(_ascends, arrays, "tokens")),
+        "images": (("<i8",), (), functools.partial(_ascends, arrays, "grids")),
+        "patch_offsets": (("<i8",), (), functools.partial(_ascends, arrays, "patches")),
+        "grids": (("<i4",), 3, functools.partial(_at_least, 1)),
+        "spans": (("<i8",), 2, functools.partial(_at_least, 0)),
+        "patches": (("|u1",), index["patch_width"], _anything),
     }
 
 
-def _sums_of(
-    folder: Path, entry: dict[str, Any], names: Sequence[str]
-) -> Callable[[str], list[int] | None]:
-    """The checksums of a shard's blocks by the name of the array, read when first asked for."""
+def _anything(values: np.ndarray) -> str:
+    del values
+    return ""
 
-    @functools.cache
-    def read() -> dict[str, list[int]]:
-        file = folder / SUMS
-        data = regular_files.read(file, most=_MOST)
-        if zlib.crc32(data) != entry["checksums"]:
+
+def _in_vocabulary(vocab_size: int, values: np.ndarray) -> str:
+    most = int(values.max())
+    return f"token {most} is past the vocabulary of {vocab_size}" if most >= vocab_size else ""
+
+
+def _ascends(arrays: Arrays, name: str, values: np.ndarray) -> str:
+    last = len(arrays[name])
+    right = values[0] >= 0 and values[-1] <= last and bool((np.diff(values) >= 0).all())
+    return "" if right else f"its values do not ascend from 0 to {last}, the {name}"
+
+
+def _at_least(least: int, values: np.ndarray) -> str:
+    return f"a value is below {least}" if int(values.min()) < least else ""
+
+
+class _Sums:
+    """The checksums of a shard's blocks, read when they are first asked for."""
+
+    def __init__(self, folder: Path, entry: dict[str, Any], names: Sequence[str]):
+        self._file = folder / SUMS
+        self._entry = entry
+        self._names = names
+
+    def of(self, name: str) -> list[int] | None:
+        """Of an array; None: the shard is of an earlier version, which wrote none."""
+        return self._by_name[name] if "checksums" in self._entry else None
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, list[int]]:
+        data = regular_files.read(self._file, most=_MOST)
+        if zlib.crc32(data) != self._entry["checksums"]:
             raise ValueError(
-                f"{file} is damaged: its checksum is not that of {INDEX}; prepare the data again"
+                f"{self._file} is damaged: its checksum is not that of {INDEX}; prepare the data "
+                "again"
             )
-        known = strict_json.parse(data, str(file))
-        if not isinstance(known, dict) or any(type(known.get(name)) is not list for name in names):
-            raise ValueError(f"{file} has no list of checksums for each of {list(names)}")
+        known = strict_json.parse(data, str(self._file))
+        missing = not isinstance(known, dict) or not known.keys() >= set(self._names)
+        if missing or any(type(known[name]) is not list for name in self._names):
+            raise ValueError(
+                f"{self._file} has no list of checksums for each of {list(self._names)}"
+            )
         return known
-
-    return lambda name: read()[name] if "checksums" in entry else None
