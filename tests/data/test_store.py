@@ -23,25 +23,35 @@ from tests.data.pictures import png
 TOKENIZER = ByteTokenizer(media=True)
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of 800 documents of a thousand bytes, two blocks of tokens, and three images."""
-    root = tmp_path_factory.mktemp("store")
+def make(root: Path, count: int) -> Path:
+    """A store of documents of a thousand bytes, and three images."""
     (root / "a.png").write_bytes(png(56, 28))
     place = media.PLACEHOLDER
-    rows: list[dict[str, Any]] = [{"text": f"{i:03} " + "x" * 996} for i in range(800)]
+    rows: list[dict[str, Any]] = [{"text": f"{i:03} " + "x" * 996} for i in range(count)]
     rows[5] |= {"text": f"see {place} and {place}.", "images": ["a.png", "a.png"]}
-    rows[700] |= {"text": f"see {place}.", "images": "a.png"}
+    rows[9] |= {"text": f"see {place}.", "images": "a.png"}
     (root / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = Config(str(root / "a.jsonl"), "bytes+media", images="images", heldout_fraction=0.0)
     prepare(cfg, root / "out")
     return root / "out"
 
 
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    return {count: make(tmp_path_factory.mktemp("store"), count) for count in (12, 800)}
+
+
 @pytest.fixture
-def store(original: Path, tmp_path: Path) -> Path:
-    """A copy of it; the shard is ``out/shard-000000/train``."""
-    shutil.copytree(original, tmp_path / "out")
+def store(originals: dict[int, Path], tmp_path: Path) -> Path:
+    """A copy of twelve documents; the shard is ``out/shard-000000/train``."""
+    shutil.copytree(originals[12], tmp_path / "out")
+    return tmp_path / "out" / "train"
+
+
+@pytest.fixture
+def large(originals: dict[int, Path], tmp_path: Path) -> Path:
+    """A copy of 800 documents, whose tokens are two blocks."""
+    shutil.copytree(originals[800], tmp_path / "out")
     return tmp_path / "out" / "train"
 
 
@@ -116,25 +126,25 @@ def test_a_flipped_bit_is_never_given_away(store: Path, name: str):
     assert re.search(place, found.problems[0])
 
 
-def test_a_run_stops_before_the_step_that_would_use_it(store: Path):
+def test_a_run_stops_before_the_step_that_would_use_it(large: Path):
     """The first block is whole: documents in it are read until one of the other block is met."""
-    file = shard_of(store) / "tokens.npy"
-    assert train(store, 20) == 20
+    file = shard_of(large) / "tokens.npy"
+    assert train(large, 20) == 20
     flip(file, file.stat().st_size - 4, bit=1)  # "x" becomes "z"
-    steps = train(store)
+    steps = train(large)
     assert steps < 20
-    as_of_earlier_versions(store)  # and without the check it would have been learnt
-    assert train(store, 20) == 20
+    as_of_earlier_versions(large)  # and without the check it would have been learnt
+    assert train(large, 20) == 20
 
 
-def test_a_block_is_looked_at_once(store: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_block_is_looked_at_once(large: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[int] = []
 
     def crc(data: Any) -> int:
         seen.append(len(data))
         return zlib.crc32(data)
 
-    opened = open_store(store)
+    opened = open_store(large)
     assert not seen
     monkeypatch.setattr(checked_array, "zlib", type("zlib", (), {"crc32": staticmethod(crc)}))
     shard = opened.shards[0]
@@ -171,10 +181,10 @@ def test_a_checksum_that_is_damaged_itself(store: Path):
     [
         ("tokens", 500, 300, "token 300 is past the vocabulary of 261"),
         ("tokens", -1, 65_535, "token 65535 is past the vocabulary of 261"),
-        ("offsets", 3, 10**9, "do not ascend from 0 to 7"),
-        ("offsets", -1, 10**15, "do not ascend from 0 to 7"),
-        ("offsets", 0, -5, "do not ascend from 0 to 7"),
-        ("offsets", 0, 1, "documents go from 1 to 7"),
+        ("offsets", 3, 10**9, "do not ascend from 0 to 1"),
+        ("offsets", -1, 10**15, "do not ascend from 0 to 1"),
+        ("offsets", 0, -5, "do not ascend from 0 to 1"),
+        ("offsets", 0, 1, "documents go from 1 to 1"),
         ("images", 6, 99, "do not ascend from 0 to 3, the grids"),
         ("patch_offsets", 1, 3, "have places .* and \\[3, 13\\] patches"),
         ("patch_offsets", 1, -3, "do not ascend from 0 to 24, the patches"),
@@ -223,12 +233,12 @@ def train_all(store: Path) -> None:
 def test_a_store_of_an_earlier_version_is_read_and_called_unchecked(
     store: Path, capsys: pytest.CaptureFixture[str]
 ):
-    expected = [open_store(store).read(i).tokens.tolist() for i in (0, 5, 799)]
+    expected = [open_store(store).read(i).tokens.tolist() for i in (0, 5, 11)]
     assert open_store(store).unchecked == 0
     as_of_earlier_versions(store)
     opened = open_store(store)
     assert opened.unchecked == 1
-    assert [opened.read(i).tokens.tolist() for i in (0, 5, 799)] == expected
+    assert [opened.read(i).tokens.tolist() for i in (0, 5, 11)] == expected
     assert train(store, 5) == 5
     assert main(["verify", str(store)]) == 0
     assert "1 shards of an earlier version have no checksums: unchecked" in capsys.readouterr().out
@@ -285,7 +295,7 @@ def test_an_index_that_is_none(store: Path, tmp_path: Path, change: Change, mess
 def test_a_store_behind_a_link(store: Path, tmp_path: Path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine").symlink_to(store)
-    assert open_store(tmp_path / "other" / "mine").num_documents == 800
+    assert open_store(tmp_path / "other" / "mine").num_documents == 12
 
 
 def pickled(file: Path) -> None:
@@ -325,13 +335,13 @@ def test_an_array_that_is_none(store: Path, damage: Callable[[Path], Any], messa
 
 
 # ------------------------------------------------------------------------------------------- verify
-def test_the_command_says_what_is_damaged(store: Path, capsys: pytest.CaptureFixture[str]):
-    out = str(store.parent)
+def test_the_command_says_what_is_damaged(large: Path, capsys: pytest.CaptureFixture[str]):
+    out = str(large.parent)
     assert main(["verify", out]) == 0
     assert "bytes, as it was written" in capsys.readouterr().out
     for at in (-3, 200):  # in both blocks
-        flip(shard_of(store) / "tokens.npy", at)
-    flip(shard_of(store) / "patches.npy", -1)
+        flip(shard_of(large) / "tokens.npy", at)
+    flip(shard_of(large) / "patches.npy", -1)
     assert main(["verify", out]) == 1
     said = capsys.readouterr().out.splitlines()
     assert [re.search(r"(\w+)\.npy is damaged, bytes ([\d,]+)", line)[0] for line in said[:-1]] == [
@@ -340,10 +350,10 @@ def test_the_command_says_what_is_damaged(store: Path, capsys: pytest.CaptureFix
         "patches.npy is damaged, bytes 0",
     ]
     assert said[-1].endswith("bytes, damaged")
-    assert main(["verify", str(store.parent.parent)]) == 2
+    assert main(["verify", str(large.parent.parent)]) == 2
     assert "has no index.json and no store in it" in capsys.readouterr().err
     # After preparing, too: what is there already is kept and looked at.
-    source = json.loads((store.parent / "plan.json").read_text())["config"]["source"]
+    source = json.loads((large.parent / "plan.json").read_text())["config"]["source"]
     call = ["prepare", source, out, "--tokenizer", "bytes+media", "--images", "images"]
     assert main([*call, "--heldout", "0", "--verify"]) == 1
     assert "tokens.npy is damaged" in capsys.readouterr().out
