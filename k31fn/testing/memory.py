@@ -10,15 +10,13 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from k31fn import tree
 
 __all__ = ["Largest", "LiveBytes", "live_bytes"]
 
@@ -85,7 +83,7 @@ class LiveBytes:
             if self._known.get(storage.key) is storage:
                 del self._known[storage.key]
 
-    def _enter(self, tensor: Tensor, op: str | None) -> None:
+    def _enter(self, tensor: Tensor, op: Any) -> None:
         """Counts the storage of ``tensor`` if it is new; without an ``op`` it is one from
         before.
         """
@@ -109,15 +107,15 @@ class LiveBytes:
         self._current += nbytes - known.nbytes  # a known storage may have been resized
         known.nbytes = nbytes
         if op is not None and nbytes > (self.largest.nbytes if self.largest else 0):
-            self.largest = Largest(nbytes, tuple(tensor.shape), op)
+            self.largest = Largest(nbytes, tuple(tensor.shape), str(op))
 
-    def _before(self, args: Any) -> None:
+    def _before(self, args: Sequence[Tensor]) -> None:
         with self._lock:
             self._bury()
             for tensor in args:
                 self._enter(tensor, None)
 
-    def _after(self, results: Any, op: str) -> None:
+    def _after(self, results: Sequence[Tensor], op: Any) -> None:
         with self._lock:
             self._bury()
             for tensor in results:
@@ -133,14 +131,23 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not torch.ops.aten.lift_fresh.default:  # what torch.tensor() has just made
-            self.live._before(_tensors((args, kwargs)))
+            self.live._before(_tensors((*args, *kwargs.values())))
         result = func(*args, **kwargs)
-        self.live._after(_tensors(result), str(func))
+        self.live._after(_tensors((result,)), func)
         return result
 
 
-def _tensors(x: Any) -> list[Tensor]:
-    return [t for t in tree.leaves(x, allow_none=True) if isinstance(t, Tensor)]
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Tensors among an operator's arguments or results, which are tensors, lists of them or
+    neither: a search for any tree would cost as much as the operators.
+    """
+    tensors: list[Tensor] = []
+    for x in values:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, (list, tuple)):
+            tensors.extend(t for t in x if isinstance(t, Tensor))
+    return tensors
 
 
 @contextlib.contextmanager

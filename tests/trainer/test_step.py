@@ -302,7 +302,8 @@ class TestHostWaits:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("num_steps", "remat"), [(20, "none"), pytest.param(200, "layer", marks=pytest.mark.slow)]
+    ("num_steps", "remat"),
+    [(20, "none"), pytest.param(200, "layer", marks=[pytest.mark.slow, pytest.mark.timeout(300)])],
 )
 def test_live_memory_does_not_grow(recipe, num_steps, remat):
     recipe = dataclasses.replace(recipe, remat=remat)
