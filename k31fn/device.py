@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,14 @@ __all__ = [
     "PeakRates",
     "attach_thread",
     "default",
+    "graphs",
     "keep_heap",
     "memory_allocated",
     "missing_operators",
     "name",
     "num_cores",
     "num_devices",
+    "number",
     "of_rank",
     "parse",
     "peak_memory",
@@ -216,6 +219,16 @@ def num_devices(kind: str) -> int:
     return module.device_count() if module.is_available() else 0
 
 
+def number(value: float, device: torch.device) -> torch.Tensor:
+    """A number that a step is given, as a scalar on the device: filled there, so that nobody waits.
+
+    float64, in which a rate has the bits of the Python number; float32 on NPUs, which have no wider
+    one that is fast.
+    """
+    dtype = torch.float32 if device.type == "npu" else torch.float64
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def missing_operators(*names: str) -> str:
     """``""`` if torch_npu is here and has these operators, else what is missing and how to get
     it.
@@ -233,6 +246,18 @@ def missing_operators(*names: str) -> str:
             "one"
         )
     return ""
+
+
+def graphs(kind: str) -> tuple[Any, Callable[[], Any]] | None:
+    """The module and the class that record a stream's work on that kind of device; None: it has
+    none.
+    """
+    if kind == "cuda":
+        return torch.cuda, torch.cuda.CUDAGraph
+    if kind == "npu":
+        module = _module(kind)
+        return module, module.NPUGraph
+    return None
 
 
 def name(device: torch.device) -> str:

@@ -4,7 +4,8 @@ machine.
 In the order of choice. ``default`` is what a call runs unless
 :func:`~k31fn.kernels.registry.use_impl` names another; for what does not run, the reason. Where an
 implementation is registered for a device and cannot run there, a call of those dtypes raises: the
-reference is not taken silently.
+reference is not taken silently. ``in no graph`` says why a step with it cannot be captured
+(:func:`k31fn.jit.jit`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def _rows(op: Op, kind: str) -> list[tuple[str, str, str, str]]:
                 state += f" for {names}"
             taken.update(impl.dtypes)
             takes_all = takes_all or not impl.dtypes
+        if impl.no_capture:
+            state += f"; in no graph: {impl.no_capture}"
         rows.append((op.name, impl.name, ",".join((*impl.devices, *impl.on_request)), state))
     # registered, whether it can run here or not: where it cannot, a call raises
     registered = [impl for impl in op.implementations.values() if kind in impl.devices]

@@ -62,6 +62,7 @@ class Implementation:
         dtypes: of the first floating argument; empty: all.
         on_request: device types on which it runs where :func:`use_impl` names it, and only there.
         no_vmap: why it cannot run on arguments batched by ``torch.func.vmap``; empty: it can.
+        no_capture: why a graph cannot hold a call of it (:func:`k31fn.jit.jit`); empty: one can.
         missing: ``""`` if what it needs is on this machine, else what is not.
         kernels: the module with its kernels, whose ``builds(device)`` lists them for compilation
             ahead of time; empty: it has none of its own.
@@ -75,6 +76,7 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = ()
     on_request: tuple[str, ...] = ()
     no_vmap: str = ""
+    no_capture: str = ""
     missing: Callable[[], str] = lambda: ""
     kernels: str = ""
     calls: tuple[str, ...] = ()

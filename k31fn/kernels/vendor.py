@@ -27,6 +27,7 @@ def adapter(
     *operators: str,
     dtypes: tuple[torch.dtype, ...],
     on_request: bool = False,
+    no_capture: str = "",
 ) -> Implementation:
     """The implementation ``npu``: ``function`` of ``k31fn/kernels/<op>/npu.py``.
 
@@ -37,6 +38,7 @@ def adapter(
         dtypes: of the first floating argument.
         on_request: it runs only where it is asked for, since it does not always serve or is not
             always faster.
+        no_capture: why a graph cannot hold a call of it.
     """
     module = f"k31fn.kernels.{op}.npu"
     return Implementation(
@@ -48,6 +50,7 @@ def adapter(
         on_request=("npu",) if on_request else (),
         # then the reference runs, and says nothing: a transform is for tests and research
         no_vmap="torch_npu's operators have no batching rule",
+        no_capture=no_capture,
         missing=lambda: device.missing_operators(*operators),
     )
 

@@ -81,7 +81,8 @@ def relay(
     continues = (position[:, 0] > 0)[:, None, None, None]
     # State and transition side by side: one collective, and one latency, for both.
     pair = torch.cat([state, torch.where(continues, transition, 0)], dim=-1)
-    rank = axis_index(context).to(state.device)
+    # added to a number of the device: a copy of the index to it would make the host wait
+    rank = torch.zeros((), dtype=torch.int64, device=state.device) + axis_index(context)
     folded = torch.zeros_like(state)
     # Every rank folds all pairs and selects by its index: in the simulated mesh no rank can run
     # fewer steps than another. The last pair comes before nobody.

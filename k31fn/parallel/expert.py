@@ -75,7 +75,7 @@ def plan_exchange(sizes: Int[Tensor, "E"], axis: Axes, num_rows: int) -> Exchang
     """
     n = axis_size(axis)
     if n == 1:
-        all_rows = torch.tensor([num_rows])
+        all_rows = torch.full((1,), num_rows)
         return Exchange(all_rows, all_rows, (), (), sizes)
     if sizes.shape[-1] % n:
         raise ValueError(

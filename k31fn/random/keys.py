@@ -29,7 +29,9 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Int[Tensor, "
     """
     if not 0 <= seed < 1 << 64:
         raise ValueError(f"seed={seed} must be in [0, 2**64); take it modulo 2**64")
-    return torch.tensor([seed & _WORD, seed >> 32], dtype=torch.int64, device=device)
+    # filled, not copied: a step that makes a key waits for nothing, and can be captured
+    low = torch.full((), seed & _WORD, dtype=torch.int64, device=device)
+    return torch.stack([low, torch.full_like(low, seed >> 32)])
 
 
 def split(key: Int[Tensor, "2"], num: int) -> Int[Tensor, "num 2"]:
@@ -91,7 +93,7 @@ def _int64(data: int | Tensor, device: torch.device) -> Tensor:
     if isinstance(data, int):
         if not -(1 << 63) <= data < 1 << 63:
             raise ValueError(f"data={data} must fit int64; take it modulo 2**63")
-        return torch.tensor(data, dtype=torch.int64, device=device)
+        return torch.full((), data, dtype=torch.int64, device=device)
     if data.ndim or data.dtype.is_floating_point or data.dtype.is_complex:
         raise ValueError(
             f"data has shape {list(data.shape)} and {data.dtype}; expected one integer: fold in "

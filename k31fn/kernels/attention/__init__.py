@@ -36,5 +36,11 @@ __all__ = ["attention"]
 _OPERATORS = ("npu_fusion_attention", "npu_fusion_attention_grad")
 attention = Op("attention", _reference)
 attention.register(
-    adapter("attention", "attention", *_OPERATORS, dtypes=(torch.bfloat16, torch.float32))
+    adapter(
+        "attention",
+        "attention",
+        *_OPERATORS,
+        dtypes=(torch.bfloat16, torch.float32),
+        no_capture="CANN's operator takes the lengths of documents from the host",
+    )
 )

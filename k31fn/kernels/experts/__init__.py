@@ -68,7 +68,13 @@ dispatch.register(
 )
 _UNPERMUTE = ("npu_moe_token_unpermute", "npu_moe_token_unpermute_grad")
 combine.register(adapter("experts", "combine", *_UNPERMUTE, dtypes=_DTYPES, on_request=True))
-grouped_matmul.register(Implementation("ragged", ("cpu", "cuda", "npu"), ragged, no_vmap=_ON_HOST))
+_COUNTED = "the number of rows per expert is read on the host"
+_ANYWHERE = ("cpu", "cuda", "npu")
 grouped_matmul.register(
-    Implementation("buckets", (), bucketed, on_request=("cpu", "cuda", "npu"), no_vmap=_ON_HOST)
+    Implementation("ragged", _ANYWHERE, ragged, no_vmap=_ON_HOST, no_capture=_COUNTED)
+)
+grouped_matmul.register(
+    Implementation(
+        "buckets", (), bucketed, on_request=_ANYWHERE, no_vmap=_ON_HOST, no_capture=_COUNTED
+    )
 )

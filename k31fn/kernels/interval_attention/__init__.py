@@ -31,5 +31,11 @@ _OPERATORS = ("npu_fusion_attention", "npu_fusion_attention_grad")
 _DTYPES = (torch.bfloat16, torch.float32)
 interval_attention = Op("interval_attention", _reference)
 interval_attention.register(
-    adapter("interval_attention", "interval_attention", *_OPERATORS, dtypes=_DTYPES)
+    adapter(
+        "interval_attention",
+        "interval_attention",
+        *_OPERATORS,
+        dtypes=_DTYPES,
+        no_capture="CANN's operator takes the lengths of images from the host",
+    )
 )
