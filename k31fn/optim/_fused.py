@@ -43,6 +43,8 @@ def adamw_(
         step: number of this step, from 1; read, not changed.
         skip: 1 leaves everything as it was, 0 does not; decided on the device.
     """
+    if isinstance(lr, Tensor) and not lr.is_cpu:
+        lr = lr.to(torch.float32)  # on a device the kernel reads no other; the CPU's reads any
     torch._fused_adamw_(
         list(params),
         list(grads),

@@ -11,7 +11,7 @@ import torch
 from k31fn import tree
 from k31fn.optim import _fused
 from k31fn.optim.storage import Storage
-from k31fn.optim.transform import Leaves, Transform, Where
+from k31fn.optim.transform import Leaves, Transform, Where, rates
 from k31fn.typing import Bool, Float, Tensor
 
 __all__ = ["adamw"]
@@ -165,7 +165,8 @@ def _step(
     v = nu / correction2
     # sqrt has no derivative at 0: the root of 1 is taken there and put out, with its derivative.
     root = torch.where(v > 0, v, 1).sqrt() * (v > 0)
-    return (1 - lr * decay) * p - (lr / correction1) * mu / (root + eps), mu, nu
+    shrunk, rate = rates(lr, decay, p)
+    return shrunk * p - (rate / correction1) * mu / (root + eps), mu, nu
 
 
 def _step_apart(

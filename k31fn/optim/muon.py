@@ -18,7 +18,7 @@ from k31fn.optim.matrices import Matrices
 from k31fn.optim.matrix_owners import MatrixOwners
 from k31fn.optim.matrix_work import on_every_rank, on_owners
 from k31fn.optim.storage import Storage
-from k31fn.optim.transform import Leaves, Transform
+from k31fn.optim.transform import Leaves, Transform, rates
 from k31fn.parallel.axis import Axis
 from k31fn.parallel.fsdp.placement import Placement, Placements
 from k31fn.params import ParamSpec
@@ -147,7 +147,8 @@ class _Muon:
             new_masters = list(masters)
             for i, y in self.orthogonal(directions):
                 p = masters[i]
-                new_p = _unless(skip, p, (1 - lr * self.decays[i]) * p - lr * y.to(p.dtype))
+                shrunk, rate = rates(lr, self.decays[i], p)
+                new_p = _unless(skip, p, shrunk * p - rate * y.to(p.dtype))
                 new_masters[i] = p.copy_(new_p) if donate else new_p
             params, copies = leaves.with_masters(params, new_masters, donate=donate)
             self.storage.settle(masters[0].device)

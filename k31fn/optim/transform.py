@@ -32,7 +32,7 @@ from k31fn import precision, tree
 from k31fn.params import ParamSpec
 from k31fn.typing import Bool, Tensor
 
-__all__ = ["Leaves", "Transform", "Update", "Where", "combine", "non_finite", "select"]
+__all__ = ["Leaves", "Transform", "Update", "Where", "combine", "non_finite", "rates", "select"]
 
 Where = Callable[[str, ParamSpec], bool]
 
@@ -58,7 +58,7 @@ class Update(Protocol):
                 looked at.
             state: from ``init`` or the step before; of the same structure.
             params: the whole parameter tree.
-            lr: learning rate of this step.
+            lr: learning rate of this step; a float64 scalar has the bits of the Python float.
             skip: true: nothing changes (see :func:`non_finite`).
             donate: write into ``params`` and ``state`` and return them.
         """
@@ -133,6 +133,17 @@ def non_finite(values: Any) -> Bool[Tensor, ""]:
     """
     # One flag per leaf, joined on the device: nobody waits for a leaf before the next is looked at.
     return torch.stack([~torch.isfinite(x).all() for x in tree.leaves(values)]).any()
+
+
+def rates(lr: float | Tensor, decay: float, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
+    """``(1 - lr decay, lr)`` as factors of a tensor like this one.
+
+    Each is rounded once to its dtype, as a Python number would be that meets it: a float64 tensor
+    gives the bits of the float.
+    """
+    if not isinstance(lr, Tensor):
+        return 1 - lr * decay, lr
+    return (1 - lr * decay).to(like.dtype), lr.to(like.dtype)
 
 
 def select(condition: Bool[Tensor, ""], on_true: Any, on_false: Any) -> Any:

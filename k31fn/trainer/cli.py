@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -18,6 +19,7 @@ from k31fn.config.files import load_recipe, register_kinds
 from k31fn.config.mesh_checks import check_split
 from k31fn.config.overrides import override
 from k31fn.config.recipe import Recipe
+from k31fn.jit.function import CaptureError
 from k31fn.kernels import choice
 from k31fn.kernels.registry import use_impl
 from k31fn.kernels.warmup.pool import WarmUpError
@@ -25,6 +27,7 @@ from k31fn.layers import kinds
 from k31fn.trainer import folder
 from k31fn.trainer.console import View
 from k31fn.trainer.corpus import load_corpus
+from k31fn.trainer.current_phase import JitMode, check_jit
 from k31fn.trainer.init_source import check_start, settled_base, with_base
 from k31fn.trainer.log import NonFiniteError
 from k31fn.trainer.profile import parse_steps
@@ -53,7 +56,7 @@ CONFIG is a recipe, configs/NAME.py, or a run to go on with, RUN/config.json.
                                                     a process per device; the mesh has as many ranks
 """
 # What a run may end with, with everything saved; anything else is a mistake, with its traceback.
-_FAILURES = (NonFiniteError, CheckpointError, OtherRankError, WarmUpError)
+_FAILURES = (CaptureError, NonFiniteError, CheckpointError, OtherRankError, WarmUpError)
 _DESCRIPTION = (
     "Trains the recipe. Ctrl-C, SIGTERM and --max-minutes end the run after the step under way, "
     "saved."
@@ -81,6 +84,8 @@ class _RunOptions:
         warmup: before the first step compile the kernels in parallel processes, and rehearse a
             step.
         warmup_processes: how many; 0: one per core.
+        jit: whether a step is captured as one graph, which later steps launch: "auto" where that
+            works, "on", "off". The numbers of the run are the same.
         timeout: seconds that a rank waits for the others before the run ends with a report of who
             is missing.
         max_minutes: after which the run ends, once the step under way is through, saved.
@@ -95,6 +100,7 @@ class _RunOptions:
     profile: str = ""
     warmup: bool = False
     warmup_processes: int = 0
+    jit: str = "off"
     timeout: float = 600.0
     max_minutes: float = float("inf")
 
@@ -150,6 +156,7 @@ def _main(args: Sequence[str], process: Process) -> int:
             _check_profile(call)
             device = _device(call.options, process)
             choice.check(kernels, device.type)
+            check_jit(call.recipe, device, call.options.jit)
         except (ValueError, ImportError, OSError) as error:
             return _fail(error, 2)
     # before the first tensor, or the allocator's settings come too late for what it holds by then
@@ -258,6 +265,7 @@ def _run(call: _CliArgs, config: Path, device: torch.device, ranks: Ranks, proce
                 ranks=ranks,
                 profile=parse_steps(options.profile),
                 rehearsal=options.warmup,
+                jit=cast(JitMode, options.jit),
             )
     except (ValueError, ImportError, OSError, *_FAILURES) as error:
         # after an OSError the folder stays: a full disk may have room again

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from k31fn import data, model, optim, tree
 from k31fn.config.phase import spans
 from k31fn.config.recipe import Recipe
@@ -93,7 +95,7 @@ def make_phase_step(layout: RankLayout, step: int) -> Step:
     phase_opt_state = abstract_state(phase).opt_state
 
     def run_step(
-        state: TrainState, batches: Sequence[model.Batch], lr: float
+        state: TrainState, batches: Sequence[model.Batch], lr: float | Tensor
     ) -> tuple[TrainState, Metrics]:
         # The phase's optimiser knows only what it trains: it is given that part of the state, and
         # the rest goes on as it was.

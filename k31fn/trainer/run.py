@@ -15,16 +15,18 @@ from typing import NamedTuple
 import torch
 
 from k31fn import data, model, plot, scopes, trackers
+from k31fn import device as devices
 from k31fn.config.recipe import Recipe
+from k31fn.jit.function import CaptureError
 from k31fn.parallel.collectives import own_index
 from k31fn.trainer.console import View
 from k31fn.trainer.corpus import Corpus
+from k31fn.trainer.current_phase import CurrentPhase, JitMode, begin_phase
 from k31fn.trainer.evaluation import heldout_loss
 from k31fn.trainer.init_source import start_from
 from k31fn.trainer.layout import RankLayout, lay_out
 from k31fn.trainer.log import Log, open_trackers
-from k31fn.trainer.part_metrics import MetricLabels, label
-from k31fn.trainer.phases import learning_rate, make_phase_step, phase_layout
+from k31fn.trainer.phases import learning_rate, phase_layout
 from k31fn.trainer.profile import Profile
 from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.ranks.pending_errors import PendingErrors, do_all
@@ -32,7 +34,7 @@ from k31fn.trainer.ranks.stop import Stop
 from k31fn.trainer.saving import Saves
 from k31fn.trainer.scores import HELDOUT, METRICS, NGRAM, ngram_loss, read_scores
 from k31fn.trainer.state import TrainState, init_state
-from k31fn.trainer.step import Metrics, Step, make_batches, rows_at
+from k31fn.trainer.step import Metrics, make_batches, rows_at
 from k31fn.trainer.warmup import rehearse
 
 __all__ = ["Outcome", "train"]
@@ -63,6 +65,7 @@ def train(
     ranks: Ranks | None = None,
     profile: range = range(0),
     rehearsal: bool = False,
+    jit: JitMode = "off",
 ) -> Outcome:
     """Runs ``recipe`` in its ``folder``, from its newest complete checkpoint if there is one.
 
@@ -80,10 +83,12 @@ def train(
         profile: steps of which a trace is written (:mod:`k31fn.trainer.profile`).
         rehearsal: whether a step that changes nothing comes first
             (:func:`k31fn.trainer.warmup.rehearse`).
+        jit: whether steps are captured (:func:`k31fn.trainer.current_phase.begin_phase`).
 
     Raises:
         ValueError: the folder's checkpoint is not of this recipe.
         NonFiniteError: several steps in a row were not finite.
+        CaptureError: ``jit`` is "on", and a step cannot be captured.
         CheckpointError: a checkpoint could not be written.
         OSError: something else could not be written.
         OtherRankError: one of these on another rank.
@@ -91,7 +96,7 @@ def train(
     ranks = ranks or Ranks()
     # once for the run: what needs it is handed it
     layout = lay_out(recipe, ranks.axes)
-    with _TrainingRun(layout, corpus, folder, device, view, ranks, profile) as run:
+    with _TrainingRun(layout, corpus, folder, device, view, ranks, profile, jit) as run:
         if rehearsal:
             run.rehearse()
         loop(run, stop)
@@ -133,22 +138,6 @@ class _Stopped(Exception):  # noqa: N818 - not an error: it leaves an evaluation
     """A signal came during an evaluation."""
 
 
-class _Phase(NamedTuple):
-    """What the steps of one phase have in common; a run without phases is one.
-
-    Attributes:
-        number: of the phase.
-        layout: of its recipe.
-        step: of the whole run's state.
-        labels: of the step's metrics.
-    """
-
-    number: int
-    layout: RankLayout
-    step: Step
-    labels: MetricLabels
-
-
 class _TrainingRun:
     """A run that goes on; leaving the block saves it.
 
@@ -169,6 +158,7 @@ class _TrainingRun:
         view: View,
         ranks: Ranks,
         profile: range = range(0),
+        jit: JitMode = "off",
     ) -> None:
         recipe = layout.recipe
         self.layout = layout
@@ -181,7 +171,8 @@ class _TrainingRun:
         self._errors = PendingErrors()
         self._tracker: trackers.Tracker = trackers.NoTracker()
         self._saves: Saves | None = None
-        self._phase: _Phase | None = None
+        self._phase: CurrentPhase | None = None
+        self._jit: JitMode = jit
         try:
             self._saves = Saves(
                 layout, folder / "checkpoints", corpus.dataset.fingerprint, view, ranks
@@ -252,20 +243,17 @@ class _TrainingRun:
         """Whether the held-out loss after the steps done is known."""
         return self.done in self._scores.heldout
 
-    def phase(self) -> _Phase:
+    def phase(self) -> CurrentPhase:
         """The phase of the next step."""
         recipe = self.layout.recipe
         number = recipe.phase_of(self.done)
         if self._phase is None or self._phase.number != number:
-            self._phase = _Phase(
-                number,
-                phase_layout(self.layout, self.done),
-                make_phase_step(self.layout, self.done),
-                label(recipe, self.done, self._device),
+            self._phase = begin_phase(
+                self.layout, self.done, self._device, self._jit, self.view.note
             )
         return self._phase
 
-    def next_batches(self, phase: _Phase) -> list[model.Batch]:
+    def next_batches(self, phase: CurrentPhase) -> list[model.Batch]:
         """The micro-batches of the next step."""
         axes = self.layout.axes
         # by the number of the step alone: a run that goes on reads what it would have read
@@ -273,10 +261,14 @@ class _TrainingRun:
             rows = rows_at(self._corpus.dataset, self.done, axes)
             return make_batches(phase.layout.recipe, rows, self._device, axes)
 
-    def step(self, phase: _Phase, batches: list[model.Batch], lr: float) -> Metrics:
+    def step(self, phase: CurrentPhase, batches: list[model.Batch], lr: float) -> Metrics:
         """One step: ``state`` and ``done`` go on."""
         state = self._give_up_state()
-        self.state, metrics = phase.step(state, batches, lr)
+        try:
+            self.state, metrics = phase.step(state, batches, devices.number(lr, self._device))
+        except CaptureError:
+            self.state = state  # the step has not begun
+            raise
         self.done += 1
         return metrics
 
@@ -286,7 +278,7 @@ class _TrainingRun:
         state, self.state = self.state, None
         return state
 
-    def log_step(self, phase: _Phase, metrics: Metrics, lr: float) -> None:
+    def log_step(self, phase: CurrentPhase, metrics: Metrics, lr: float) -> None:
         """Records the step that was just queued, and the trace if it was the last one of it."""
         number = self.done - 1
         tokens = phase.layout.recipe.batch_size * phase.layout.recipe.length

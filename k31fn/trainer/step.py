@@ -70,7 +70,7 @@ class Metrics(NamedTuple):
         return torch.cat([scalars, self.detail]) if isinstance(self.detail, Tensor) else scalars
 
 
-Step = Callable[[TrainState, Sequence[model.Batch], float], tuple[TrainState, Metrics]]
+Step = Callable[[TrainState, Sequence[model.Batch], float | Tensor], tuple[TrainState, Metrics]]
 """``step(state, micro_batches, lr) -> (state, metrics)``; gives up (writes into) the state that it
 is passed.
 """
@@ -144,7 +144,7 @@ def make_step(layout: RankLayout) -> Step:
     measure = make_measure(layout)
 
     def step(
-        state: TrainState, batches: Sequence[model.Batch], lr: float
+        state: TrainState, batches: Sequence[model.Batch], lr: float | Tensor
     ) -> tuple[TrainState, Metrics]:
         with scopes.scope("gradient"):
             sums, grads = gradient(state, batches)

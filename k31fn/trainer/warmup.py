@@ -188,6 +188,7 @@ def rehearse(
     unlabelled = dataclasses.replace(rows, labels=torch.full_like(rows.labels, losses.IGNORED))
     # the step counts itself although it is skipped, and the run must not be one ahead
     done = state.step
-    new, _ = step(state, make_batches(recipe, unlabelled, device, axes), 0.0)
+    batches = make_batches(recipe, unlabelled, device, axes)
+    new, _ = step(state, batches, devices.number(0.0, device))
     devices.synchronize(device)
     return dataclasses.replace(new, step=done), time.perf_counter() - began
