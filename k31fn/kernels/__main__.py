@@ -20,18 +20,21 @@ from k31fn.kernels.registry import OPS, Implementation, Op, load_all
 __all__ = ["main"]
 
 
-def _table(kind: str) -> list[tuple[str, str, str, str]]:
-    """(op, implementation, device types, whether it runs on a device of this kind or why not),
-    header first.
+_Row = tuple[str, str, str, str, str]
+
+
+def _table(kind: str) -> list[_Row]:
+    """(op, implementation, device types, whether it runs on a device of this kind or why not, why a
+    graph cannot hold it), header first.
     """
-    rows = [("op", "implementation", "devices", f"on {kind}")]
+    rows = [("op", "implementation", "devices", f"on {kind}", "")]
     for op in sorted(OPS.values(), key=lambda op: op.name):
         rows += _rows(op, kind)
     return rows
 
 
-def _rows(op: Op, kind: str) -> list[tuple[str, str, str, str]]:
-    rows = []
+def _rows(op: Op, kind: str) -> list[_Row]:
+    rows: list[_Row] = []
     taken: set[torch.dtype] = set()  # by implementations before this one
     takes_all = False  # whether one of them takes every dtype
     for impl in op.implementations.values():
@@ -44,15 +47,14 @@ def _rows(op: Op, kind: str) -> list[tuple[str, str, str, str]]:
                 state += f" for {names}"
             taken.update(impl.dtypes)
             takes_all = takes_all or not impl.dtypes
-        if impl.no_capture:
-            state += f"; in no graph: {impl.no_capture}"
-        rows.append((op.name, impl.name, ",".join((*impl.devices, *impl.on_request)), state))
+        places = ",".join((*impl.devices, *impl.on_request))
+        rows.append((op.name, impl.name, places, state, impl.no_capture))
     # registered, whether it can run here or not: where it cannot, a call raises
     registered = [impl for impl in op.implementations.values() if kind in impl.devices]
     state = "default for other dtypes" if registered else "default"
     if not all(impl.dtypes for impl in registered):
         state = "on request"
-    return [*rows, (op.name, "reference", "all", state)]
+    return [*rows, (op.name, "reference", "all", state, "")]
 
 
 def _state(impl: Implementation, kind: str) -> str:
@@ -93,9 +95,11 @@ def main() -> None:
     widths = []
     for column in zip(*rows, strict=True):
         widths.append(max(map(len, column)))
-    for *cells, last in rows:
+    for *cells, state, no_capture in rows:
+        if no_capture:
+            state += f"; in no graph: {no_capture}"
         # the last column is a reason of any length: nothing stands behind it
-        print(*map(str.ljust, cells, widths), last, sep="  ")
+        print(*map(str.ljust, cells, widths), state, sep="  ")
 
 
 if __name__ == "__main__":

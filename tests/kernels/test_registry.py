@@ -202,6 +202,11 @@ def test_the_table_has_the_adapters_and_why_they_do_not_run(monkeypatch: pytest.
     assert there["topk", "reference"] == "default"
     assert there["grouped_matmul", "ragged"] == "default"
     assert there["grouped_matmul", "reference"] == "on request"
+    captured = {row[:2]: row[4] for row in _table("npu")}
+    reads = "the number of rows per expert is read on the host"
+    assert captured["grouped_matmul", "ragged"] == captured["grouped_matmul", "buckets"] == reads
+    assert captured["attention", "npu"].startswith("CANN's operator takes the lengths")
+    assert not captured["rms_norm", "npu"]
     monkeypatch.setattr(device, "missing_operators", lambda *_: "")
     found = {row[:2]: row[3] for row in _table("npu")}
     assert found["rms_norm", "npu"] == "default for bfloat16, float32"
