@@ -4,7 +4,8 @@ the dialect.
 ``builds(kind)`` lists what is compiled for a kind of device, and refuses a registry that would
 leave something out: a file of kernels that no implementation names, an op without a forward kernel,
 or without a backward one where it has gradients, a kernel that no device's list has, or no kernel
-at all. ``dialect(path)`` lists what a file uses that not all backends have.
+at all. ``dialect(path)`` lists what a file uses that not all backends have, or compile to what the
+interpreter does not do.
 """
 
 from __future__ import annotations
@@ -117,4 +118,32 @@ def dialect(path: Path, source: str | None = None) -> list[str]:
             if given.get("input_precision") != "'ieee'":
                 fault = "tl.dot: input_precision='ieee', or float32 is cut to tf32 on CUDA"
                 found.append((node.lineno, fault))
+        if isinstance(node, ast.FunctionDef):
+            found += _second_names(node)
     return [f"{line}: {what}" for line, what in sorted(found)]
+
+
+def _second_names(function: ast.FunctionDef) -> list[tuple[int, str]]:
+    """Names that are a second one of a value when a loop begins which sets both.
+
+    Triton (3.6, 3.9) carries a variable through a loop only if its body gives it another value than
+    it had. With ``b = a`` before, ``b = a`` in the loop is no change, and b stays what it was; the
+    interpreter does what Python does, so no test on a CPU sees it.
+    """
+    found: list[tuple[int, str]] = []
+    second: dict[str, ast.Name] = {}
+    for node in function.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            target = node.targets[0]
+            if isinstance(node.value, ast.Name):
+                second[target.id] = node.value
+            else:
+                second.pop(target.id, None)
+        if isinstance(node, ast.For):
+            names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+            stored = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+            for name, value in second.items():
+                if name in stored and value.id in stored:
+                    fault = f"{name} = {value.id}: the loop would not carry both; make two values"
+                    found.append((value.lineno, fault))
+    return found

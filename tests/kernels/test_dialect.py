@@ -48,6 +48,7 @@ def test_kernels_keep_to_the_dialect(path) -> None:
         ("    tl.dot(a, b, input_precision='tf32')", "tf32"),
         ("    x = tl.make_block_ptr(p)", "masks"),
         ("    x = tl.cumsum(a, 0)", "triangular"),
+        ("    x = a\n    for _ in range(3):\n        x = a\n        a = b + p", "carry both"),
     ],
 )
 def test_what_is_not_in_the_dialect_is_found(line: str, reason: str) -> None:
