@@ -57,6 +57,21 @@ def test_three_inputs_of_unlike_widths_share_the_launch():
         )
 
 
+def test_a_device_that_takes_one_input_at_once(monkeypatch):
+    """As Ascend: a launch for each."""
+    monkeypatch.setattr(kernels, "_at_once", lambda kind: 1)
+    with poisoned():
+        args = inputs([[1, 1, 2]], 2, 3)
+        assert_op_matches(
+            short_conv,
+            "triton",
+            (*args, histories(args[0])),
+            **FLOAT32,
+            reference_dtype=torch.float64,
+            vmap_grad=False,
+        )
+
+
 def test_history():
     """The history belongs to the document of the row's first token, and gets its gradient."""
     with poisoned():

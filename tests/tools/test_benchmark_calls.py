@@ -15,6 +15,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "tiny.py")
     ("name", "arguments", "said"),
     [
         ("attn_res", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
+        ("kda_layer", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
         ("mhc", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
         ("mhc", ["--device", "gpu"], "device='gpu' must be one of"),
         ("fp8", ["--device", "cpu"], "on the cpu only --small"),

@@ -22,23 +22,26 @@ __all__ = ["short_conv_backward", "short_conv_forward"]
 
 
 @triton.jit
-def _pick(i, first, second, third):
+def _pick(i, first, second, third, SEVERAL: tl.constexpr):
     """The pointer, or the number, of input i."""
+    picked = first
     # A chain of selects, since pointers in an array would be loaded from memory first.
-    return tl.where(i == 2, third, tl.where(i == 1, second, first))
+    if SEVERAL:
+        picked = tl.where(i == 2, third, tl.where(i == 1, second, first))
+    return picked
 
 
 @triton.jit
-def _place(block, channels0, channels1, channels2, BLOCK: tl.constexpr):
+def _place(block, channels0, channels1, channels2, BLOCK: tl.constexpr, SEVERAL: tl.constexpr):
     """The input that a block of channels is of, its channels, the block's first one there, and the
     channels of the inputs before.
     """
     until0 = tl.cdiv(channels0, BLOCK)
     until1 = until0 + tl.cdiv(channels1, BLOCK)
     i = tl.where(block >= until1, 2, tl.where(block >= until0, 1, 0))
-    channels = _pick(i, channels0, channels1, channels2)
-    first = (block - _pick(i, 0, until0, until1)) * BLOCK
-    return i, channels, first, _pick(i, 0, channels0, channels0 + channels1)
+    channels = _pick(i, channels0, channels1, channels2, SEVERAL)
+    first = (block - _pick(i, 0, until0, until1, SEVERAL)) * BLOCK
+    return i, channels, first, _pick(i, 0, channels0, channels0 + channels1, SEVERAL)
 
 
 @triton.jit
@@ -192,7 +195,7 @@ def short_conv_forward(
     history1_ptr, history2_ptr, y0_ptr, y1_ptr, y2_ptr, channels0, channels1, channels2, batch,
     length, per_group, x_apart, weight_apart, ids_apart, history_apart, W: tl.constexpr, CHUNK:
     tl.constexpr, BLOCK: tl.constexpr, HISTORY: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SEVERAL: tl.constexpr,
 ):
 # fmt: on
     """``SiLU(conv(x))`` of up to three inputs; ``apart``: 1 where each group has its own, else
@@ -205,16 +208,17 @@ def short_conv_forward(
         # Neighbouring programs take neighbouring channels of the same tokens.
         row = group * 0 + p // (chunks * across)  # 64 bits
         first = group * 0 + (p // across) % chunks * CHUNK
-        i, channels, begin, _ = _place(p % across, channels0, channels1, channels2, BLOCK)
+        block = p % across
+        i, channels, begin, _ = _place(block, channels0, channels1, channels2, BLOCK, SEVERAL)
         channel = begin + tl.arange(0, BLOCK)
         inside = channel < channels
-        x_row = _pick(i, x0_ptr, x1_ptr, x2_ptr)
+        x_row = _pick(i, x0_ptr, x1_ptr, x2_ptr, SEVERAL)
         x_row += (group * x_apart * batch + row) * length * channels
-        history = _pick(i, history0_ptr, history1_ptr, history2_ptr)
+        history = _pick(i, history0_ptr, history1_ptr, history2_ptr, SEVERAL)
         history += (group * history_apart * batch + row) * (W - 1) * channels
         ids = ids_ptr + (group * ids_apart * batch + row) * length
-        out = _pick(i, y0_ptr, y1_ptr, y2_ptr) + (group * batch + row) * length * channels
-        taps = _pick(i, weight0_ptr, weight1_ptr, weight2_ptr)
+        out = _pick(i, y0_ptr, y1_ptr, y2_ptr, SEVERAL) + (group * batch + row) * length * channels
+        taps = _pick(i, weight0_ptr, weight1_ptr, weight2_ptr, SEVERAL)
         taps += group * weight_apart * channels * W
         w0 = _tap(taps, channel, inside, 0, W)
         w1 = _tap(taps, channel, inside, 1, W)
@@ -381,7 +385,7 @@ def short_conv_backward(
     d_history0_ptr, d_history1_ptr, d_history2_ptr, part_ptr, channels0, channels1, channels2,
     batch, length, per_group, x_apart, weight_apart, ids_apart, history_apart, ct_apart, W:
     tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, HISTORY: tl.constexpr, SPLIT:
-    tl.constexpr, STAGES: tl.constexpr,
+    tl.constexpr, STAGES: tl.constexpr, SEVERAL: tl.constexpr,
 ):
     """Gradients of inputs and histories, and of the taps by chunk of tokens."""
     group = (tl.program_id(0) // per_group).to(tl.int64)
@@ -394,21 +398,22 @@ def short_conv_backward(
         chunk = group * 0 + (p // across) % chunks
         first = chunk * CHUNK - lead
         end = tl.minimum(first + CHUNK, length)
-        i, channels, begin, past = _place(p % across, channels0, channels1, channels2, BLOCK)
+        block = p % across
+        i, channels, begin, past = _place(block, channels0, channels1, channels2, BLOCK, SEVERAL)
         channel = begin + tl.arange(0, BLOCK)
         inside = channel < channels
-        x_row = _pick(i, x0_ptr, x1_ptr, x2_ptr)
+        x_row = _pick(i, x0_ptr, x1_ptr, x2_ptr, SEVERAL)
         x_row += (group * x_apart * batch + row) * length * channels
-        history = _pick(i, history0_ptr, history1_ptr, history2_ptr)
+        history = _pick(i, history0_ptr, history1_ptr, history2_ptr, SEVERAL)
         history += (group * history_apart * batch + row) * (W - 1) * channels
         ids = ids_ptr + (group * ids_apart * batch + row) * length
-        ct_row = _pick(i, ct0_ptr, ct1_ptr, ct2_ptr)
+        ct_row = _pick(i, ct0_ptr, ct1_ptr, ct2_ptr, SEVERAL)
         ct_row += (group * ct_apart * batch + row) * length * channels
-        d_x_row = _pick(i, d_x0_ptr, d_x1_ptr, d_x2_ptr)
+        d_x_row = _pick(i, d_x0_ptr, d_x1_ptr, d_x2_ptr, SEVERAL)
         d_x_row += (group * batch + row) * length * channels
-        d_history = _pick(i, d_history0_ptr, d_history1_ptr, d_history2_ptr)
+        d_history = _pick(i, d_history0_ptr, d_history1_ptr, d_history2_ptr, SEVERAL)
         d_history += (group * batch + row) * (W - 1) * channels
-        taps = _pick(i, weight0_ptr, weight1_ptr, weight2_ptr)
+        taps = _pick(i, weight0_ptr, weight1_ptr, weight2_ptr, SEVERAL)
         taps += group * weight_apart * channels * W
         w0 = _tap(taps, channel, inside, 0, W)
         w1 = _tap(taps, channel, inside, 1, W)

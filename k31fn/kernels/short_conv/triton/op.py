@@ -9,6 +9,7 @@ alone.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -150,10 +151,16 @@ def _grid(launch: _Launch, chunks: int, tile: Tile) -> int:
 
 
 def _constants(kind: str, tile: Tile, width: int, history: bool) -> dict[str, Any]:
+    constants = {"W": width, "CHUNK": CHUNK, "HISTORY": history, "BLOCK": tile.columns}
     # Ascend's compiler would plan memory for both walks.
-    split = kind != "npu"
-    of_tile = {"BLOCK": tile.columns, "STAGES": tile.stages}
-    return {"W": width, "CHUNK": CHUNK, "HISTORY": history, "SPLIT": split, **of_tile}
+    walks = {"SPLIT": kind != "npu", "STAGES": tile.stages}
+    return {**constants, **walks, "SEVERAL": _at_once(kind) > 1}
+
+
+def _at_once(kind: str) -> int:
+    """Inputs that a launch takes."""
+    # Ascend's compiler refuses a pointer that is known only when the kernel runs.
+    return 1 if kind == "npu" else _MOST
 
 
 def _launch_forward(count: int, *given: Tensor) -> tuple[Tensor, ...]:
@@ -161,9 +168,14 @@ def _launch_forward(count: int, *given: Tensor) -> tuple[Tensor, ...]:
     weights = given[count : 2 * count]
     ids = given[2 * count]
     histories = given[2 * count + 1 :]
+    kind = ids.device.type
+    if count > _at_once(kind):
+        outs = []
+        for i in range(count):
+            outs += _launch_forward(1, inputs[i], weights[i], ids, *histories[i : i + 1])
+        return tuple(outs)
     launch = _launch([inputs, weights, [ids], histories])
     outs = [x.new_empty((launch.groups, *x.shape[1:])) for x in inputs]
-    kind = ids.device.type
     tile = _TILES[kind][0]
     per_group = _grid(launch, triton.cdiv(launch.length, CHUNK), tile)
     short_conv_forward[(launch.groups * per_group,)](
@@ -186,6 +198,14 @@ def _launch_backward(count: int, *given: Tensor) -> tuple[Tensor, ...]:
     ids = given[2 * count]
     cts = given[2 * count + 1 : 3 * count + 1]
     histories = given[3 * count + 1 :]
+    kind = ids.device.type
+    if count > _at_once(kind):
+        grads = []
+        for i in range(count):
+            one = (inputs[i], weights[i], ids, cts[i], *histories[i : i + 1])
+            grads.append(_launch_backward(1, *one))
+        # From the gradients of each input to all inputs', all weights' and all histories'.
+        return tuple(itertools.chain(*zip(*grads, strict=True)))
     launch = _launch([inputs, weights, [ids], histories, cts])
     groups = launch.groups
     batch = launch.batch
@@ -195,7 +215,6 @@ def _launch_backward(count: int, *given: Tensor) -> tuple[Tensor, ...]:
     d_histories = [h.new_empty((groups, *h.shape[1:])) for h in histories]
     chunks = triton.cdiv(launch.length + (width - 1 if histories else 0), CHUNK)
     parts = ids.new_empty((groups, batch * chunks, width, total), dtype=torch.float32)
-    kind = ids.device.type
     tile = _TILES[kind][1]
     per_group = _grid(launch, chunks, tile)
     short_conv_backward[(groups * per_group,)](
