@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from k31fn import device as devices
-from k31fn import metrics
+from k31fn import metrics, regular_files
 from k31fn.checkpoint.errors import CheckpointError
 from k31fn.config.files import load_recipe
 from k31fn.config.overrides import override
@@ -219,7 +219,7 @@ def _report(runs: Runs, steps: Sequence[Step], where: Path) -> int:
 def _fail(error: BaseException, status: int) -> int:
     # notes say which field or file an error was met in
     for line in (str(error), *getattr(error, "__notes__", ())):
-        print(f"k31fn.pair: {line}", file=sys.stderr)
+        print(f"k31fn.pair: {regular_files.shown(line)}", file=sys.stderr)
     return status
 
 
