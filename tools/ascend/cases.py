@@ -46,6 +46,13 @@ def _kda() -> tuple[Any, ...]:
     return q, k, torch.randn(shape), g, torch.rand(1, 40, 1), ids, state
 
 
+def _gdn() -> tuple[Any, ...]:
+    """Two documents and padding over three tiles; some decays leave nothing."""
+    q, k, v, g, beta, ids, state = _kda()
+    g = torch.where(torch.rand(1, 40, 1) < 0.1, -1e3, g[..., 0])
+    return q, k, v, g, beta, ids, state
+
+
 def _fp8_encode_cases() -> tuple[Case, ...]:
     cases = []
     dtypes = (torch.bfloat16, torch.float32)
@@ -99,6 +106,7 @@ CASES = {
     "attn_res": (Case(_attn_res, 2e-5),),
     "fp8_encode": _fp8_encode_cases(),
     "kda": (Case(_kda, 2e-5),),
+    "gdn": (Case(_gdn, 2e-5),),
     "kda_gates": (Case(_kda_gates, 2e-5),),
     "gated_norm": (Case(_gated_norm, 2e-5),),
     "short_conv": tuple(

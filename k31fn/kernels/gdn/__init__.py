@@ -35,13 +35,33 @@ fragment of a row do to the state, for context parallelism, as ``kda_fragment`` 
 k^T)``. S belongs to the document of the fragment's first token, so ``transition`` is 0 when another
 document begins inside; a fragment of padding gives ``state = 0`` and ``transition = I``. Gradients
 flow to ``k v g beta``, to any order in the reference.
+``triton`` is ``gdn`` for K and V of 16 to 128, in bfloat16 (operands; sums in float32) and float32,
+with first derivatives only. Between forward and backward it keeps the inputs and one state per
+segment of some thousand tokens and head. Padding may hold anything, NaN too.
 """
+
+import torch
 
 from k31fn.kernels.gdn.reference import gdn as _reference
 from k31fn.kernels.gdn.reference import gdn_fragment as _fragment
-from k31fn.kernels.registry import Op
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
+from k31fn.kernels.registry import Implementation, Op
 
 __all__ = ["gdn", "gdn_fragment"]
 
+_TRITON = "k31fn.kernels.gdn.triton.op"
+
 gdn = Op("gdn", _reference)
+gdn.register(
+    Implementation(
+        "triton",
+        ("cuda", "npu"),
+        lazily(_TRITON, "gdn"),
+        lazily(_TRITON, "accepts"),
+        dtypes=(torch.bfloat16, torch.float32),
+        on_request=ON_REQUEST,
+        missing=missing_triton,
+        kernels=_TRITON,
+    )
+)
 gdn_fragment = Op("gdn_fragment", _fragment)

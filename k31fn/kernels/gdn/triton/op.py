@@ -1,0 +1,382 @@
+# pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""Gated DeltaNet by Triton kernels: segments of tiles, each prepared, scanned, and in the backward
+differentiated.
+
+A decay that is one number per token needs no factors in range, so tiles may be longer than KDA's:
+fewer states for the backward, and fewer steps of the scans. These are KDA's own
+(:mod:`k31fn.kernels.kda.triton.scans`), which take any length of a tile.
+
+Forward, a segment: :mod:`~.prepare`, then the scan. Between forward and backward live the inputs
+and one state per segment and head. Backward, last segment first: the factors again, the states that
+come into the tiles, the gradients of those that leave, and from both the gradients of the inputs
+(:mod:`~.gradients`). No atomics: every number is a sum in one order, whatever the run. First order
+only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k31fn.autodiff.custom_vjp import custom_vjp
+from k31fn.kernels.gdn.triton.gradients import gdn_gradients
+from k31fn.kernels.gdn.triton.prepare import gdn_prepare
+from k31fn.kernels.kda.recurrence import KdaOut
+from k31fn.kernels.kda.triton.scans import kda_adjoint, kda_scan, kda_states
+from k31fn.kernels.launch import INTERPRETED, Build, Tile, grouped
+
+__all__ = ["accepts", "builds", "gdn"]
+
+_WIDTHS = (16, 32, 64, 128)
+
+
+class _Tiles(NamedTuple):
+    """Tokens of a tile, and a cut per kernel. ``columns``: of V (of K in ``gradients``) that a
+    program or a step has; ``rows``: tiles of tokens that a program has.
+    """
+
+    tokens: int
+    prepare: Tile
+    scan: Tile
+    states: Tile
+    adjoint: Tile
+    gradients: Tile
+
+
+# per kind of device; "cuda32": float32 operands there, whose products run without matrix units
+_TILES = {
+    "cuda": _Tiles(
+        tokens=64,
+        prepare=Tile(warps=8, columns=64, stages=1),
+        scan=Tile(warps=8, columns=64, stages=3),
+        states=Tile(warps=8, columns=64, stages=3),
+        adjoint=Tile(warps=8, columns=64, stages=2),
+        gradients=Tile(warps=8, columns=64, stages=1),
+    ),
+    "cuda32": _Tiles(
+        tokens=16,
+        prepare=Tile(warps=4, columns=64, stages=1),
+        scan=Tile(warps=4, columns=32, stages=1),
+        states=Tile(warps=4, columns=32, stages=1),
+        adjoint=Tile(warps=4, columns=32, stages=1),
+        gradients=Tile(warps=4, columns=32, stages=1),
+    ),
+    "npu": _Tiles(
+        tokens=16,
+        prepare=Tile(columns=64, stages=1),
+        scan=Tile(columns=8, stages=1),
+        states=Tile(columns=32, stages=1),
+        adjoint=Tile(columns=16, stages=1),
+        gradients=Tile(columns=32, stages=1),
+    ),
+    "cpu": _Tiles(32, *(Tile(rows=2, columns=16, stages=1),) * 5),
+}
+# tokens times heads of a segment: at widths of 128 in bfloat16 a tile of 64 takes 160 KB in the
+# backward, so 2 GB
+_SEGMENT = 786432
+_SHORTEST = 256  # tokens of a segment: each costs a state, and the scans some time to begin
+
+
+def accepts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ids: Tensor,
+    initial_state: Tensor | tuple[()] = (),
+) -> str:
+    """Why the kernels cannot run, or nothing."""
+    if q.ndim != 4 or not q.numel():
+        return f"q is [B T H K] with at least one token, got {list(q.shape)}"
+    width, columns = q.shape[-1], v.shape[-1]
+    if width not in _WIDTHS or columns not in _WIDTHS:
+        return f"K and V are one of 16, 32, 64, 128, got K = {width}, V = {columns}"
+    if k.shape != q.shape or v.shape[:-1] != q.shape[:-1]:
+        shapes = [list(x.shape) for x in (q, k, v)]
+        return f"q and k are [B T H K] and v [B T H V], got {shapes}"
+    if g.shape != q.shape[:-1] or beta.shape != q.shape[:-1] or ids.shape != q.shape[:2]:
+        shapes = [list(x.shape) for x in (g, beta, ids)]
+        return f"g and beta are [B T H] and ids [B T], got {shapes}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+    state = () if isinstance(initial_state, tuple) else (initial_state,)
+    if torch.float64 in [x.dtype for x in (g, beta, *state)]:
+        return "g, beta and initial_state are at most float32, got float64 beside q, k and v"
+    expected = (q.shape[0], q.shape[2], width, columns)
+    if state and state[0].shape != expected:
+        return f"initial_state is {list(expected)}, got {list(state[0].shape)}"
+    return ""
+
+
+def gdn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ids: Tensor,
+    initial_state: Tensor | tuple[()] = (),
+) -> KdaOut:
+    """The op; contract in :mod:`k31fn.kernels.gdn`."""
+    if isinstance(initial_state, tuple):
+        shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+        initial_state = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    o, state = _gdn(*(x[None] for x in (q, k, v, g, beta, ids, initial_state)))
+    return KdaOut(o.squeeze(0), state.squeeze(0))
+
+
+def _fwd(*operands: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    o, state, *rest = grouped(_launch_forward, *operands)
+    return (o, state), (*operands, *rest)
+
+
+def _bwd(residuals: tuple[Tensor, ...], ct: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
+    *d_inputs, d_state = grouped(_launch_backward, *residuals, *ct)
+    return *d_inputs, None, d_state
+
+
+_gdn = custom_vjp(_fwd, _bwd, opaque=True, name="gdn (triton)")
+
+
+class _Shape(NamedTuple):
+    """Sizes of a launch. A line is a head of a row of a group."""
+
+    groups: int
+    rows: int
+    tokens: int
+    heads: int
+    width: int
+    columns: int
+
+    @property
+    def lines(self) -> int:
+        return self.groups * self.rows * self.heads
+
+
+def _folded(operands: tuple[Tensor, ...]) -> tuple[_Shape, list[Tensor]]:
+    """Sizes, and the operands with groups and rows as one dimension.
+
+    What samples share under vmap is copied for each.
+    """
+    groups = max(x.shape[0] for x in operands)
+    if groups > 1:
+        operands = tuple(x.expand(groups, *x.shape[1:]) for x in operands)
+    q, v = operands[0], operands[2]
+    return _Shape(groups, *q.shape[1:], v.shape[-1]), [
+        x.flatten(0, 1).contiguous() for x in operands
+    ]
+
+
+def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
+    """o, the state after all tokens, the state before each segment, and the tokens of each row
+    before its padding.
+    """
+    shape, (q, k, v, g, beta, ids, before) = _folded(operands)
+    kind = _kind(q)
+    stop = (ids > 0).sum(-1, dtype=torch.int32)
+    tiles = triton.cdiv(shape.tokens, _TILES[kind].tokens)
+    longest = max(_SHORTEST, _SEGMENT // shape.lines) // _TILES[kind].tokens
+    count = triton.cdiv(tiles, longest)
+    size = triton.cdiv(tiles, count)
+    count = triton.cdiv(tiles, size)
+    factors = _factors(q, shape, kind, size)
+    states = q.new_empty((shape.lines, count + 1, shape.width, shape.columns), dtype=torch.float32)
+    o = torch.empty_like(v)
+    for i in range(count):
+        span = (shape.tokens, i * size, min(size, tiles - i * size))
+        _prepare(kind, shape, (q, k, v, g, beta, ids, stop), factors, span)
+        if i == 0:  # The first kernel is under way by now.
+            states[:, 0] = before.flatten(0, 1)
+        given = _given(kind, "scan", shape, q.dtype)
+        kda_scan[(shape.lines * (shape.columns // given["BLOCK"]),)](
+            factors.wq,
+            factors.kf,
+            factors.u,
+            factors.p,
+            factors.d,
+            states[:, i],
+            o,
+            *span,
+            size,
+            states.stride(0),
+            **given,
+        )
+    unfold = (shape.groups, shape.rows)
+    states = states.unflatten(0, (*unfold, shape.heads))
+    after = states[:, :, :, -1].clone()
+    return o.unflatten(0, unfold), after, states[:, :, :, :-1], stop.unflatten(0, unfold)
+
+
+def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, g, beta and the state before all tokens."""
+    shape, (q, k, v, g, beta, ids, before, states, stop, d_o, d_after) = _folded(operands)
+    kind = _kind(q)
+    count = states.shape[2]
+    states = states.flatten(0, 1)
+    all_tiles = triton.cdiv(shape.tokens, _TILES[kind].tokens)
+    size = triton.cdiv(all_tiles, count)
+    d_q = torch.empty_like(q)
+    d_k = torch.empty_like(k)
+    d_v = torch.empty_like(v)
+    factors = _factors(q, shape, kind, size)
+    wq, kf, u, p, inverse, d = factors
+    # states that come into the tiles and minus the gradients of those that leave; Y
+    s = _low(q, shape, size, shape.columns, shape.width)
+    ds = torch.empty_like(s)
+    y = _low(q, shape, size, _TILES[kind].tokens, shape.columns)
+    d_state = d_after.to(torch.float32, copy=True)
+    of_gradients = _given(kind, "gradients", shape, q.dtype)
+    blocks = shape.width // of_gradients["BLOCK"]
+    # by blocks of features, which torch adds in order
+    d_beta, d_g = q.new_empty((2, blocks, *beta.shape), dtype=torch.float32)
+    for i in reversed(range(count)):
+        tiles = min(size, all_tiles - i * size)
+        span = (shape.tokens, i * size, tiles)
+        _prepare(kind, shape, (q, k, v, g, beta, ids, stop), factors, span)
+        given = _given(kind, "states", shape, q.dtype)
+        kda_states[(shape.lines * (shape.columns // given["BLOCK"]),)](
+            wq, kf, u, d, states[:, i], s, y, tiles, states.stride(0), **given
+        )
+        given = _given(kind, "adjoint", shape, q.dtype)
+        kda_adjoint[(shape.lines * (shape.columns // given["BLOCK"]),)](
+            wq, kf, p, inverse, d, d_o, stop, d_state, ds, d_v, *span, **given
+        )
+        gdn_gradients[(shape.lines * triton.cdiv(tiles, of_gradients["PER"]) * blocks,)](
+            q,
+            k,
+            g,
+            beta,
+            ids,
+            stop,
+            d_o,
+            s,
+            ds,
+            y,
+            d_v,
+            d_q,
+            d_k,
+            d_beta,
+            d_g,
+            *span,
+            q.shape[0],
+            **of_gradients,
+        )
+    of_tokens = (d_q, d_k, d_v, d_g.sum(0).to(g.dtype), d_beta.sum(0).to(beta.dtype))
+    grads = (*of_tokens, d_state.to(before.dtype))
+    return tuple(x.unflatten(0, (shape.groups, shape.rows)) for x in grads)
+
+
+class _Factors(NamedTuple):
+    """What :func:`gdn_prepare` writes, for the tiles of a segment."""
+
+    wq: Tensor
+    kf: Tensor
+    u: Tensor
+    p: Tensor
+    inverse: Tensor
+    d: Tensor
+
+
+def _factors(q: Tensor, shape: _Shape, kind: str, tiles: int) -> _Factors:
+    C, K, V = _TILES[kind].tokens, shape.width, shape.columns
+    sizes = ((2 * C, K), (C, K), (V, C), (C, C), (C, C))
+    d = q.new_empty((shape.lines, tiles, K), dtype=torch.float32)
+    return _Factors(*(_low(q, shape, tiles, *size) for size in sizes), d)
+
+
+def _low(q: Tensor, shape: _Shape, tiles: int, *size: int) -> Tensor:
+    """A matrix for each tile, as the kernels multiply it: the interpreter cannot multiply
+    bfloat16.
+    """
+    dtype = torch.float32 if INTERPRETED else q.dtype
+    return q.new_empty((shape.lines, tiles, *size), dtype=dtype)
+
+
+def _prepare(
+    kind: str,
+    shape: _Shape,
+    operands: tuple[Tensor, ...],
+    factors: _Factors,
+    span: tuple[int, int, int],
+) -> None:
+    given = _given(kind, "prepare", shape, operands[0].dtype)
+    grid = (shape.lines * triton.cdiv(span[2], given["PER"]),)
+    gdn_prepare[grid](*operands, *factors, *span, **given)
+
+
+def _kind(q: Tensor) -> str:
+    """The key of ``_TILES``: float32 on CUDA has its own."""
+    wide = q.dtype == torch.float32 and q.device.type == "cuda"
+    return "cuda32" if wide else q.device.type
+
+
+# kernels and their constants
+_KERNELS = {
+    "prepare": (gdn_prepare, "H K V C DOUBLINGS VBLOCK PER STAGES LOW HALF"),
+    "scan": (kda_scan, "H K V C BLOCK STAGES STACKED MARKS LOW"),
+    "states": (kda_states, "K V C BLOCK STAGES LOW"),
+    "adjoint": (kda_adjoint, "H K V C BLOCK STAGES LOW"),
+    "gradients": (gdn_gradients, "H K V C BLOCK PER STAGES LOW HALF"),
+}
+
+
+def _given(kind: str, name: str, shape: _Shape, dtype: torch.dtype) -> dict[str, Any]:
+    """Constants and options of a launch."""
+    tile = getattr(_TILES[kind], name)
+    return {**_constants(kind, name, shape, dtype), "num_warps": tile.warps}
+
+
+def _constants(kind: str, name: str, shape: _Shape, dtype: torch.dtype) -> dict[str, Any]:
+    tile = getattr(_TILES[kind], name)
+    matrix_units = dtype == torch.bfloat16 and not INTERPRETED
+    constants = {
+        "H": shape.heads,
+        "K": shape.width,
+        "V": shape.columns,
+        "C": _TILES[kind].tokens,
+        "DOUBLINGS": _TILES[kind].tokens.bit_length() - 2,
+        "BLOCK": min(tile.columns, shape.width if name == "gradients" else shape.columns),
+        "VBLOCK": min(tile.columns, shape.columns),
+        "PER": tile.rows,
+        "STAGES": tile.stages,
+        "STACKED": kind.startswith("cuda"),
+        "MARKS": 1,
+        "LOW": tl.bfloat16 if matrix_units else tl.float32,
+        "HALF": tl.float16 if matrix_units else tl.float32,
+    }
+    return {constant: constants[constant] for constant in _KERNELS[name][1].split()}
+
+
+_WIDE = ("g_ptr", "beta_ptr", "d_ptr", "before_ptr", "state_ptr", "d_state_ptr")
+
+
+def builds(kind: str) -> list[Build]:
+    """What is compiled for 96 heads of 128 on a kind of device, in the dtype that it trains in."""
+    shape = _Shape(1, 1, 8192, 96, 128, 128)
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    listed: list[Build] = []
+    for name, (kernel, _) in _KERNELS.items():
+        constants = _constants(kind, name, shape, dtype)
+        direction = "forward" if name in ("prepare", "scan") else "backward"
+        types = {n: _type(n, dtype) for n in kernel.arg_names if n not in constants}
+        tile = getattr(_TILES[kind], name)
+        listed.append(
+            Build(f"gdn_{name}", kernel, types, constants, direction, tile, ("line_step",))
+        )
+    return listed
+
+
+def _type(name: str, dtype: torch.dtype) -> str:
+    """Triton's type of a kernel's argument, as the layer calls the op."""
+    if not name.endswith("_ptr"):
+        return "i32"
+    if name in ("ids_ptr", "stop_ptr"):
+        return "*i64" if name == "ids_ptr" else "*i32"
+    wide = dtype == torch.float32 or name in (*_WIDE, "d_beta_ptr", "d_g_ptr")
+    return "*fp32" if wide else "*bf16"

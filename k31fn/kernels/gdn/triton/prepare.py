@@ -1,0 +1,118 @@
+# pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+"""The factors of every tile of C tokens, which need no state. With E the decays between two tokens
+of a document, G and F those from the tile's first token and to its last, d that of all, b = beta::
+
+    L, P = E * K K^T, E * Q K^T         lower        T = (I + strict(L) diag(b))^-1
+    W, U = T R diag(G) K, T V        -R diag(G) Q        P diag(b)        diag(b F) K        d
+
+R keeps the rows of the document that the incoming state belongs to. They are what KDA's scans take
+(:mod:`k31fn.kernels.kda.triton.scans`), so d is stored once per channel.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from k31fn.kernels.gdn.triton.shared import decays
+from k31fn.kernels.kda.triton.shared import documents
+
+__all__ = ["gdn_prepare"]
+
+
+@triton.jit
+def gdn_prepare(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    beta_ptr,
+    ids_ptr,
+    stop_ptr,
+    wq_ptr,
+    kf_ptr,
+    u_ptr,
+    p_ptr,
+    inverse_ptr,
+    d_ptr,
+    tokens,
+    first,
+    tiles,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    VBLOCK: tl.constexpr,
+    PER: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOW: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """PER tiles of one head; VBLOCK divides V. ``first``: the tile that the segment begins with;
+    C is 2^(DOUBLINGS + 1).
+    """
+    programs = tl.cdiv(tiles, PER)
+    line = tl.program_id(0) // programs
+    start = (tl.program_id(0) % programs) * PER
+    row = line // H
+    h = line % H
+    stop = tl.load(stop_ptr + row)
+    ids = ids_ptr + row.to(tl.int64) * tokens
+    i = tl.arange(0, C)
+    I = i[:, None]
+    J = i[None, :]
+    c = tl.arange(0, K)
+    cv = tl.arange(0, VBLOCK)
+    for n in tl.range(start, tl.minimum(start + PER, tiles), num_stages=STAGES):
+        t0 = (first + n) * C
+        valid = t0 + i < stop
+        here = valid[:, None]
+        token = (row.to(tl.int64) * tokens + t0) * H + h
+        tile = line.to(tl.int64) * tiles + n
+        at = token * K + (I * (H * K) + c[None, :])
+        k = tl.load(k_ptr + at, mask=here, other=0.0).to(LOW)
+        q = tl.load(q_ptr + at, mask=here, other=0.0).to(LOW)
+        came, goes = documents(ids, t0, stop, C)
+        doc = tl.load(ids + t0 + i, mask=valid, other=0)
+        g = tl.load(g_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)
+        b = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)
+        same = (doc[:, None] == doc[None, :]) & here & valid[None, :]
+        between, to_token, to_end, all_of = decays(g, same, C, HALF)
+        to_token = tl.where((doc == came) & valid, to_token, 0.0)
+        to_end = tl.where((doc == goes) & valid, to_end, 0.0)
+        d = tl.zeros([K], tl.float32) + tl.where(goes == came, all_of, 0.0)
+        tl.store(d_ptr + tile * K + c, d)
+        between *= b[None, :]
+        square = tile * (C * C) + (I * C + J)
+        p = tl.dot(q, tl.trans(k), input_precision="ieee") * between
+        tl.store(p_ptr + square, p.to(LOW))
+        N = tl.dot(k, tl.trans(k), input_precision="ieee")
+        N = tl.where(I > J, N * between, 0.0)
+        # blocks of 2 are I - N; then blocks double. Every operand is the inverse of a part of
+        # I + N, so below 1 in size; powers of N are not where keys are alike.
+        T = tl.where(I == J, 1.0, 0.0) - tl.where(I // 2 == J // 2, N, 0.0)
+        for s in tl.static_range(1, DOUBLINGS + 1):
+            step = (I // (2 << s) == J // (2 << s)) & (I // (1 << s) > J // (1 << s))
+            part = T.to(HALF)
+            M = tl.where(step, N, 0.0).to(HALF)
+            T -= tl.dot(
+                part,
+                tl.dot(M, part, input_precision="ieee").to(HALF),
+                input_precision="ieee",
+            )
+        reads = (T * to_token[None, :]).to(LOW)
+        T = T.to(LOW)
+        tl.store(inverse_ptr + square, T)
+        to = tile * (C * K) + (I * K + c[None, :])
+        wq = wq_ptr + tile * (C * K) + to
+        tl.store(wq, tl.dot(reads, k, input_precision="ieee").to(LOW))
+        # negated: the scan subtracts it
+        tl.store(wq + C * K, (q.to(tl.float32) * -to_token[:, None]).to(LOW))
+        tl.store(kf_ptr + to, (k.to(tl.float32) * (b * to_end)[:, None]).to(LOW))
+        for x in tl.static_range(0, V, VBLOCK):
+            at = token * V + x + (I * (H * V) + cv[None, :])
+            v = tl.load(v_ptr + at, mask=here, other=0.0).to(LOW)
+            u = tl.dot(T, v, input_precision="ieee")
+            tl.store(u_ptr + tile * (C * V) + (x + cv[None, :]) * C + I, u.to(LOW))
