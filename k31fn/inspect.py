@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from k31fn import config, model, regular_files, tree
+from k31fn import commands, config, model, regular_files, tree
 from k31fn.config.mesh_checks import check_split
 from k31fn.layers import kinds
 from k31fn.model.parts import find_part
@@ -259,6 +259,7 @@ its folder, or a folder of runs: the newest of them. With --help after it, all o
 """
 
 
+@commands.outlives_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the summary of a config file; returns the exit status, 2 if there is no such config or
     mesh.
@@ -279,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = _recipe(path, cfg, options) if args[1:] else None
         check_split(options.mesh, cfg)
     except (ValueError, ImportError) as e:
+        commands.print_own_traceback(e)
         print(f"k31fn.inspect: {regular_files.shown(e)}", file=sys.stderr)
         return 2
     print(_render(_summarise(cfg)))

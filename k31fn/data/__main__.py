@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from k31fn import regular_files
+from k31fn.commands import outlives_output
 from k31fn.data import images
 from k31fn.data.prepare import Config, PrepareProgress, prepare
 from k31fn.data.verify import verify
@@ -19,6 +20,7 @@ from k31fn.data.verify import verify
 __all__ = ["main"]
 
 
+@outlives_output()
 def main(arguments: list[str] | None = None) -> int:
     """Prepares a source, or verifies what is prepared; returns the exit status.
 

@@ -21,6 +21,7 @@ import torch
 
 from k31fn import data, hf, lora, model, params, regular_files, sample, trainer
 from k31fn.checkpoint.checkpointer import Checkpointer
+from k31fn.commands import outlives_output, print_own_traceback
 from k31fn.config.files import load_recipe
 from k31fn.hf_format.leaves import check_new
 from k31fn.trainer import folder
@@ -29,6 +30,7 @@ from k31fn.trainer.corpus import check_vocabulary
 __all__ = ["main"]
 
 
+@outlives_output()
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status.
 
@@ -41,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         return command(args)
     except (ValueError, RuntimeError, OSError) as error:
         # A line instead of a traceback: what these say is meant for the one who typed the command.
+        print_own_traceback(error)
         print(f"k31fn.hf: {regular_files.shown(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
 

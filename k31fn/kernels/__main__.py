@@ -15,6 +15,7 @@ import argparse
 import torch
 
 from k31fn import device
+from k31fn.commands import outlives_output
 from k31fn.kernels.registry import OPS, Implementation, Op, load_all
 
 __all__ = ["main"]
@@ -69,6 +70,7 @@ def _state(impl: Implementation, kind: str) -> str:
     return "" if kind in impl.devices else "on request"
 
 
+@outlives_output()
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from k31fn import commands, metrics, regular_files
 from k31fn import device as devices
-from k31fn import metrics, regular_files
 from k31fn.checkpoint.errors import CheckpointError
 from k31fn.config.files import load_recipe
 from k31fn.config.overrides import override
@@ -94,6 +94,7 @@ class _PairArgs:
     recipe: Recipe = field(metadata={"flat": True})
 
 
+@commands.outlives_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Compares; returns 0 if the sides agree, 1 if not or if it failed, 2 for a wrong call, 130
     when interrupted.
@@ -217,6 +218,7 @@ def _report(runs: Runs, steps: Sequence[Step], where: Path) -> int:
 
 
 def _fail(error: BaseException, status: int) -> int:
+    commands.print_own_traceback(error)
     # notes say which field or file an error was met in
     for line in (str(error), *getattr(error, "__notes__", ())):
         print(f"k31fn.pair: {regular_files.shown(line)}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from k31fn import data, regular_files, trackers
+from k31fn import commands, data, regular_files, trackers
 from k31fn import device as devices
 from k31fn.checkpoint.errors import CheckpointError
 from k31fn.config.files import load_recipe, register_kinds
@@ -57,6 +57,8 @@ CONFIG is a recipe, configs/NAME.py, or a run to go on with, RUN/config.json.
 """
 # What a run may end with, with everything saved; anything else is a mistake, with its traceback.
 _FAILURES = (CaptureError, NonFiniteError, CheckpointError, OtherRankError, WarmUpError)
+_MOST_THREADS = 1024
+_LONGEST_S = 1e8  # three years; the process group's clock takes no more than some hundred
 _DESCRIPTION = (
     "Trains the recipe. Ctrl-C, SIGTERM and --max-minutes end the run after the step under way, "
     "saved."
@@ -106,12 +108,17 @@ class _RunOptions:
 
     def __post_init__(self) -> None:
         for name in ("threads", "warmup_processes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+            if not 0 <= getattr(self, name) <= _MOST_THREADS:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be at least 0 and at most {_MOST_THREADS}"
+                )
         parse_steps(self.profile)
         regular_files.path(self.runs, "runs")  # or a clear error before any work
-        if not 0 < self.timeout < float("inf"):
-            raise ValueError(f"timeout={self.timeout} must be a positive number of seconds")
+        if not 0 < self.timeout <= _LONGEST_S:
+            raise ValueError(
+                f"timeout={self.timeout} must be a positive number of seconds, at most "
+                f"{_LONGEST_S:.0f}"
+            )
         if not self.max_minutes > 0:
             raise ValueError(f"max_minutes={self.max_minutes} must be more than 0")
 
@@ -124,6 +131,7 @@ class _CliArgs:
     recipe: Recipe = field(metadata={"flat": True})
 
 
+@commands.outlives_output("train.py: standard output is gone, and the run goes on")
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains; returns the exit status.
 
@@ -328,6 +336,7 @@ def _report(
 def _fail(error: BaseException, status: int, text: str = "") -> int:
     """Says what went wrong, unless another rank does."""
     if not isinstance(error, OtherRankError):
+        commands.print_own_traceback(error)
         for line in (text or str(error), *getattr(error, "__notes__", ())):
             print(f"train.py: {regular_files.shown(line)}", file=sys.stderr)
     return status
