@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "cut"]
+__all__ = ["Box", "cut", "num_blocks"]
 
 
 class Box(NamedTuple):
@@ -60,14 +60,25 @@ def cut(box: Box, itemsize: int, most: int) -> Iterator[Box]:
         itemsize: bytes of an element.
         most: a block of one element may have more.
     """
-    sizes = list(box.shape)
-    while math.prod(sizes) * itemsize > most and max(sizes, default=1) > 1:
-        longest = sizes.index(max(sizes))
-        sizes[longest] = -(-sizes[longest] // 2)
+    sizes = _block_sizes(box.shape, itemsize, most)
     offsets = [range(0, n, size) for n, size in zip(box.shape, sizes, strict=True)]
     for offset in itertools.product(*offsets):
         rest = _minus(box.shape, offset)  # the last block of a dimension may be smaller
         yield Box(_plus(box.start, offset), tuple(map(min, sizes, rest)))
+
+
+def num_blocks(shape: Sequence[int], itemsize: int, most: int) -> int:
+    """How many blocks :func:`cut` gives, without making them."""
+    sizes = _block_sizes(shape, itemsize, most)
+    return math.prod(-(-n // max(size, 1)) for n, size in zip(shape, sizes, strict=True))
+
+
+def _block_sizes(shape: Sequence[int], itemsize: int, most: int) -> list[int]:
+    sizes = list(shape)
+    while math.prod(sizes) * itemsize > most and max(sizes, default=1) > 1:
+        longest = sizes.index(max(sizes))
+        sizes[longest] = -(-sizes[longest] // 2)
+    return sizes
 
 
 def _plus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:

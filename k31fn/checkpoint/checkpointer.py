@@ -20,6 +20,7 @@ from k31fn.checkpoint.lock import lock
 from k31fn.checkpoint.rank_group import RankGroup
 from k31fn.checkpoint.shared_buffer import pack
 from k31fn.checkpoint.state_layout import StateLayout
+from k31fn.checkpoint.waits import Patience
 from k31fn.checkpoint.writer_session import WriterSession
 from k31fn.parallel.mesh import MeshAxes
 
@@ -48,7 +49,9 @@ class Checkpointer:
         read_only: changes nothing in the directory and may be used while a run writes there.
         axes: of the ranks' mesh, bound to this one; none: it is the only rank.
         on_wait: is told if another process is writing there, before up to half a minute is waited
-            for its end.
+            for its end, and now and then while a writer takes long.
+        hurried_s: for how many seconds this rank has wanted to end; 0: it has time. Once a rank
+            has none, a save that does not come to its end is left to its writer.
 
     Raises:
         ValueError: a bad argument.
@@ -65,6 +68,7 @@ class Checkpointer:
         read_only: bool = False,
         axes: MeshAxes = _ONE_RANK,
         on_wait: Callable[[str], object] = lambda text: None,
+        hurried_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         if keep < 1:
             raise ValueError(
@@ -89,9 +93,12 @@ class Checkpointer:
             "token": self._token,
             "keep": step_folders.Retention(keep, keep_every, keep_best),
         }
+        patience = Patience(on_wait, hurried_s)
         # The writer inherits the lock: it lasts until the last save of a killed run is written.
-        self._session = WriterSession(setup, self._lock)
-        self._saver = BackgroundSaver(self.directory, self._token, self._ranks, self._session)
+        self._session = WriterSession(setup, self._lock, patience)
+        self._saver = BackgroundSaver(
+            self.directory, self._token, self._ranks, self._session, patience
+        )
 
     def _lock_directory(self, read_only: bool, on_wait: Callable[[str], object]) -> None:
         if self.directory.exists() and not self.directory.is_dir():
@@ -133,7 +140,7 @@ class Checkpointer:
             if together:
                 self.wait()
         finally:
-            self._session.close(wait=together)
+            self._session.close(wait=together and not self._saver.gave_up)
             self._saver.drop()
             for descriptor in self._lock:
                 os.close(descriptor)

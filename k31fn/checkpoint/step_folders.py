@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from k31fn import strict_json
+from k31fn.checkpoint.manifests import check_content
 
 __all__ = [
     "BLOCK_BYTES",
@@ -82,10 +83,26 @@ def unfinished(directory: Path, step: int, token: str) -> Path:
 
 
 def complete_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints, ascending. Reads no file."""
-    names = os.listdir(directory) if directory.is_dir() else []
-    # "007" and other digits than ours are no names that a step gets.
-    return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n)
+    """Steps of the complete checkpoints, ascending. Reads no file.
+
+    A folder with anything in it counts: one without a manifest is a damaged checkpoint.
+    """
+    steps = []
+    for name in os.listdir(directory) if directory.is_dir() else []:
+        # "007" and other digits than ours are no names that a step gets.
+        is_step = name.isdecimal() and str(int(name)) == name
+        if is_step and _has_entries(directory / name):
+            steps.append(int(name))
+    return sorted(steps)
+
+
+def _has_entries(folder: Path) -> bool:
+    """Whether it is a folder that is not empty: an empty one a commit takes the place of."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(True for _ in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def read_manifest(directory: Path, step: int) -> Json:
@@ -103,8 +120,12 @@ def read_manifest(directory: Path, step: int) -> Json:
         raise DamagedError(
             f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
         ) from error
-    if recorded != _digest(manifest) or manifest["step"] != step:
+    if recorded != _digest(manifest) or manifest.get("step") != step:
         raise DamagedError(f"{MANIFEST} is not what was written at this step: its checksum differs")
+    try:
+        check_content(manifest)
+    except ValueError as error:
+        raise DamagedError(f"{MANIFEST} has its checksum, but no state: {error}") from error
     return manifest
 
 

@@ -1,10 +1,10 @@
 """The checkpoint writer of a rank: a program of its own, the only place that runs orbax (and with
 it jax).
 
-It reads requests from stdin, one JSON object a line, and answers each with one line: ``{}``, or
-``{"error": "...", "damaged": true or false}``. Tensors travel in an inherited file descriptor of
-shared memory. Neither torch nor the rest of k31fn is imported, so the program is ready in about two
-seconds and stays small.
+It reads requests from stdin, one JSON object a line, and answers each with one line: the fields of
+:class:`k31fn.checkpoint.writer_process.WriterAnswer`. Tensors travel in an inherited file
+descriptor of shared memory. Neither torch nor the rest of k31fn is imported, so the program is
+ready in about two seconds and stays small.
 
 Writers do not know each other. Each saves what its rank owns as an orbax checkpoint of one process;
 the ranks tell each other, over their own process group, when all are through, and then the first
@@ -93,12 +93,18 @@ class WriterSetup:
         return Path(self.directory)
 
 
+class _NotTidiedError(Exception):
+    """A step is complete, and what does not stay could not be deleted."""
+
+
 def _write(setup: WriterSetup, step: int, header: list[int]) -> None:
     request, slots = _map_buffer(setup, header)
     folder = step_folders.unfinished(setup.path, step, setup.token) / str(setup.rank)
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        folder.mkdir(parents=True)
+        # not parents: of a folder of checkpoints that was moved away no other one must come to be
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir()
         blocks: dict[str, np.ndarray] = {}
         shards: dict[str, Any] = {}
         for name, array in slots.items():
@@ -131,7 +137,10 @@ def _commit(setup: WriterSetup, step: int, header: list[int], scores: dict[str, 
         raise
     # Only now, when the new step is complete: at no moment are there fewer than `keep.last`.
     score_of = {int(s): score for s, score in scores.items()}  # JSON has no numbers as keys
-    step_folders.retire(setup.path, step, score_of, step_folders.Retention(*setup.keep))
+    try:
+        step_folders.retire(setup.path, step, score_of, step_folders.Retention(*setup.keep))
+    except OSError as error:
+        raise _NotTidiedError(_cause(error)) from error
 
 
 def _execute(setup: WriterSetup, will: dict[str, Any]) -> None:
@@ -209,7 +218,7 @@ def _box(slot: dict[str, Any]) -> Box:
 def _cause(error: BaseException) -> str:
     """What went wrong; of a full disk only that, where tensorstore says a paragraph."""
     text = " ".join(str(error).split())
-    if isinstance(error, step_folders.DamagedError):
+    if isinstance(error, step_folders.DamagedError | _NotTidiedError):
         return text[:800]
     full = os.strerror(errno.ENOSPC)
     return full if full in text else f"{type(error).__name__}: {text[:700]}"
@@ -226,11 +235,17 @@ _OPERATIONS: dict[str, Callable[..., None]] = {
 
 def answer(setup: WriterSetup, request: dict[str, Any]) -> dict[str, Any]:
     """Does one request; the fields of :class:`k31fn.checkpoint.writer_process.WriterAnswer`."""
+    began = time.monotonic()
+    became: dict[str, Any] = {}
     try:
         _OPERATIONS[request.pop("op")](setup, **request)
     except Exception as error:  # of any kind: the other process says what it means
-        return {"error": _cause(error), "damaged": isinstance(error, step_folders.DamagedError)}
-    return {}
+        became = {
+            "error": _cause(error),
+            "damaged": isinstance(error, step_folders.DamagedError),
+            "committed": isinstance(error, _NotTidiedError),
+        }
+    return {**became, "seconds": time.monotonic() - began}
 
 
 def main(options: str) -> int:

@@ -32,15 +32,25 @@ _HERE = Path(__file__).parent
 # glibc would keep the memory of tensors it has freed, four times the state after some restores;
 # mapped blocks go back.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+_END_S = 10.0  # for the end of a writer with nothing left to do
 # Writers that were left to end by themselves: Popen warns of one that is freed while it runs.
 _LEFT: list[subprocess.Popen[bytes]] = []
 
 
 class WriterAnswer(NamedTuple):
-    """What became of a request; ``error`` is empty if it was done."""
+    """What became of a request.
+
+    Attributes:
+        error: empty if it was done.
+        damaged: whether what was read is not what was written.
+        committed: of a commit that failed, whether the step is complete all the same.
+        seconds: that it took.
+    """
 
     error: str = ""
     damaged: bool = False
+    committed: bool = False
+    seconds: float = 0.0
 
 
 class WriterProcess:
@@ -126,14 +136,15 @@ class WriterProcess:
         """Lets it end after what it was asked to do.
 
         Args:
-            wait: for its end; else it goes on by itself.
+            wait: for its end, which is near; else, or if it does not come, it goes on by itself.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        if wait:
-            self._process.wait()
-        else:
+        try:
+            # Of one that is frozen, all has been answered: nothing is lost with it.
+            self._process.wait(_END_S if wait else 0.0)
+        except subprocess.TimeoutExpired:
             _LEFT.append(self._process)
         self._process.stdout.close()
         self._log.close()

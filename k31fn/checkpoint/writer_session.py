@@ -11,9 +11,12 @@ from torch import Tensor
 
 from k31fn.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from k31fn.checkpoint.shared_buffer import BufferSlot, SharedBuffer
+from k31fn.checkpoint.waits import Patience, Wait
 from k31fn.checkpoint.writer_process import WriterAnswer, WriterProcess
 
 __all__ = ["WriterSession"]
+
+_READ_S = 5.0  # that a run which is to end still waits for a read
 
 
 class WriterSession:
@@ -22,10 +25,12 @@ class WriterSession:
     Args:
         setup: the fields of :class:`k31fn.checkpoint.writer.WriterSetup` but the buffer.
         lock: descriptors that a writer inherits.
+        patience: with a writer that reads.
     """
 
-    def __init__(self, setup: Mapping[str, Any], lock: tuple[int, ...]) -> None:
+    def __init__(self, setup: Mapping[str, Any], lock: tuple[int, ...], patience: Patience) -> None:
         self._setup = setup
+        self._patience = patience
         self._lock = lock
         self._buffer = SharedBuffer()
         self.writer: WriterProcess | None = None
@@ -83,6 +88,14 @@ class WriterSession:
             CheckpointError: it failed.
         """
         self.begin(operation, **fields)
+        wait = Wait(self._patience, lambda: f"{self._setup['directory']}: waits to {operation}")
+        while not self.answered():
+            # nothing is lost with what is only read
+            if wait.is_over(_READ_S):
+                raise CheckpointError(
+                    f"the checkpoint writer has not answered for {wait.seconds:.0f} s"
+                )
+            wait.pause()
         answer = self.answer()
         if answer.error:
             kind = DamagedCheckpointError if answer.damaged else CheckpointError
