@@ -17,6 +17,7 @@ was writing.
 ``phase``                   number of the run's phase, if it has phases
 ``skipped``                 1 if the step changed nothing
 ``spike``                   1 if that was since its loss or norm stood out; else absent
+``non_finite``              path of the first leaf whose gradient was not finite; else absent
 ``max_logit``               the largest attention logit, with QK-Clip
 ``grad_norm/PART``          of the part of the model (:mod:`k31fn.model.parts`)
 ``moe/load/LAYER``          of that layer

@@ -1,4 +1,4 @@
-"""Run folders: ``runs/<name>/<time>/``.
+"""Run folders: ``runs/<name>/<time>/``, by the time in UTC at which they began.
 
 A run writes ``config.json``, ``metrics.jsonl``, ``loss.png``, ``checkpoints/``, ``events/``
 (TensorBoard) and, where asked for, ``trace/`` there.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -47,7 +48,7 @@ def new(root: Path, recipe: Recipe) -> Path:
     folder = parent = root / recipe.name
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = _make_new(parent / time.strftime("%Y%m%d-%H%M%S"))
+        folder = _make_new(parent)
         write(folder / CONFIG, text)
     except OSError as error:
         if folder != parent:  # else none was made, and the parent has the other runs
@@ -131,10 +132,19 @@ def recipe_of(folder: Path) -> Recipe:
     return load_recipe(folder / CONFIG)
 
 
-def _make_new(folder: Path) -> Path:
-    """Makes the folder, or one of its name with the first number that is free."""
-    for number in itertools.count():
-        candidate = folder.with_name(f"{folder.name}-{number}") if number else folder
+def _make_new(parent: Path) -> Path:
+    """Makes a folder that stands behind all runs which are there."""
+    # Not by local time: the zone may differ between two starts, and clocks go back each autumn.
+    stem = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    first = 0
+    runs = _runs(parent)
+    if runs and metrics.oldest_first((parent / stem, runs[-1]))[-1] == runs[-1]:
+        # One began in this second, or by a clock that is ahead: the next number behind its name.
+        numbered = re.fullmatch(r"(\d{8}-\d{6})-(\d+)", runs[-1].name)
+        stem, first = (numbered[1], int(numbered[2])) if numbered else (runs[-1].name, 0)
+        first += 1
+    for number in itertools.count(first):
+        candidate = parent / (f"{stem}-{number}" if number else stem)
         # making it is the test: another run may take a name between a look and a mkdir
         try:
             candidate.mkdir()

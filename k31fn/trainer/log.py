@@ -14,7 +14,7 @@ from k31fn import metrics, trackers
 from k31fn.config.codec import to_dict
 from k31fn.config.recipe import Recipe
 from k31fn.trainer.console import View
-from k31fn.trainer.part_metrics import MetricLabels
+from k31fn.trainer.part_metrics import BAD_LEAF, BAD_LEAVES, MetricLabels
 from k31fn.trainer.ranks.failure_report import StepTimes
 from k31fn.trainer.step import Metrics
 
@@ -130,6 +130,7 @@ class Log:
         if labels.utilisation:
             record["mfu"] = pending.tokens_per_second * labels.utilisation
         record |= zip(labels.names, numbers[len(scalars) :], strict=bool(labels.names))
+        which = _bad_leaves(record, labels)
         self.write(record)
         self._view.step(record)
         if values["skipped"]:
@@ -144,7 +145,7 @@ class Log:
                 )
             self._view.note(
                 f"step {pending.step} skipped ({self._skipped} so far): {reason}; nothing was "
-                "changed"
+                f"changed{which}"
             )
         self._non_finite = self._non_finite + 1 if values["non_finite"] else 0
 
@@ -154,6 +155,18 @@ class Log:
                 f"{MAX_NON_FINITE} steps in a row up to step {step} were not finite and changed "
                 "nothing; lower optimizer.peak_lr, or look at the text"
             )
+
+
+def _bad_leaves(record: dict[str, Any], labels: MetricLabels) -> str:
+    """Which gradients were not finite, for a reader; takes what says it out of the record."""
+    # a step's record has no use for an index of -1
+    first = int(record.pop(BAD_LEAF, -1))
+    number = int(record.pop(BAD_LEAVES, 0))
+    if first < 0:
+        return ""
+    record["non_finite"] = labels.leaves[first]
+    others = f" and {number - 1} others" if number > 1 else ""
+    return f"; not finite: the gradient of {labels.leaves[first]}{others}"
 
 
 def _to_host(x: Tensor) -> Callable[[], list[float]]:

@@ -17,7 +17,12 @@ from k31fn.parallel.axis import Axis, active
 from k31fn.parallel.collectives import psum
 from k31fn.trainer.layout import RankLayout, trained_specs
 
-__all__ = ["MetricLabels", "label", "make_measure"]
+__all__ = ["BAD_LEAF", "BAD_LEAVES", "MetricLabels", "label", "make_measure"]
+
+BAD_LEAF = "non_finite/first_leaf"
+"""Index of the first leaf whose gradient is infinite or NaN; -1: none is."""
+BAD_LEAVES = "non_finite/leaves"
+"""How many leaves' gradients are."""
 
 
 class MetricLabels(NamedTuple):
@@ -25,6 +30,7 @@ class MetricLabels(NamedTuple):
 
     Attributes:
         names: in the order of the numbers.
+        leaves: paths of the trained leaves, to which ``BAD_LEAF`` is an index.
         phase: number of the phase; -1: the run has none.
         utilisation: MFU of one token per second, over all ranks; 0: the devices' peak rate is not
             known.
@@ -33,15 +39,19 @@ class MetricLabels(NamedTuple):
     names: tuple[str, ...] = ()
     phase: int = -1
     utilisation: float = 0.0
+    leaves: tuple[str, ...] = ()
 
 
 def label(recipe: Recipe, step: int, device: torch.device) -> MetricLabels:
-    """The labels of a step's numbers: ``grad_norm/PART``, then ``moe/load/LAYER``."""
+    """The labels of a step's numbers: ``grad_norm/PART``, ``moe/load/LAYER``, ``BAD_LEAF``,
+    ``BAD_LEAVES``.
+    """
     now = recipe.at(step)
     norms = [f"grad_norm/{part.replace(' ', '_').lower()}" for part in _trained_parts(now)]
     loads = [f"moe/load/{layer}" for layer in model.moe_layers(now.model)]
     phase = recipe.phase_of(step) if recipe.phases else -1
-    return MetricLabels((*norms, *loads), phase, _utilisation(now, device))
+    names = (*norms, *loads, BAD_LEAF, BAD_LEAVES)
+    return MetricLabels(names, phase, _utilisation(now, device), _trained_leaves(now))
 
 
 def _utilisation(recipe: Recipe, device: torch.device) -> float:
@@ -61,12 +71,18 @@ def _what_is_trained(recipe: Recipe) -> Literal["indexer", "adapters", "all"]:
 def _trained_parts(recipe: Recipe) -> list[str]:
     """Parts of the model in which anything is trained, on whatever rank."""
     part_of = find_part(recipe.model)
-    trained = set()
+    trained = {part_of(path) for path in _trained_leaves(recipe)}
+    return [name for name in parts(recipe.model) if name in trained]
+
+
+def _trained_leaves(recipe: Recipe) -> tuple[str, ...]:
+    """Paths of the leaves that are trained, on whatever rank."""
+    paths = []
     # not this rank's specs: all ranks must measure the same parts, in one order
     for path, spec in tree.flatten_with_paths(trained_specs(recipe)):
         if "frozen" not in spec.tags:
-            trained.add(part_of(path))
-    return [name for name in parts(recipe.model) if name in trained]
+            paths.append(path)
+    return tuple(paths)
 
 
 def make_measure(layout: RankLayout) -> Callable[[Any, Tensor, Tensor], Tensor]:
@@ -91,33 +107,54 @@ def make_measure(layout: RankLayout) -> Callable[[Any, Tensor, Tensor], Tensor]:
         if "frozen" not in spec.tags:
             part_index[path] = names.index(part_of(path))
     layers = model.moe_layers(cfg)
+    leaves = _trained_leaves(layout.recipe)
+    leaf_index = {path: number for number, path in enumerate(leaves)}
+    # uploaded once: in each step the host would wait for the device
+    places: dict[tuple[str, ...], Tensor] = {}
 
-    def squares_by_axes(grads: Any) -> dict[tuple[Axis, ...], list[list[Tensor]]]:
-        """Squared norms of each part's gradients, by the axes over which ranks hold parts of
-        them.
-        """
-        squares: dict[tuple[Axis, ...], list[list[Tensor]]] = {}
+    def norms_by_axes(grads: Any) -> dict[tuple[Axis, ...], dict[str, Tensor]]:
+        """Norms of the gradients by path, by the axes over which ranks hold parts of them."""
+        found: dict[tuple[Axis, ...], dict[str, Tensor]] = {}
         for path, grad in tree.flatten_with_paths(grads):
             axes: tuple[Axis, ...] = ()
             if placements:
                 axes = tuple(sorted(placements[path].axes, key=lambda a: a.name))
-            by_part = squares.setdefault(axes, [[] for _ in names])
             norm = torch.linalg.vector_norm(grad, dtype=precision.island(grad.dtype))
-            by_part[part_index[path]].append(norm.square())
-        return squares
+            found.setdefault(axes, {})[path] = norm
+        return found
 
-    def norms(grads: Any, zero: Tensor) -> Tensor:
+    def local_sums(norms: dict[str, Tensor], zero: Tensor) -> Tensor:
+        """Squared norms of the parts, then a 1 for each leaf that is not finite."""
+        squares: list[list[Tensor]] = [[] for _ in names]
+        for path, norm in norms.items():
+            squares[part_index[path]].append(norm.square())
+        sums = []
+        for of_part in squares:
+            sums.append(torch.stack(of_part).sum().to(zero.dtype) if of_part else zero)
+        paths = tuple(norms)
+        if paths not in places:
+            index = torch.tensor([leaf_index[path] for path in paths], device=zero.device)
+            places[paths] = index
+        own = torch.stack([norm.to(zero.dtype) for norm in norms.values()])
+        bad = (~own.isfinite()).to(zero.dtype)
+        by_leaf = zero.new_zeros(len(leaves)).scatter(0, places[paths], bad)
+        return torch.cat([torch.stack(sums), by_leaf])
+
+    def sums_over_ranks(grads: Any, zero: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts' norms, and the two numbers about leaves that are not finite."""
         sums = []
         # one collective for all gradients that are split over the same axes
-        for axes, by_part in squares_by_axes(grads).items():
-            local = []
-            for squares in by_part:
-                local.append(torch.stack(squares).sum().to(zero.dtype) if squares else zero)
-            total = torch.stack(local)
+        for axes, norms in norms_by_axes(grads).items():
+            total = local_sums(norms, zero)
             sums.append(psum(total, axes) if axes else total)
         # a stage in which nothing is trained has no sums, and takes part all the same
-        total = torch.stack(sums).sum(0) if sums else zero.expand(len(names))
-        return (psum(total, stages) if stages else total).sqrt()
+        size = len(names) + len(leaves)
+        total = torch.stack(sums).sum(0) if sums else zero.expand(size)
+        total = psum(total, stages) if stages else total
+        bad = total[len(names) :] > 0
+        first = torch.where(bad.any(), bad.to(torch.int64).argmax(), -1)
+        about = torch.stack([first, bad.sum()]).to(zero.dtype)
+        return total[: len(names)].sqrt(), about
 
     def measure(grads: Any, load: Tensor, like: Tensor) -> Tensor:
         zero = torch.zeros_like(like)
@@ -129,6 +166,7 @@ def make_measure(layout: RankLayout) -> Callable[[Any, Tensor, Tensor], Tensor]:
             # each layer is one stage's: zeros elsewhere, and the sum is its stage's number
             local = dict(zip(layout.moe_layers, ratio, strict=True))
             ratio = psum(torch.stack([local.get(layer, zero) for layer in layers]), stages)
-        return torch.cat([norms(grads, zero), ratio])
+        norms, about_leaves = sums_over_ranks(grads, zero)
+        return torch.cat([norms, ratio, about_leaves])
 
     return measure

@@ -96,7 +96,7 @@ def train(
     ranks = ranks or Ranks()
     # once for the run: what needs it is handed it
     layout = lay_out(recipe, ranks.axes)
-    with _TrainingRun(layout, corpus, folder, device, view, ranks, profile, jit) as run:
+    with _TrainingRun(layout, corpus, folder, device, view, ranks, stop, profile, jit) as run:
         if rehearsal:
             run.rehearse()
         loop(run, stop)
@@ -157,8 +157,9 @@ class _TrainingRun:
         device: torch.device,
         view: View,
         ranks: Ranks,
-        profile: range = range(0),
-        jit: JitMode = "off",
+        stop: Stop,
+        profile: range,
+        jit: JitMode,
     ) -> None:
         recipe = layout.recipe
         self.layout = layout
@@ -174,13 +175,14 @@ class _TrainingRun:
         self._phase: CurrentPhase | None = None
         self._jit: JitMode = jit
         try:
+            text = corpus.dataset.fingerprint
             self._saves = Saves(
-                layout, folder / "checkpoints", corpus.dataset.fingerprint, view, ranks
+                layout, folder / "checkpoints", text, view, ranks, lambda: stop.since
             )
             newest = self._saves.latest()
             # of weights that were imported it is the step of the checkpoint, not 0
-            self.done = self._last_saved = newest or 0
-            self._scores = read_scores(folder, self.done, ranks)
+            self.done = newest or 0
+            self._scores = read_scores(folder, self.done, ranks, view.note)
             self.state: TrainState | None = (
                 self._first_state() if newest is None else self._saves.restore(newest, device)
             )
@@ -293,11 +295,9 @@ class _TrainingRun:
 
     def _save_state(self) -> None:
         """In the background, unless there is one of these steps."""
-        if self.state is None or self.done <= self._last_saved:
-            return
-        assert self._saves is not None
-        self._saves.save(self.done, self.state, self._scores.heldout)
-        self._last_saved = self.done
+        if self.state is not None and self.done:
+            assert self._saves is not None
+            self._saves.save(self.done, self.state, self._scores.heldout)
 
     def agree(self, stop: Stop) -> bool:
         """Whether a signal came on any rank. Raises on all if something failed on one."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +16,8 @@ from k31fn.checkpoint.errors import CheckpointError
 from k31fn.trainer.adapter_base import check_base, fingerprint
 from k31fn.trainer.console import View
 from k31fn.trainer.layout import RankLayout
-from k31fn.trainer.ranks.agreement import Ranks
+from k31fn.trainer.place import Place
+from k31fn.trainer.ranks.agreement import OtherRankError, Ranks
 from k31fn.trainer.state import TrainState, abstract_state, checkpoint_layout, completed, saved
 
 __all__ = ["Saves"]
@@ -31,6 +33,7 @@ class Saves:
         text: the fingerprint of what it trains on.
         view: is told of another run that writes there, of damaged checkpoints, and of another text.
         ranks: of the run.
+        hurried_s: for how many seconds the run has wanted to end.
 
     Raises:
         ValueError: the base of the run's adapters is no folder that they can be for.
@@ -40,7 +43,13 @@ class Saves:
     """
 
     def __init__(
-        self, layout: RankLayout, folder: Path, text: str, view: View, ranks: Ranks
+        self,
+        layout: RankLayout,
+        folder: Path,
+        text: str,
+        view: View,
+        ranks: Ranks,
+        hurried_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         recipe = layout.recipe
         self._layout = layout
@@ -51,17 +60,27 @@ class Saves:
         # Of the base as it is now, when the run reads it: what is there at a later save may be
         # another one.
         self._base = str(ranks.on_first(lambda: fingerprint(recipe)))
-        self._checkpoints = ranks.alike(
+        self._hurried_s = hurried_s
+        self._checkpoints = self._open(folder)
+        # of the folder of the run; of a rank that reads no other files its checkpoints' will do
+        self._place = Place(folder.parent) if ranks.first else None
+        self._on_disk = checkpoint_layout(recipe)
+        self._complete = 0  # newest step that is known to be saved
+        self._under_way = 0  # a later one that is being saved
+
+    def _open(self, folder: Path) -> Checkpointer:
+        recipe = self._recipe
+        return self._ranks.alike(
             lambda: Checkpointer(
                 folder,
                 keep=recipe.keep,
                 keep_every=recipe.keep_every,
                 keep_best=recipe.keep_best,
-                axes=ranks.axes,
-                on_wait=view.note,
+                axes=self._ranks.axes,
+                on_wait=self._view.note,
+                hurried_s=self._hurried_s,
             )
         )
-        self._on_disk = checkpoint_layout(recipe)
 
     def latest(self) -> int | None:
         """The newest complete step that is not damaged; None if nothing was ever saved.
@@ -73,6 +92,7 @@ class Saves:
         newest = self._ranks.alike(lambda: self._checkpoints.latest(on_damage=self._view.note))
         if newest is None:
             self._ranks.on_first(self._refuse_to_begin_anew)
+        self._complete = newest or 0
         return newest
 
     def _refuse_to_begin_anew(self) -> None:
@@ -126,17 +146,46 @@ class Saves:
         self._ranks.alike(lambda: self._checkpoints.prepare(part, self._on_disk))
 
     def save(self, step: int, state: TrainState, scores: Mapping[int, float]) -> None:
-        """Saves the state after so many steps, in the background; see :meth:`Checkpointer.save`.
+        """Saves the state after so many steps, in the background, unless it is saved or being
+        saved; see :meth:`Checkpointer.save`.
+
+        Where the run's folder is now: one that was renamed is followed, one that was removed is
+        made anew.
 
         Raises:
             CheckpointError: the save before this one failed, or there is no memory for the copy.
         """
+        if step <= max(self._complete, self._under_way):
+            return
+        where = self._ranks.on_first(self._moved)
+        if where:
+            self._follow(Path(where))
+        # that of a save which failed in deleting older steps is there all the same
+        if self._ranks.on_first(lambda: step in self._checkpoints.steps()):
+            self._complete = step
+            return
         part = saved(state, self._layout)
         metadata = {"text": self._text, "base": self._base}
         save = functools.partial(
             self._checkpoints.save, step, part, metadata, layout=self._on_disk, scores=scores
         )
-        self._ranks.alike(save)
+        self._watching(save)
+        self._complete = self._under_way or self._complete
+        self._under_way = step
+        if where:
+            self._view.note(f"the state after {step} steps goes to {where}")
+
+    def _moved(self) -> str:
+        assert self._place is not None, "only the first rank looks at folders"
+        return self._place.moved()
+
+    def _follow(self, run: Path) -> None:
+        """Goes on in another folder of the run."""
+        self._view.note(f"{self._checkpoints.directory.parent} is not there any more")
+        # a save to where the folder was may have failed: this one takes its place
+        with contextlib.suppress(CheckpointError, OtherRankError):
+            self._checkpoints.close()
+        self._checkpoints = self._open(run / "checkpoints")
 
     def poll(self) -> None:
         """Takes a save under way as far as it goes at once.
@@ -144,7 +193,15 @@ class Saves:
         Raises:
             CheckpointError: it failed.
         """
-        self._ranks.alike(self._checkpoints.poll)
+        self._watching(self._checkpoints.poll)
+
+    def _watching(self, action: Callable[[], None]) -> None:
+        """On all ranks; if it fails, the save under way is not there."""
+        try:
+            self._ranks.alike(action)
+        except (CheckpointError, OtherRankError):
+            self._under_way = 0
+            raise
 
     def close(self, *, together: bool) -> None:
         """Waits for the last save if the ranks are together, else gives it up; a second call does
@@ -153,6 +210,8 @@ class Saves:
         Raises:
             CheckpointError: it failed.
         """
+        if self._place is not None:
+            self._place.close()
         self._ranks.alike(lambda: self._checkpoints.close(together=together))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,28 +33,55 @@ class _Scores:
     ngram: float | tuple[()]
 
 
-def read_scores(folder: Path, done: int, ranks: Ranks) -> _Scores:
+def read_scores(
+    folder: Path, done: int, ranks: Ranks, note: Callable[[str], object] = lambda text: None
+) -> _Scores:
     """What earlier processes of the run in ``folder`` wrote down up to step ``done``, on all ranks;
     its later records are removed.
+
+    Args:
+        folder: the run's.
+        done: steps in the checkpoint that the run goes on from.
+        ranks: of the run.
+        note: is told of records without their checkpoint, and of a checkpoint without its records.
     """
     # every rank decides by it whether an evaluation is due, so all must know the same
-    pairs, ngram = ranks.on_first(lambda: _recorded(folder / METRICS, done))
+    pairs, ngram, missing = ranks.on_first(lambda: _recorded(folder / METRICS, done))
+    if missing:
+        note(missing)
     return _Scores(dict(pairs), ngram if isinstance(ngram, float) else ())
 
 
 def _recorded(file: Path, done: int) -> list[Any]:
     """As JSON data, whose objects have no numbers as keys."""
+    written = metrics.read(file) if file.exists() else []
+    missing = _missing(file, done, {r["step"] for r in written if "train/loss" in r})
     # steps after the checkpoint are made again, and would be there twice
     metrics.rewind(file, done)
     heldout, ngram = [], None
-    records = metrics.read(file) if file.exists() else []
-    for record in records:
+    for record in written:
+        if record["step"] >= done:
+            continue
         if HELDOUT in record:
             # a record has the number of the last step, from 0; scores are by steps done
             heldout.append([record["step"] + 1, record[HELDOUT]])
         if NGRAM in record and ngram is None:
             ngram = record[NGRAM]
-    return [heldout, ngram]
+    return [heldout, ngram, missing]
+
+
+def _missing(file: Path, done: int, steps: set[int]) -> str:
+    """What is not there of a run that someone has tidied up, in a line; empty: nothing."""
+    if steps and not done:
+        # a run that was killed before its first checkpoint looks the same, and is told the same
+        return (
+            f"{file} has {len(steps)} steps, and there is no checkpoint of them: the run begins at "
+            "step 0, and they are removed"
+        )
+    lacking = done - len([step for step in steps if step < done])
+    if lacking:
+        return f"{file} lacks {lacking} of the {done} steps in the checkpoint"
+    return ""
 
 
 def ngram_loss(recipe: Recipe, corpus: Corpus) -> float:

@@ -19,6 +19,7 @@ import torch
 from k31fn import data, model, trainer
 from k31fn.checkpoint import CheckpointError
 from k31fn.trainer import run
+from k31fn.trainer.ranks import stop
 from tests.trainer import runs
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -263,6 +264,7 @@ def test_a_second_ctrl_c_breaks_off_a_step(config, tmp_path, monkeypatch, capsys
     """The state that the step was writing into is not saved."""
     with monkeypatch.context() as patch:
         calls, loss = [], model.loss
+        patch.setattr(stop, "_SAME_S", -1.0)  # no burst: two that a person sent
 
         def interrupted(*args, **kwargs):
             calls.append(0)
@@ -316,3 +318,39 @@ def test_steps_that_are_not_finite(config, tmp_path, monkeypatch, capsys):
     assert trainer.main([str(folder / "config.json")]) == 0
     assert "goes on after step 6" in capsys.readouterr().out
     assert runs.saved(folder, 10, "params") != at[6]
+
+
+@pytest.mark.usefixtures("no_plot", "direct")
+def test_a_burst_of_signals_ends_it_as_one_does(config, straight, tmp_path, monkeypatch, capsys):
+    """A scheduler repeats SIGTERM within a step; all of it comes before the step's end."""
+
+    def burst():
+        for _ in range(5):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGHUP)
+
+    with monkeypatch.context() as patch:
+        during_step(patch, 4, burst)
+        assert trainer.main([config, "--runs", str(tmp_path)]) == 0
+    assert "stopped by SIGTERM after 5 steps, saved; to go on:" in capsys.readouterr().out
+    assert trainer.main([str(runs.only_run(tmp_path) / "config.json")]) == 0
+    assert same_run(runs.only_run(tmp_path), straight)
+
+
+@pytest.mark.usefixtures("no_plot", "direct")
+def test_an_error_of_a_user_s_own_layer_keeps_its_traceback_and_ours_is_one_line(
+    config, tmp_path, monkeypatch, capsys
+):
+    with monkeypatch.context() as patch:
+
+        def own_layer():
+            raise ValueError("rows of 3 and 4")
+
+        during_step(patch, 1, own_layer)
+        assert trainer.main([config, "--runs", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert "in own_layer\n" in err
+    assert err.endswith("ValueError: rows of 3 and 4\ntrain.py: rows of 3 and 4\n")
+    assert trainer.main([config, "--runs", str(tmp_path), "--batch-size", "3"]) == 2
+    assert capsys.readouterr().err.startswith("train.py: micro_batches=2 does not divide")

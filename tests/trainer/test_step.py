@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # tested with torch 
 
 from k31fn import config, data, model, optim, segments, trainer, tree
 from k31fn.testing import live_bytes
+from k31fn.trainer import part_metrics
 from tests import small
 from tests.trainer import runs
 
@@ -202,6 +203,33 @@ class TestNonFinite:
         assert not numbers.skipped
         assert not identical(good.params, before.params)
         assert not identical(good.balance, before.balance)
+
+    @pytest.mark.parametrize(("harm", "number"), [(nan_gradient, 1), (infinite_loss, None)])
+    def test_the_leaf_is_named(self, recipe, monkeypatch, harm, number):
+        """That of the head alone, or the first of all."""
+        original = model.loss
+
+        def harmed(params, *args, **kwargs):
+            total, parts = original(params, *args, **kwargs)
+            return harm(total, params), parts
+
+        step, state = trainer.make_step(trainer.lay_out(recipe)), None
+        batches = trainer.make_batches(recipe, rows_of(recipe), CPU)
+        labels = part_metrics.label(recipe, 0, CPU)
+        for harms in (False, True):
+            state = state or trainer.init_state(trainer.lay_out(recipe), CPU)
+            if harms:
+                monkeypatch.setattr(model, "loss", harmed)
+            state, numbers = step(state, batches, 0.01)
+            found = dict(zip(labels.names, numbers.detail.tolist(), strict=True))
+            first, bad = found["non_finite/first_leaf"], found["non_finite/leaves"]
+            if not harms:
+                assert (first, bad) == (-1, 0)
+        assert bad == number or number is None
+        if number is None:
+            assert bad > 10
+        else:
+            assert labels.leaves[int(first)] == "head"
 
     def test_without_the_selection_it_would_be_seen(self, recipe, monkeypatch):
         monkeypatch.setattr(optim, "non_finite", lambda values: torch.tensor(False))

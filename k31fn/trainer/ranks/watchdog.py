@@ -12,7 +12,8 @@ Signals come to this thread too, by a pipe that the interpreter's handler writes
 that waits in a collective acts on none. ``torchrun`` sends SIGTERM to the ranks that are left when
 one died, and SIGKILL 30 s after it: from a signal on a silent rank counts as dead much sooner, and
 a rank that does not get on says where it stands. If something holds the interpreter, so that not
-even this thread runs, all stacks go to standard error instead.
+even this thread runs, all stacks go to standard error instead. A second thread looks whether the
+first one waits for the store: the rank that holds it may be the one that hangs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -104,6 +105,9 @@ class Watchdog:
         self._silent_s = 0.0  # for how long it has said nothing
         # a daemon: a thread that waits for a store that is gone must not keep the process
         self._thread = threading.Thread(target=self._listen, name="watch", daemon=True)
+        self._calls: set[object] = set()  # of the store, those under way
+        self._guard = threading.Thread(target=self._guard_store, name="guard", daemon=True)
+        self._closed = threading.Event()
 
     def __enter__(self) -> Watchdog:
         if threading.current_thread() is threading.main_thread():
@@ -112,6 +116,7 @@ class Watchdog:
             os.set_blocking(self._pipe[1], False)
             self._previous = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._thread.start()
+        self._guard.start()
         return self
 
     def __exit__(
@@ -137,8 +142,9 @@ class Watchdog:
                 os.close(end)
             # so that the rank before does not take the silence for a death; the first rank, which
             # may hold the store, may have ended
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError), self._asking():
                 self._store.set(f"left {self._rank}", "")
+        self._closed.set()
 
     def _end_with(self, error: BaseException) -> None:
         """Ends all ranks: this one failed, or a collective of it, for which the rank that is to
@@ -279,17 +285,48 @@ class Watchdog:
     def _call(self, ask: Callable[[], Any]) -> Any:
         """What the store says. Without it, whoever held it is gone, and this rank ends."""
         try:
-            return ask()
+            with self._asking():
+                return ask()
         except RuntimeError:
             if not self._answered:  # else the others know, and have ended already
-                where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
-                holder = (
-                    f"rank 0 at {self._mesh.coordinate(0)} or its torchrun, which held it, died"
-                )
-                said = f"the store of the process group is gone: {holder}"
-                beside = f"; what this rank did: {self.folder}" if self._write_record(said) else ""
-                print(f"train.py: {where}: {said}{beside}", file=sys.stderr, flush=True)
+                self._report_store("is gone", "died")
             self._end(1)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """A call of the store, which the guard sees."""
+        call = object()
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+
+    def _guard_store(self) -> None:
+        """Ends this rank if the store does not answer: a call of it waits as long as its holder
+        is frozen.
+        """
+        pause = min(1.0, self._timeout / _POLLS)
+        seen: set[object] = set()
+        silent_s = 0.0
+        # counted in pauses, as the silence of a rank is
+        while not self._closed.wait(pause):
+            calls = self._calls.copy()
+            silent_s = silent_s + pause if calls & seen else 0.0
+            seen = calls
+            if silent_s > self._timeout:
+                self._report_store(f"has not answered for {silent_s:.0f} s", "hangs")
+                self._end(1)
+                return
+
+    def _report_store(self, what: str, holder: str) -> None:
+        where = f"rank {self._rank} at {self._mesh.coordinate(self._rank)}"
+        said = (
+            f"the store of the process group {what}: rank 0 at {self._mesh.coordinate(0)} or its "
+            f"torchrun, which held it, {holder}"
+        )
+        beside = f"; what this rank did: {self.folder}" if self._write_record(said) else ""
+        print(f"train.py: {where}: {said}{beside}", file=sys.stderr, flush=True)
 
 
 def _lost(mesh: Mesh, said: dict[int, dict[str, Any]]) -> list[str]:

@@ -162,3 +162,72 @@ def test_ranks_that_get_on_end_in_peace(two, capsys):
     two.run(works, works)
     assert two.ended == {}
     assert capsys.readouterr().err == ""
+
+
+class FrozenStore:
+    """Whose holder does not run: a call of it waits."""
+
+    def __init__(self, store, frozen):
+        self.store, self.frozen = store, frozen
+
+    def clone(self):
+        return self
+
+    def __getattr__(self, name):
+        call = getattr(self.store, name)
+
+        def wait_and_call(*args):
+            while self.frozen.is_set():
+                time.sleep(0.02)
+            return call(*args)
+
+        return wait_and_call
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("when", ["while it runs", "at its end"])
+def test_a_store_whose_holder_is_frozen_is_reported_after_the_timeout(monkeypatch, capsys, when):
+    """The thread that watches waits in a call of the store, and so would an alarm."""
+    frozen, ended = threading.Event(), []
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    store = FrozenStore(dist.HashStore(), frozen)
+
+    def end(status):
+        ended.append((status, time.monotonic()))
+        frozen.clear()  # the process is gone
+
+    watching = Watchdog(store, 1, Mesh(tp=2), CollectiveProgress(), timeout=1.0, end=end)
+    with watching:
+        began = time.monotonic()
+        if when == "while it runs":
+            frozen.set()
+            while not ended:
+                watching._progress.issued += 1
+                time.sleep(0.05)
+                assert time.monotonic() - began < 5
+        else:
+            frozen.set()
+    (status, at), *_ = ended
+    assert status == 1
+    assert 1.0 <= at - began < 3.0
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line == (
+        "train.py: rank 1 at {'tp': 1}: the store of the process group has not answered for 1 s: "
+        "rank 0 at {'tp': 0} or its torchrun, which held it, hangs"
+    )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_store_that_is_only_slow_is_no_frozen_one(monkeypatch):
+    frozen, ended = threading.Event(), []
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    store = FrozenStore(dist.HashStore(), frozen)
+    with Watchdog(store, 0, Mesh(tp=1), CollectiveProgress(), timeout=1.0, end=ended.append) as w:
+        began = time.monotonic()
+        while time.monotonic() - began < 2.0:
+            w._progress.issued += 1
+            frozen.set()
+            time.sleep(0.3)
+            frozen.clear()
+            time.sleep(0.1)
+    assert not ended
