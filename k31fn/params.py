@@ -45,6 +45,11 @@ __all__ = [
 Tile = tuple[slice, ...]
 
 
+def _check_std(name: str, std: float) -> None:
+    if not std >= 0:
+        raise ValueError(f"{name}.std={std}: a standard deviation is not negative")
+
+
 @dataclass(frozen=True)
 class Constant:
     """Every element is ``value``."""
@@ -64,6 +69,9 @@ class Normal:
 
     std: float
 
+    def __post_init__(self) -> None:
+        _check_std("Normal", self.std)
+
     def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
         """The tile of the initial value in float32."""
         # scaled here and not in the draw, so that two specs with one key differ by a factor alone
@@ -77,6 +85,11 @@ class TruncatedNormal:
     std: float
     bound: float = 3.0
 
+    def __post_init__(self) -> None:
+        _check_std("TruncatedNormal", self.std)
+        if not self.bound > 0:
+            raise ValueError(f"TruncatedNormal.bound={self.bound} must be positive")
+
     def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
         """The tile of the initial value in float32."""
         return random.truncated_normal(key, shape, bound=self.bound, tile=tile) * self.std
@@ -89,6 +102,10 @@ class Uniform:
     low: float
     high: float
 
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:
+            raise ValueError(f"Uniform.low={self.low} must be at most high={self.high}")
+
     def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
         """The tile of the initial value in float32."""
         return random.uniform(key, shape, low=self.low, high=self.high, tile=tile)
@@ -100,6 +117,13 @@ class SoftplusInverse:
 
     low: float = 1e-3
     high: float = 1e-1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high:
+            raise ValueError(
+                f"SoftplusInverse.low={self.low} must be positive and at most high={self.high}: "
+                "they bound a time step"
+            )
 
     def draw(self, key: Tensor, shape: tuple[int, ...], tile: Tile | None) -> Tensor:
         """The tile of the initial value in float32."""

@@ -13,6 +13,7 @@ from k31fn import model, tree
 from k31fn.layers import kinds
 from k31fn.layers.kind import ChannelMixer, TokenMixer
 from k31fn.layers.patches import MERGE
+from k31fn.limits import divisors, nearest
 from k31fn.parallel.mesh import Mesh
 from k31fn.parallel.partition import AxisRules, partition, resolve
 from k31fn.params import ParamSpec
@@ -22,6 +23,8 @@ __all__ = ["check_mesh", "check_split", "split_share"]
 # Of the parameters, that fsdp must split: with less, ranks hold most of the model each, and the
 # memory that was to be saved is not.
 _LEAST_SHARE = 0.5
+_TRIES = 100
+_POWERS_OF_TWO = tuple(1 << n for n in range(16))
 
 
 def check_mesh(
@@ -91,12 +94,12 @@ def _check_halos(mesh: Mesh, cfg: model.Config, length: int) -> None:
         halo = kind.halo(config) if isinstance(kind, TokenMixer) and kind.halo else None
         if halo is None or length // mesh.cp >= halo.tokens:
             continue
-        fitting = [n for n in _divisors(length) if length // n >= halo.tokens]
+        fitting = [n for n in divisors(length) if length // n >= halo.tokens]
         raise ValueError(
             f"mesh.cp={mesh.cp} leaves a rank {length // mesh.cp} of length={length} tokens, "
             f"fewer than the {halo.tokens} that {halo.reader} of "
             f"model.{name}.{halo.field}={getattr(config, halo.field)} looks back; "
-            f"nearest: {_nearest(mesh.cp, fitting)}"
+            f"nearest: {nearest(mesh.cp, fitting)}"
         )
 
 
@@ -114,20 +117,22 @@ def check_split(mesh: Mesh, cfg: model.Config) -> None:
     if share >= _LEAST_SHARE:
         return
     fitting = []
-    for n in range(1, 2 * mesh.fsdp + 1):
+    # each try costs some milliseconds: of a mesh of thousands only sizes near its own are tried
+    first = max(1, mesh.fsdp - _TRIES)
+    for n in (*_POWERS_OF_TWO, *range(first, min(2 * mesh.fsdp, mesh.fsdp + _TRIES) + 1)):
         try:
             other = dataclasses.replace(mesh, fsdp=n)
         except ValueError:
             continue  # mesh.ep, which lies inside of fsdp and the others, does not fit it
-        if _share(other, weights) >= _LEAST_SHARE:
-            fitting.append(n)
+        if n not in fitting and _share(other, weights) >= _LEAST_SHARE:
+            bisect.insort(fitting, n)
     ranks = f"mesh.fsdp={mesh.fsdp}"
     if mesh.cp > 1:
         ranks += f" x mesh.cp={mesh.cp} = {mesh.fsdp * mesh.cp}"
     raise ValueError(
         f"{ranks} splits {share:.1%} of the parameters: each of its ranks holds all of a weight "
         "of which it divides no size, and at least half must be split; nearest: mesh.fsdp "
-        f"{_nearest(mesh.fsdp, fitting)}"
+        f"{nearest(mesh.fsdp, fitting)}"
     )
 
 
@@ -221,14 +226,10 @@ def _divides(view: str, ranks: int, sizes: Mapping[str, int]) -> None:
     if not wrong:
         return
     # what divides all sizes, not only the wrong ones, or the next try would fail at another
-    fitting = _divisors(math.gcd(*sizes.values()))
+    fitting = divisors(math.gcd(*sizes.values()))
     raise ValueError(
-        f"{view}={ranks} does not divide {', '.join(wrong)}; nearest: {_nearest(ranks, fitting)}"
+        f"{view}={ranks} does not divide {', '.join(wrong)}; nearest: {nearest(ranks, fitting)}"
     )
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
@@ -245,7 +246,7 @@ def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
         # one piece is changed and the others stay, if that can help
         rest = product // n
         if n > 1 and size % rest == 0:
-            fixes.append(f"{piece} {_nearest(n, _divisors(size // rest))}")
+            fixes.append(f"{piece} {nearest(n, divisors(size // rest))}")
     below, above = size // product * product, -(-size // product) * product
     near = f"{below}, {above}" if below else f"{above}"  # 0 is no size
     fixes.append(f"{name} {near}")
@@ -253,9 +254,3 @@ def _multiple(name: str, size: int, pieces: Mapping[str, int]) -> None:
         f"{' x '.join(shown)} = {product} does not divide {name}={size}; nearest: "
         f"{' or '.join(fixes)}"
     )
-
-
-def _nearest(value: int, valid: list[int]) -> str:
-    """Up to three of the ascending values: one below, two above."""
-    at = bisect.bisect_left(valid, value)  # ``value`` itself is not among them
-    return ", ".join(map(str, valid[max(at - 1, 0) : at + 2]))

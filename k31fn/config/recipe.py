@@ -11,9 +11,11 @@ import torch
 
 from k31fn import data, lora, model, trackers
 from k31fn.config.mesh_checks import check_mesh
+from k31fn.config.model_checks import check_logits, check_size
 from k31fn.config.phase import Phase, spans
 from k31fn.layers import kinds
 from k31fn.layers.kind import TokenMixer
+from k31fn.limits import check_numbers, divisors
 from k31fn.parallel.mesh import Mesh
 from k31fn.parallel.pipeline.schedules import ScheduleKind
 from k31fn.precision import Precision, Products
@@ -27,6 +29,8 @@ _Schedule = Literal["cosine", "wsd"]
 _NsDtype = Literal["auto", "float32", "bfloat16"]
 _StateDtype = Literal["float32", "bfloat16"]
 _Norm = Literal["2", "inf"]
+
+_MOST_TOKENS = 1 << 32  # of a step, whose rows some rank holds as numbers of 64 bits
 
 _COUNTS = (
     "steps",
@@ -75,7 +79,7 @@ class Optimizer:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    max_norm: float = 1.0
+    max_norm: float = field(default=1.0, metadata={"infinite": True})
     schedule: _Schedule = "cosine"
     decay_fraction: float = 0.2
     norm: _Norm = "2"
@@ -181,10 +185,10 @@ class Recipe:
     data: data.Config | data.Prepared = field(default_factory=data.Config)
     optimizer: Optimizer = field(default_factory=Optimizer)
     steps: int = 1000
-    batch_size: int = 4
-    length: int = 256
+    batch_size: int = field(default=4, metadata={"most": 1 << 24})
+    length: int = field(default=256, metadata={"most": 1 << 27})
     micro_batches: int = 1
-    seed: int = 0
+    seed: int = field(default=0, metadata={"most": (1 << 64) - 1})
     compute: _Compute = "float32"
     products: Products = "exact"
     master: _StateDtype = "float32"
@@ -195,8 +199,8 @@ class Recipe:
     phases: tuple[Phase, ...] = ()
     init: str = ""
     eval_every: int = 100
-    eval_bytes: int = 20_000
-    heldout_bytes: int = 200_000
+    eval_bytes: int = field(default=20_000, metadata={"most": 1 << 40})
+    heldout_bytes: int = field(default=200_000, metadata={"most": 1 << 40})
     checkpoint_every: int = 200
     keep: int = 2
     keep_every: int = 0
@@ -205,14 +209,20 @@ class Recipe:
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         self._check_values()
         # what depends on several fields, first what is asked of one rank, then of a mesh
         if self.batch_size % self.micro_batches:
-            divisors = [d for d in range(1, self.batch_size + 1) if self.batch_size % d == 0]
             raise ValueError(
                 f"micro_batches={self.micro_batches} does not divide batch_size={self.batch_size}; "
-                f"use one of {divisors}"
+                f"use one of {divisors(self.batch_size)}"
             )
+        if self.batch_size * self.length > _MOST_TOKENS:
+            raise ValueError(
+                f"batch_size={self.batch_size} x length={self.length}: a step of more than "
+                f"{_MOST_TOKENS:,} tokens; lower one of them"
+            )
+        check_size(self.model)
         if self.trainable == "indexer":
             _indexed(self.model, "trainable='indexer'")
         if self.patches and isinstance(self.model.vision, tuple):
@@ -232,6 +242,8 @@ class Recipe:
         # last, as they make recipes of their own, for which all of the above holds
         self._check_phases()
         self._check_adapters()
+        if self.clips_logits:
+            check_logits(self.model, self.optimizer.qk_clip)
         _ = self.precision  # checks itself
 
     def _check_values(self) -> None:

@@ -11,8 +11,9 @@ of Kimi K3, arXiv 2607.24653); K = V dims per head::
     y       = (sigmoid(x W_g) * RMSNorm(o)) W_o
 
 ``conv`` is :mod:`k31fn.layers.short_conv`. Its histories and S are reset at document boundaries. A
-padding token's ``y`` is 0. float32 islands: ``A_log``, ``dt_bias``, the convolutions and
-``o_norm``; the L2 norms, both gates, S and the output norm are computed in float32.
+padding token's ``y`` is 0. float32 islands: ``A_log``, of which 40 counts at most, ``dt_bias``, the
+convolutions and ``o_norm``; the L2 norms, both gates, S and the output norm are computed in
+float32.
 
 On a mesh: heads are split over ``sh.heads``, each rank having all tokens of its slice of the
 context. Between slices travel the last inputs of the convolutions, and per head the pair (state
@@ -48,6 +49,9 @@ __all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init_state",
 
 _ZERO = Constant(0.0)
 _SMALL_STEPS = SoftplusInverse()
+# Of the decay's rate exp(A_log): beyond it the sigmoid is a step for any input, and near 89 float32
+# has no exponential, which the backward multiplies by. e^40 is one whose square it has.
+_MOST_A_LOG = 40.0
 
 
 @dataclass(frozen=True)
@@ -269,7 +273,7 @@ def _mix(
         k,
         split_heads(linear(decay, params.w_fb), heads, cfg.head_dim, "kda w_fb"),
         beta,
-        params.A_log,
+        params.A_log.clamp(max=_MOST_A_LOG),
         rearrange(params.dt_bias, "(h k) -> h k", h=heads),
         cfg.gate_lower_bound,
         cfg.l2_eps,

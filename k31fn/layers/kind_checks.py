@@ -15,6 +15,7 @@ import torch
 
 from k31fn import tree
 from k31fn.layers.kind import Aux, ChannelMixer, Kind, ResidualScheme, Sublayer, TokenMixer
+from k31fn.limits import check_numbers
 from k31fn.params import ParamSpec
 
 __all__ = ["check_config", "check_kind"]
@@ -120,9 +121,11 @@ def check_config(kind: Sublayer, config: Any) -> None:
     """Refuses a config for which its kind declares or reports what there is not.
 
     Raises:
-        ValueError: a leaf of ``specs(config)`` is no :class:`~k31fn.params.ParamSpec`, or
-            ``reports(config)`` has a name that is no field of :class:`~k31fn.layers.kind.Aux`.
+        ValueError: a number that no computation could take (:mod:`k31fn.limits`), a leaf of
+            ``specs(config)`` is no :class:`~k31fn.params.ParamSpec`, or ``reports(config)`` has a
+            name that is no field of :class:`~k31fn.layers.kind.Aux`.
     """
+    check_numbers(config)  # before anything is computed with them
     for path, leaf in tree.flatten_with_paths(kind.specs(config)):
         if not isinstance(leaf, ParamSpec):
             # A class that is no tree is a leaf as a whole.

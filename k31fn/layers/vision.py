@@ -13,7 +13,7 @@ steps of :func:`apply`, for callers that gather or recompute layer by layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
 import torch
@@ -48,7 +48,7 @@ class Config:
     """
 
     block: vision_block.Config
-    num_layers: int
+    num_layers: int = field(metadata={"most": 10_000})
     patch_size: int = 14
     num_channels: int = 3
     table_size: tuple[int, int] = (64, 64)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from k31fn.layers import block, embedding, kinds, mtp, norm, plain_residual, projector, vision
 from k31fn.layers.kind import ChannelMixer, Experts, Kind, ResidualScheme, TokenMixer
+from k31fn.limits import check_numbers
 from k31fn.model.sublayers import Sublayers
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "mtp_config",
 ]
 
+_MOST_LAYERS = 10_000
 # Experts of a model without any: its balance state and the routers' reports have no rows.
 _NO_EXPERTS = Experts(0, 0, 0)
 
@@ -61,12 +63,27 @@ class Config:
     projector: projector.Config | tuple[()] = ()
 
     def __post_init__(self) -> None:
+        check_numbers(self, "model")
         for name in ("vocab_size", "hidden_size"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"model.Config.{name}={getattr(self, name)} must be positive; set it to 1 or "
                     "more"
                 )
+        for name in ("embedding_std", "mtp_weight", "indexer_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"model.Config.{name}={getattr(self, name)} must not be negative; 0 for none"
+                )
+        if self.norm_eps <= 0:
+            raise ValueError(
+                f"model.Config.norm_eps={self.norm_eps}: a row of zeros would give NaN; set it to "
+                "1e-5"
+            )
+        if len(self.layers) > _MOST_LAYERS:
+            raise ValueError(
+                f"model.Config.layers has {len(self.layers)} layers, at most {_MOST_LAYERS}"
+            )
         if not self.layers:
             raise ValueError(
                 "model.Config.layers=() must name at least one layer; set it to pairs of names of "

@@ -23,12 +23,12 @@ the ranks that hold other data.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from k31fn.limits import divisors, nearest
 from k31fn.parallel.axis import Axis, Host, axis_names, num_ranks
 
 __all__ = ["VIEWS", "Coordinate", "Mesh", "MeshAxes", "nearest_divisors", "row_major"]
@@ -93,6 +93,9 @@ class MeshAxes:
         return tuple(axis for axis in self.atoms if axis in axes)
 
 
+_MOST_RANKS = 1 << 20
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The number of ranks of each view; the world is ``pp * dp * fsdp * cp * tp``.
@@ -116,12 +119,17 @@ class Mesh:
                     f"mesh.{field.name}={getattr(self, field.name)}: a view has at least one "
                     "rank; leave it out for one"
                 )
+        if self.world_size > _MOST_RANKS:
+            raise ValueError(
+                f"mesh: {self.world_size} ranks are more than {_MOST_RANKS}; lower one of its views"
+            )
         if self._expert_split(self.ep) is None:
             ranks = self.fsdp * self.cp * self.tp
-            fitting = [n for n in range(1, ranks + 1) if self._expert_split(n) is not None]
+            # what splits them divides their number
+            fitting = [n for n in divisors(ranks) if self._expert_split(n) is not None]
             raise ValueError(
                 f"mesh.ep={self.ep} does not divide fsdp x cp x tp = {self.fsdp} x {self.cp} x "
-                f"{self.tp} from its innermost ranks; nearest: {_nearest(self.ep, fitting)}"
+                f"{self.tp} from its innermost ranks; nearest: {nearest(self.ep, fitting)}"
             )
 
     @property
@@ -253,12 +261,4 @@ def _atoms(name: str, sizes: tuple[int, ...], host: Host | None) -> tuple[Axis, 
 
 def nearest_divisors(ranks: int, size: int, *, num_above: int = 2) -> str:
     """The divisors of ``size`` next to ``ranks``, as text for an error."""
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    return _nearest(ranks, divisors, num_above)
-
-
-def _nearest(value: int, valid: list[int], num_above: int = 2) -> str:
-    """The nearest valid value below, and some above."""
-    first_above = bisect.bisect_right(valid, value)
-    below = valid[: bisect.bisect_left(valid, value)]
-    return ", ".join(map(str, below[-1:] + valid[first_above : first_above + num_above]))
+    return nearest(ranks, divisors(size), num_above)

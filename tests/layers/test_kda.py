@@ -240,3 +240,23 @@ def test_decays_that_a_tile_cannot_hold_are_refused(bound):
     """D01: e^80 is the largest factor of a tile of 16; nothing but a decay is asked for either."""
     with pytest.raises(ValueError, match=r"kda.Config.gate_lower_bound=.* must be in \[-5.0, 0\)"):
         kda.Config(D, H, K, gate_lower_bound=bound)
+
+
+@pytest.mark.parametrize("value", [41.0, 88.0, 89.0, 1000.0])
+def test_a_rate_that_float32_does_not_have_has_finite_gradients(value):
+    """exp(89) is infinite: the sigmoid hides it from the value, and not from the gradient."""
+    p = weights(torch.float32)
+    x = torch.randn(1, 20, D)
+
+    def loss(p, a_log):
+        packing = from_lengths([[12, 8]], 20)
+        return kda.apply(dataclasses.replace(p, A_log=a_log), x, CFG, segments=packing).y.sum()
+
+    got, (grads, of_rate) = value_and_grad(loss, argnums=(0, 1))(p, torch.full((H,), value))
+    assert got.isfinite()
+    for path, grad in tree.flatten_with_paths(grads):
+        assert grad.isfinite().all(), path
+    assert not of_rate.any()  # it has come to its end
+    assert torch.equal(got, loss(p, torch.full((H,), 40.0)))
+    near = torch.full((H,), 2.0)
+    assert torch.func.grad(lambda a: loss(p, a))(near).any()
