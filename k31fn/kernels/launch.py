@@ -20,13 +20,16 @@ from k31fn import _functorch, device
 
 __all__ = [
     "INTERPRETED",
+    "MOST_PROGRAMS",
     "ON_REQUEST",
     "Build",
     "Tile",
+    "grid",
     "grouped",
     "lazily",
     "missing_triton",
     "programs",
+    "share",
     "step",
 ]
 
@@ -39,7 +42,8 @@ Set ``TRITON_INTERPRET=1`` before the process starts.
 ON_REQUEST = ("cpu",) if INTERPRETED else ()
 """Devices that Triton kernels run on besides CUDA and Ascend."""
 
-_MOST_PROGRAMS = 65535  # Ascend's limit for a grid
+MOST_PROGRAMS = 65535
+"""Ascend's limit for a grid, kept on every device."""
 
 
 class Tile(NamedTuple):
@@ -106,15 +110,31 @@ def programs(where: torch.device, groups: int, work: int, per_core: int) -> int:
     Raises:
         ValueError: more groups than a grid may have programs.
     """
-    if groups > _MOST_PROGRAMS:
-        raise ValueError(
-            f"{groups} samples under vmap in one launch, at most {_MOST_PROGRAMS}; use vmap's "
-            "chunk_size"
-        )
-    # groups share the cores: with many samples under vmap each has fewer programs
-    wanted = max(1, device.num_cores(where) * per_core // groups)
-    # at least one, which does nothing where there is no work: a grid may not be empty
-    return max(1, min(work, wanted, _MOST_PROGRAMS // groups))
+    grid(groups, groups)
+    return share(where, groups, work, per_core)
+
+
+def share(where: torch.device, units: int, work: int, per_core: int) -> int:
+    """Programs that each of so many units of work may have, of what runs at once; at least one."""
+    # units share the cores: with many samples under vmap each has fewer programs
+    wanted = max(1, device.num_cores(where) * per_core // units)
+    # one does nothing where there is no work: a grid may not be empty
+    return max(1, min(work, wanted, MOST_PROGRAMS // units))
+
+
+def grid(count: int, groups: int) -> tuple[int]:
+    """The grid of a launch of ``count`` programs, for so many groups.
+
+    Raises:
+        ValueError: more than a grid may have; says what there is too much of.
+    """
+    if count <= MOST_PROGRAMS:
+        return (count,)
+    why = "of a row this wide; split it over mesh.tp, or ask for the reference"
+    if groups > 1:
+        fitting = max(1, MOST_PROGRAMS * groups // count)
+        why = f"for {groups} samples under vmap; use its chunk_size, at most {fitting}"
+    raise ValueError(f"{count} programs in one launch, at most {MOST_PROGRAMS}, {why}")
 
 
 def step(x: Tensor) -> int:

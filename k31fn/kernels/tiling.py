@@ -52,12 +52,13 @@ def map_query_tiles(
     """
     T = queries[0].shape[dim]
     S = keys[0].shape[dim]
-    tile = max(1, min(TILE_QUERIES, TILE_ELEMENTS // (width * S)))
+    tile = max(1, min(TILE_QUERIES, TILE_ELEMENTS // max(1, width * S)))
     few = tile >= T or width * T * S <= KEPT_ELEMENTS
     run = remat(f) if gradient and not few else f
-    unit = -(-S // (_PREFIXES * tile)) * tile
+    unit = max(1, -(-S // (_PREFIXES * tile)) * tile)
     lengths = []
-    for begin in range(0, T, tile):
+    # without a query there is one tile, of none: its results have the others' shapes
+    for begin in range(0, max(T, 1), tile):
         # up to the tile's last query, rounded up so that there are few distinct lengths
         reach = min(S, -(-(begin + tile) // unit) * unit)
         lengths.append(reach if causal and T == S else S)

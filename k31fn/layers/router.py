@@ -1,7 +1,9 @@
 """Router: which experts a token goes to, with which weights (Kimi K3 report, arXiv 2607.24653).
 
 ``s = sigmoid(x W_r)`` in float32; the ``G`` experts with the greatest ``s + b``, the lowest number
-first among equals; ``p_j = scale s_j / (sum_chosen s + 1e-20)``. The bias ``b`` chooses and never
+first among equals; ``p_j = scale s_j / (sum_chosen s + 1e-20)``. Where all logits are below -40
+the 1e-20 counts: two chosen experts at -44 have weights that sum to 0.94 scale, at -50 to 0.04 (the
+released code's guard, kept so that checkpoints mean the same). The bias ``b`` chooses and never
 weighs, so no gradient reaches it. It is state (:mod:`k31fn.balance`): given to the layer, and
 renewed from the histogram that the layer returns.
 """
@@ -62,6 +64,8 @@ class Config:
                 "balancing compares a token's choices with the next best expert; lower top_k or "
                 "add experts"
             )
+        if not self.scale > 0:
+            raise ValueError(f"router.Config.scale={self.scale}: a factor of weights is positive")
         if self.init_std < 0:
             raise ValueError(f"router.Config.init_std={self.init_std}: must not be negative")
 

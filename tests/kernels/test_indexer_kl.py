@@ -126,3 +126,15 @@ def test_golden_values():
     value, grad = value_and_grad(kl_of_scores)(scores, teacher, slots)
     torch.testing.assert_close(value / rows, g["kl.loss_mean_over_rows"], rtol=0, atol=1e-6)
     torch.testing.assert_close(grad / rows, g["kl.grad_index_scores"], rtol=0, atol=1e-7)
+
+
+def test_a_position_that_is_there_twice_counts_once():
+    """With the shares of the teacher that ``sparse_attention`` gives its slots."""
+    args, teacher, slots, expected = problem(4)
+    half = teacher[..., :1] / 2
+    twice = torch.cat([half, teacher[..., 1:], half], -1)
+    again = torch.cat([slots, slots[..., :1]], -1)
+    assert indexer_kl(*args, twice, again, SCALE).item() == pytest.approx(expected, abs=1e-12)
+    grads = torch.func.grad(lambda q: indexer_kl(q, *args[1:], teacher, slots, SCALE))(args[0])
+    of_twice = torch.func.grad(lambda q: indexer_kl(q, *args[1:], twice, again, SCALE))(args[0])
+    torch.testing.assert_close(of_twice, grads, rtol=0, atol=1e-12)

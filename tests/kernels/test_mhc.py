@@ -239,3 +239,9 @@ def test_wrong_sizes() -> None:
         mhc_head(x, phi, scale[:1], base, EPS)
     with pytest.raises(ValueError, match="iterations=0"):
         sinkhorn(torch.zeros(2, 2), 0)
+
+
+def test_sinkhorn_of_large_inputs_keeps_its_columns_and_nearly_its_rows() -> None:
+    m = sinkhorn(torch.randn(50_000, 4, 4, dtype=torch.float64) * 30, 20)
+    assert (m.sum(-2) - 1).abs().max() < 2e-6
+    assert 0.05 < (m.sum(-1) - 1).abs().max() < 0.1

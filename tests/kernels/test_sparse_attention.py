@@ -110,3 +110,18 @@ def test_golden_values_of_packed_documents():
     slots = torch.where(local < 0, -1, local + first[:, None])
     out = sparse_attention(q, k, k.new_zeros(1, 32, 0), v, slots, 24**-0.5).out
     torch.testing.assert_close(out, g["fla.varlen_o"], rtol=0, atol=5e-6)
+
+
+def test_a_position_that_is_there_twice_counts_once():
+    """In the output, and in the probabilities, of which its slots have even shares."""
+    args, sets = inputs(), some_keys(3)
+    slots = oracle.as_slots(sets, 3)
+    once = sparse_attention(*args, slots, SCALE)
+    again = torch.cat([slots, slots[..., :1], slots[..., :1]], -1)
+    twice = sparse_attention(*args, again, SCALE)
+    assert torch.equal(twice.out, once.out)
+    torch.testing.assert_close(twice.probs.sum(-1), once.probs.sum(-1), rtol=0, atol=1e-12)
+    third = once.probs[..., :1] / 3
+    expected = torch.cat([third, once.probs[..., 1:], third, third], -1)
+    torch.testing.assert_close(twice.probs, expected, rtol=0, atol=1e-12)
+    assert (once.probs.sum(-1)[slots[..., 0] >= 0] - args[0].shape[2]).abs().max() < 1e-12

@@ -240,3 +240,13 @@ def test_a_non_finite_token_stays_an_answer():
 def test_config_refuses_a_top_k_without_a_next_best(top_k):
     with pytest.raises(ValueError, match=rf"router\.Config\.top_k={top_k}.*num_experts=5"):
         router.Config(6, 5, top_k)
+
+
+def test_weights_where_all_scores_vanish():
+    """The guard of the released code is then as large as the scores: they do not sum to 1."""
+    x = torch.ones(1, 1, 6, dtype=torch.float64)
+    bias = torch.zeros(5, dtype=torch.float64)
+    for logit, total in ((-30.0, 1.0), (-40.0, 0.9988), (-44.0, 0.9396), (-50.0, 0.0371)):
+        p = router.Params(torch.full((6, 5), logit / 6, dtype=torch.float64))
+        routing = router.apply(p, x, router.Config(6, 5, 2), bias=bias)
+        assert float(routing.weights.sum()) == pytest.approx(total, abs=5e-5)

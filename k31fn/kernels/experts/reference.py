@@ -132,6 +132,9 @@ def grouped_matmul(
     E`` tiles exist.
     """
     num_rows, num_experts = rows.shape[0], w.shape[0]
+    if num_rows == 0:
+        # no tile has a row to read, and the weights still get a gradient, of zeros
+        return rows @ w.sum(0)
     tile = max(-(-num_rows // num_experts), 1)
     # Full tiles, and one that is not full for each expert: enough for any sizes, so that no shape
     # depends on data.
@@ -146,7 +149,7 @@ def grouped_matmul(
     tiles = torch.arange(num_tiles, device=rows.device)
     expert = (tiles[:, None] >= tile_end).sum(1).clamp(max=num_experts - 1)
     local = ((tiles - tile_start[expert]) * tile)[:, None] + torch.arange(tile, device=rows.device)
-    source = (row_start[expert][:, None] + local).clamp(max=max(num_rows - 1, 0))
+    source = (row_start[expert][:, None] + local).clamp(max=num_rows - 1)
     present = local < sizes[expert][:, None]
     gathered = rows.index_select(0, source.flatten())
     gathered = rearrange(gathered, "(tile row) i -> tile row i", row=tile)

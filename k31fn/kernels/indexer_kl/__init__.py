@@ -14,6 +14,8 @@ Shapes: ``q [B T J I]``, ``k [B S I]``, ``w [B T J]``, ``teacher [B T M]`` (p on
 ``topk_idx [B T M]``; each row sums to 1). The result is a scalar, a plain sum over queries: the
 caller divides by its own denominator. float32 (float64 for float64 inputs).
 
+A position in several slots is in the set once, with an even share of its probability in each.
+
 Mask: a query with an empty set (padding) adds 0. If T == S, ``topk_idx[t] <= t``.
 
 Gradients: ``dL/dI = softmax(I) - p`` to ``q, k, w``, to any order; none to ``teacher``.

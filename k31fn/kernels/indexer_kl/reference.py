@@ -6,6 +6,7 @@ import torch
 
 from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.kernels.indexer.reference import head_weighted_scores
+from k31fn.kernels.sparse_attention.reference import multiplicity
 from k31fn.kernels.tiling import map_query_tiles
 from k31fn.precision import upcast
 from k31fn.typing import Float, Int, Tensor
@@ -33,6 +34,8 @@ def indexer_kl(
 def _tile(q: Tensor, w: Tensor, teacher: Tensor, topk_idx: Tensor, k: Tensor) -> Tensor:
     index = topk_idx.to(torch.int64)
     scores = head_weighted_scores(q, w, k).gather(-1, index.clamp(min=0))
+    # a position in two slots has half of its probability in each, as the teacher has
+    scores = scores - multiplicity(topk_idx, k.shape[-2]).to(scores.dtype).log()
     log_q = torch.log_softmax(torch.where(index < 0, _MASKED, scores), dim=-1)
     # xlogy: a probability of 0 has entropy 0, where log would be infinite
     return torch.special.xlogy(teacher, teacher).sum() - (teacher * log_q).sum()

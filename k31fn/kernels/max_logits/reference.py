@@ -71,4 +71,6 @@ def _largest(
     q: Float[Tensor, "B H t K"], k: Float[Tensor, "B Hk S K"], attended: Bool[Tensor, "B t S"]
 ) -> Float[Tensor, "H"]:
     scores = torch.where(attended[:, None], by_head(q, k.transpose(-1, -2)), _NONE)
+    if not scores.numel():
+        return scores.new_full((scores.shape[1],), _NONE)
     return scores.amax(dim=(0, 2, 3))

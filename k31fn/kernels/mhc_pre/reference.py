@@ -64,7 +64,7 @@ def mhc_head(
 
 
 def sinkhorn(a: Float[Tensor, "*rows N N2"], iterations: int) -> Float[Tensor, "*rows N N2"]:
-    """Nearly doubly stochastic matrices: columns sum to 1, rows within some 3e-2 for large ``a``.
+    """Nearly doubly stochastic matrices: columns sum to 1, rows within some 0.1 for large ``a``.
 
     Raises:
         ValueError: fewer than one iteration.

@@ -13,9 +13,12 @@ the indexer).
 Shapes: ``q [B T H K]``, ``k [B S Hk N]``, ``k_shared [B S P]`` with K = N + P, ``v [B S Hk V]``, Hk
 = H or 1 (one
 head for all: the absorbed form, where ``k`` and ``v`` are both the latent and ``q`` carries the
-absorbed weight); ``topk_idx [B T M]`` distinct positions, -1 where there are fewer. ``out [B T H
+absorbed weight); ``topk_idx [B T M]`` positions, -1 where there are fewer. ``out [B T H
 V]`` and ``probs [B T M]`` in float32 (float64 for float64 inputs). Under tensor parallelism
 ``probs`` sums over the local heads.
+
+A position that is there twice counts once, in ``out`` and in the softmax; its slots share its
+probability evenly, so that ``probs`` still sums to the number of heads.
 
 Mask: the set says all; it must hold visible keys only, and if T == S, ``topk_idx[t] <= t``. A query
 with none (all -1) has output 0 and probs 0; slots of -1 have probs 0.

@@ -13,7 +13,7 @@ from k31fn.kernels.attention.reference import by_head, heads_first, probabilitie
 from k31fn.kernels.tiling import map_query_tiles
 from k31fn.typing import Bool, Float, Int, Tensor
 
-__all__ = ["SparseAttentionOut", "as_mask", "sparse_attention"]
+__all__ = ["SparseAttentionOut", "as_mask", "multiplicity", "sparse_attention"]
 
 
 class SparseAttentionOut(NamedTuple):
@@ -52,7 +52,7 @@ def _tile(q: Tensor, topk_idx: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     index = topk_idx.to(torch.int64)
     # the probabilities teach the indexer, and its loss must not reach the attention through them
     summed = stop_gradient(p).sum(dim=1).gather(-1, index.clamp(min=0))
-    return by_head(p, v), torch.where(index < 0, 0.0, summed)
+    return by_head(p, v), torch.where(index < 0, 0.0, summed / multiplicity(topk_idx, k.shape[-2]))
 
 
 def as_mask(topk_idx: Int[Tensor, "B t M"], num_keys: int) -> Bool[Tensor, "B t S"]:
@@ -62,3 +62,14 @@ def as_mask(topk_idx: Int[Tensor, "B t M"], num_keys: int) -> Bool[Tensor, "B t 
         (*topk_idx.shape[:-1], num_keys + 1), dtype=torch.bool, device=topk_idx.device
     )
     return none.scatter(-1, slot, True)[..., :num_keys]
+
+
+def multiplicity(topk_idx: Int[Tensor, "B t M"], num_keys: int) -> Int[Tensor, "B t M"]:
+    """How many slots have the same position as each slot, itself too; of slots of -1 their own
+    number.
+    """
+    slot = torch.where(topk_idx < 0, num_keys, topk_idx).to(torch.int64)
+    shape = (*topk_idx.shape[:-1], num_keys + 1)
+    counts = torch.zeros(shape, dtype=torch.int32, device=topk_idx.device)
+    ones = torch.ones_like(slot, dtype=torch.int32)
+    return counts.scatter_add(-1, slot, ones).gather(-1, slot)

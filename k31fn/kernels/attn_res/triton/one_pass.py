@@ -57,7 +57,7 @@ from k31fn.kernels.attn_res.triton.wide_tokens import (
     attn_res_backward_sources,
     attn_res_forward_pieces,
 )
-from k31fn.kernels.launch import Build, Tile, grouped, programs, step
+from k31fn.kernels.launch import Build, Tile, grid, grouped, programs, share, step
 
 __all__ = ["attn_res", "attn_res_accepts", "builds"]
 
@@ -412,9 +412,9 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     )
     # the tokens are split as often as fills the device beside the pieces of the features
     pieces = triton.cdiv(width, tile.columns)
-    splits = programs(query.device, groups * pieces, tokens, tile.per_core)
+    splits = share(query.device, groups * pieces, tokens, tile.per_core)
     d_key = scores.new_empty((groups, splits, width))
-    attn_res_backward_sources[(groups * splits * pieces,)](
+    attn_res_backward_sources[grid(groups * splits * pieces, groups)](
         *pointers, d_scores, ct, d_key, tokens, width, splits, pieces, *steps, step(ct), **cut
     )
     return *d_sources, *of_weights(query.device.type, attn_res_d_weights, d_key, query, norm)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k31fn.kernels.attn_res.triton.sources import build
-from k31fn.kernels.launch import Build, Tile, step
+from k31fn.kernels.launch import Build, Tile, grid, step
 
 __all__ = ["attn_res_d_weights", "build_of_weights", "of_weights"]
 
@@ -77,7 +77,7 @@ def of_weights(
     pieces = triton.cdiv(width, cut["BLOCK"])
     d_query = query.new_empty((groups, width))
     d_norm = norm.new_empty((groups, width))
-    kernel[(groups * pieces,)](
+    kernel[grid(groups * pieces, groups)](
         parts, query, norm, d_query, d_norm, count, width, pieces, step(query), step(norm), **cut
     )
     return d_query, d_norm

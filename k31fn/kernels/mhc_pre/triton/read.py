@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k31fn.autodiff.custom_vjp import custom_vjp
-from k31fn.kernels.launch import Build, grouped, programs, step
+from k31fn.kernels.launch import Build, grid, grouped, programs, share, step
 from k31fn.kernels.mhc_pre.reference import Pre
 from k31fn.kernels.mhc_pre.triton.arithmetic import cut, forth, sigmoid, softmax
 from k31fn.kernels.mhc_pre.triton.backward import (
@@ -302,7 +302,7 @@ def _launch_project(*operands: Tensor) -> tuple[Tensor, ...]:
     tile = _TILES[x.device.type].project
     row_tiles = triton.cdiv(tokens, tile.rows)
     # programs that the tiles of tokens leave idle take a part of the features each
-    free = programs(
+    free = share(
         x.device, groups * max(1, row_tiles), triton.cdiv(flat, tile.columns), tile.per_core
     )
     # a power of two, as the kernel that adds the parts takes them as a tile
@@ -411,7 +411,7 @@ def _launch_streams(*operands: Tensor) -> tuple[Tensor, ...]:
     splits = filling(tile, x, groups * n * pieces)
     d_x = x.new_empty((groups, tokens, n, width))
     parts = phi.new_empty((groups, splits, n * width, c))
-    mhc_pre_backward_streams[(groups * splits * n * pieces,)](
+    mhc_pre_backward_streams[grid(groups * splits * n * pieces, groups)](
         x,
         phi,
         ct,

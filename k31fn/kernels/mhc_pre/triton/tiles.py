@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from k31fn.kernels.launch import INTERPRETED, Build, Tile, programs
+from k31fn.kernels.launch import INTERPRETED, MOST_PROGRAMS, Build, Tile, programs
 from k31fn.kernels.mhc_pre.reference import SINKHORN_EPS
 
 __all__ = [
@@ -125,7 +125,8 @@ def filling(tile: Tile, x: Tensor, units: int) -> int:
         rounds = -(-units * splits // places)
         return units * splits / (rounds * places)
 
-    choices = range(1, min(most, MOST_SPLITS) + 1)
+    fitting = max(1, MOST_PROGRAMS // units)  # else the launch says that it is too large
+    choices = range(1, min(most, MOST_SPLITS, fitting) + 1)
     for splits in choices:
         if busy(splits) >= _BUSY:
             return splits
