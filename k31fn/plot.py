@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from k31fn import metrics, regular_files
+from k31fn import commands, metrics, regular_files
 
 __all__ = ["main", "save_loss_plot"]
 
 _RECORDS = "metrics.jsonl"
+_LARGEST = 1e100
 _GRID = {"color": "#d0d0d0", "linewidth": 0.6}
 _PANELS = (
     ("indexer KL, nats", "train/indexer_kl"),
@@ -143,8 +144,9 @@ def _series(records: list[dict[str, Any]], name: str) -> _Series:
     values: list[float] = []
     for record in records:
         value = record.get(name)
-        if isinstance(value, int | float) and np.isfinite(value):
-            steps.append(record["step"])
+        # NaN and infinities have no place in a picture, nor what its scales cannot multiply
+        if isinstance(value, int | float) and abs(value) < _LARGEST:
+            steps.append(min(record["step"], _LARGEST))
             values.append(value)
     return _Series(np.array(steps, dtype=float), np.array(values, dtype=float))
 
@@ -179,7 +181,7 @@ def _draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
     for i, (run, records) in enumerate(runs.items()):
         prefix, held_out_colour = "", "C1"
         if len(runs) > 1:  # a colour for each run, and so both of its losses in one
-            prefix, held_out_colour = f"{run} ", f"C{i}"
+            prefix, held_out_colour = f"{_shown(run)} ", f"C{i}"
         _draw_loss(loss, records, prefix, f"C{i}", held_out_colour)
         for axes, (_, name) in zip(below, panels, strict=True):
             if len(runs) == 1 and name in _DETAILS:
@@ -195,6 +197,13 @@ def _draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
         if name == "train/indexer_kl" and _all_positive(runs, name):
             axes.set_yscale("log")
     return figure
+
+
+def _shown(name: str) -> str:
+    """A run's name as matplotlib shows it letter by letter."""
+    # it hides what begins with "_", and reads what stands between two "$" as a formula
+    name = name.encode("utf-8", "replace").decode("utf-8").replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
 
 
 def _all_positive(runs: dict[str, list[dict[str, Any]]], name: str) -> bool:
@@ -334,7 +343,8 @@ def _finish_loss(axes: Any, runs: dict[str, list[dict[str, Any]]]) -> None:
         axes.tick_params(axis="y", which="minor", left=False)
     _finish(axes, "loss, nats per token")
     axes.legend(frameon=False, fontsize=9)
-    axes.set_title(next(iter(runs)) if len(runs) == 1 else "", fontsize=10, loc="left")
+    title = _shown(next(iter(runs))) if len(runs) == 1 else ""
+    axes.set_title(title, fontsize=10, loc="left")
 
 
 def _finish(axes: Any, label: str) -> None:
@@ -346,6 +356,7 @@ def _finish(axes: Any, label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+@commands.outlives_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(

@@ -18,7 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k31fn import balance, data, device, model, random, regular_files, trainer, tree
+from k31fn import (
+    balance,
+    commands,
+    data,
+    device,
+    model,
+    random,
+    regular_files,
+    trainer,
+    tree,
+)
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.checkpoint.errors import CheckpointError
 from k31fn.config import files
@@ -32,6 +42,10 @@ from k31fn.trainer import folder
 from k31fn.typing import Float, Int
 
 __all__ = ["generate", "load", "main"]
+
+_MOST_SAMPLES = 100_000
+_MOST_THREADS = 1024
+_COLDEST = 1e-300  # a temperature that one divides by; a colder one chooses alike
 
 
 def load(
@@ -85,8 +99,10 @@ def _choose(
         )
     if temperature == 0:
         return logits.argmax(dim=-1)
-    # float64: probabilities of a large vocabulary add up to 1 closely enough for top_p
-    scaled = logits.to(torch.float64) / temperature
+    # float64: probabilities of a large vocabulary add up to 1 closely enough for top_p. The largest
+    # is subtracted first: a small temperature would make it infinite.
+    wide = logits.to(torch.float64)
+    scaled = (wide - wide.amax(dim=-1, keepdim=True)) / max(temperature, _COLDEST)
     probs, order = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
     cumulative = probs.cumsum(dim=-1)
     # the most likely token always counts, also if it alone has more than top_p
@@ -213,6 +229,7 @@ def _bytes(file: str | Path) -> bytes:
     return regular_files.read(regular_files.path(file, "image"), most=1 << 30)
 
 
+@commands.outlives_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a prompt and what the model makes of it, token by token; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -265,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(args)
     except (ValueError, OSError, CheckpointError) as error:
+        commands.print_own_traceback(error)
         print(f"k31fn.sample: {regular_files.shown(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -274,10 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    if args.count < 1:
-        raise ValueError(f"count={args.count} must be at least 1")
-    if args.threads < 1:
-        raise ValueError(f"threads={args.threads} must be at least 1")
+    for name, most in (("count", _MOST_SAMPLES), ("threads", _MOST_THREADS)):
+        if not 1 <= getattr(args, name) <= most:
+            raise ValueError(f"{name}={getattr(args, name)} must be at least 1 and at most {most}")
     # one by default: products of a token are too small to share, and waiting costs more
     torch.set_num_threads(args.threads)
     where = device.parse(args.device) if args.device else device.default()

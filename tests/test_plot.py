@@ -192,3 +192,18 @@ def test_without_matplotlib_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"k31fn\[train\]"):
         plot.save_loss_plot(run)
+
+
+@pytest.mark.parametrize("name", ["_debug", "a$b$c", "_$x^$", "caf\udce9"])
+def test_any_name_of_a_run_is_shown_letter_by_letter(tmp_path: Path, name: str) -> None:
+    """Matplotlib hides what begins with "_", and reads formulas between "$"."""
+    records = [{"step": i, "train/loss": 2.0 - i} for i in (0, 1)]
+    wanted = name.encode("utf-8", "replace").decode()
+    two = plot._draw({name: records, "other": records})
+    one = plot._draw({name: records})
+    for figure in (one, two):
+        figure.savefig(tmp_path / "loss.png")  # where a formula would be read
+    texts = [text.get_text() for text in two.axes[0].get_legend().get_texts()]
+    shown = [texts[0].removesuffix(" train"), one.axes[0].get_title(loc="left")]
+    assert [text.strip().replace(r"\$", "$") for text in shown] == [wanted, wanted]
+    assert texts[1] == "other train"

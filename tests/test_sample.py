@@ -96,6 +96,14 @@ class TestChoose:
             chosen = sample._choose(logits, random.key(0), temperature=temperature)
             assert torch.equal(chosen, logits.argmax(-1))
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    def test_temperatures_that_no_number_survives(self, dtype):
+        """Divided by it, logits are infinite: a difference of two is none."""
+        logits = torch.tensor([[1.0, 2.0, 3.0, 0.0], [-3e38, 3e38, 0.0, 1.0]]).to(dtype)
+        for temperature in (5e-324, 1e-310, 1e-200):
+            chosen = sample._choose(logits, random.key(0), temperature=temperature)
+            assert chosen.tolist() == [2, 1]
+
     def test_keys_and_rows(self):
         """The same key gives the same draw; a row's depends on its number and its logits alone."""
         logits = torch.randn(40, 30)
