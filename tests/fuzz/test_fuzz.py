@@ -1,0 +1,227 @@
+"""Random damage at every door: no traceback, no hang, one line with a reason, and nothing written
+where it should not be or left half made.
+
+Drawn from a seed: ``K31FN_FUZZ_SEED`` (0), ``K31FN_FUZZ_MUTATIONS`` (180 of each door), and
+``K31FN_FUZZ_COMMANDS`` (50 of each, as processes of their own) change which and how many. A failure
+names the door and the number of the mutation; ``K31FN_FUZZ_ONLY=NUMBER`` repeats that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jaxtyping
+import pytest
+
+from k31fn.trainer import cli, run
+from tests.fuzz.doors import Door, all_doors
+from tests.trainer.runs import REPOSITORY
+
+for needed in ("orbax.checkpoint", "PIL", "pyarrow", "tokenizers", "tiktoken", "matplotlib"):
+    pytest.importorskip(needed)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+SEED = int(os.environ.get("K31FN_FUZZ_SEED", "0"))
+MUTATIONS = int(os.environ.get("K31FN_FUZZ_MUTATIONS", "180"))
+COMMANDS = int(os.environ.get("K31FN_FUZZ_COMMANDS", "50"))
+ONLY = os.environ.get("K31FN_FUZZ_ONLY", "")
+LONGEST_S = 40
+DOORS = {door.name: door for door in all_doors()}
+# Before an error's line: a progress bar's, and what a package prints.
+MOST_LINES = 3
+
+
+class Said(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Hangs(BaseException):
+    """Took too long; no handler of errors catches it."""
+
+
+@pytest.fixture(autouse=True)
+def unchecked() -> Iterator[None]:
+    """As a user runs it: annotations are not checked, which would raise errors of their own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command line lets through would train for seconds."""
+    outcome = run.Outcome(0, False, (), ())
+    monkeypatch.setattr(cli, "train", lambda *args, **kwargs: outcome)
+
+
+def places(folder: Path, door: Door) -> tuple[Path, Path, Path, Path]:
+    """Folders for the good input, its damaged copy, the output, and to stand in."""
+    found = [folder / name for name in ("good", "given", "out", "here")]
+    for place in found:
+        place.mkdir()
+    door.made(found[0])
+    return found[0], found[1], found[2], found[3]
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_mutations(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
+    door, counts = DOORS[name], Counter[str]()
+    good, given, out, here = places(tmp_path, door)
+    main = importlib.import_module(door.module).main
+    monkeypatch.chdir(here)
+    began = time.monotonic()
+    good_words = door.words(good, out / "good")
+    assert called(main, good_words).status == 0, called(main, good_words)
+    for number in numbers(MUTATIONS):
+        draw = random.Random(f"{SEED} {name} {number}")
+        words = [*door.words(given, out / str(number)), *door.spoil(good, given, draw)]
+        before = listing(given)
+        with judged(name, number, words):
+            said = called(main, words)
+            judge(said, door)
+            assert listing(here) == [], "something was written beside the command"
+            check_left(said, before, listing(given), out / str(number))
+        counts[f"status {said.status}"] += 1
+        if number % 60 == 59:
+            told(capsys, f"fuzz {name}, seed {SEED}: {number + 1}/{MUTATIONS}, {dict(counts)}")
+    seconds = time.monotonic() - began
+    told(capsys, f"fuzz {name}, seed {SEED}: {dict(counts)} in {seconds:.0f} s")
+    assert ONLY or len(counts) > 1 or MUTATIONS < 50, f"all alike: {counts}"
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_command_lines(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    door, counts = DOORS[name], Counter[str]()
+    good, given, out, here = places(tmp_path, door)
+    with server(door.module) as ask:
+        for number in numbers(COMMANDS):
+            draw = random.Random(f"{SEED} {name} command {number}")
+            words = [*door.words(given, out / str(number)), *door.spoil(good, given, draw)]
+            if door.module == "k31fn.trainer.cli":
+                words += ["--max-minutes", "1e-9"]  # it ends before its first step
+            before = listing(given)
+            with judged(name, number, words):
+                answer = ask(module=door.module, words=words, cwd=str(here))
+                assert answer["status"] != -signal.SIGKILL, f"hangs: {answer['seconds']:.0f} s"
+                said = Said(answer["status"], answer["out"], answer["err"])
+                judge(said, door)
+                assert listing(here) == [], "something was written beside the command"
+                check_left(said, before, listing(given), out / str(number))
+            counts[f"status {said.status}"] += 1
+    told(capsys, f"fuzz {name}, as commands, seed {SEED}: {dict(counts)}")
+
+
+def numbers(count: int) -> list[int]:
+    return [int(ONLY)] if ONLY else list(range(count))
+
+
+def told(capsys: pytest.CaptureFixture[str], line: str) -> None:
+    with capsys.disabled():
+        print(line, flush=True)
+
+
+@contextlib.contextmanager
+def judged(name: str, number: int, words: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"door {name!r}, seed {SEED}, mutation {number}: {words}")
+        raise
+
+
+def called(main: Any, words: list[str]) -> Said:
+    """The command in this process, for so long at most."""
+    out, err = io.StringIO(), io.StringIO()
+
+    def stop(*_: Any) -> None:
+        raise Hangs
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LONGEST_S)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(words)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return Said(status or 0, out.getvalue(), err.getvalue())
+
+
+def judge(said: Said, door: Door) -> None:
+    """One line with a reason, unless it is well; of options, what their parser prints."""
+    assert "Traceback" not in said.err, said.err
+    assert said.status in (0, 1, 2), said
+    if said.status == 0:
+        return
+    lines = [line for line in said.err.splitlines() if line.strip()]
+    by_parser = lines and (lines[0].startswith("usage:") or lines[0].startswith("╭"))
+    if by_parser or (door.module.startswith("k31fn.hf") and said.status == 1 and said.out):
+        return
+    assert lines, f"status {said.status} without a word"
+    assert len(lines) <= MOST_LINES, said.err
+    start = (
+        "train.py: " if "trainer" in door.module else f"{door.module.removesuffix('.__main__')}: "
+    )
+    assert lines[-1].startswith(start), said.err
+    assert len(lines[-1]) > len(start) + 10, "no reason"
+    assert len(lines[-1]) < 2000, "a line without an end"
+    assert " at 0x" not in lines[-1], "an address in memory"
+
+
+def check_left(said: Said, before: list[str], after: list[str], out: Path) -> None:
+    """Nothing beside the output, and nothing half made in it."""
+    mine = (".lock", "samples.txt")
+    new = [name for name in after if name not in before and not name.endswith(mine)]
+    assert not new, f"written into the input: {new}"
+    left = listing(out)
+    half = [n for n in left if n.endswith((".new", ".partial", ".tmp")) or ".partial." in n]
+    assert not half, f"left half made: {half}"
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+@contextlib.contextmanager
+def server(module: str) -> Iterator[Any]:
+    """Where command lines are run, each in a process of its own."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.fuzz.commands"],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(**request: Any) -> Any:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        ask(**{"import": [module]})
+        yield ask
+        process.stdin.close()

@@ -1,0 +1,193 @@
+"""What befalls a run: each harms a run that was just started, and says what it did.
+
+They return when all processes are gone or may go on alone; what must hold then is checked by
+:meth:`tests.torture.victims.Victim.check`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.torture.victims import LONGEST_S, Started, Victim, send
+
+Event = Callable[[Victim, random.Random], str]
+OVER = (0, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
+
+
+def _started(victim: Victim, draw: random.Random, **options: object) -> Started:
+    """After a few steps, at any moment of the next."""
+    run = victim.start(**options)
+    run.waits_for_steps(draw.randint(0, 4))
+    time.sleep(draw.uniform(0.0, 0.6))
+    return run
+
+
+def _launcher(victim: Victim, draw: random.Random) -> str:
+    return draw.choice(["", "torchrun"]) if victim.ranks > 1 else ""
+
+
+def _ends(victim: Victim, run: Started, **within: float) -> list[int]:
+    statuses = run.ends(**within)
+    victim.ended_well = not any(statuses)
+    return statuses
+
+
+def kill(victim: Victim, draw: random.Random) -> str:
+    """SIGKILL to a rank, a writer, the launcher, or some of them at once."""
+    run = _started(victim, draw, launcher=_launcher(victim, draw), timeout=6.0)
+    ranks, writers = run.trainers(), run.writers()
+    launcher = [p.pid for p in run.processes if p.pid not in ranks]
+    chosen = draw.choice(["ranks", "rank", "writers", "all", "launcher"])
+    hit = {
+        "ranks": ranks,
+        "rank": draw.sample(ranks, min(1, len(ranks))),
+        "writers": draw.sample(writers, draw.randint(0, len(writers))),
+        "all": [*ranks, *writers],
+        "launcher": launcher or ranks,
+    }[chosen]
+    for pid in hit:
+        send(pid, signal.SIGKILL)
+    statuses = _ends(victim, run)
+    run.clears_up(*ranks)  # also those that a killed launcher left
+    return f"killed {chosen}: {len(hit)} processes, statuses {statuses}"
+
+
+def signals(victim: Victim, draw: random.Random) -> str:
+    """A burst of SIGTERM, SIGHUP or SIGINT: saved after the step, as after one."""
+    run = _started(victim, draw, launcher=_launcher(victim, draw))
+    number = draw.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+    count = draw.randint(1, 30)
+    begun = bool(victim.newest) or "run " in run.said()
+    for _ in range(count):
+        if not send(run.main.pid, number):
+            break
+        time.sleep(draw.uniform(0.0, 0.03))
+    for process in run.processes[1:]:
+        send(process.pid, number)
+    statuses = _ends(victim, run)
+    # before a run listens there is nothing of it to save
+    if begun and number != signal.SIGINT and "step " in run.said():
+        assert all(s in OVER or s == 1 for s in statuses), run.said()
+        assert "Traceback" not in run.said(), run.said()
+    run.clears_up()
+    return f"{count} x {signal.Signals(number).name}, statuses {statuses}"
+
+
+def output(victim: Victim, draw: random.Random) -> str:
+    """The reader of the output leaves: the run goes on, until a signal ends it."""
+    run = _started(victim, draw, launcher=_launcher(victim, draw))
+    run.closes_output()
+    time.sleep(draw.uniform(0.5, 2.0))
+    alive = [p for p in run.processes if p.poll() is None]
+    for process in alive:
+        send(process.pid, signal.SIGTERM)
+    statuses = _ends(victim, run)
+    assert all(s in OVER for s in statuses), (statuses, run.said())
+    assert "Traceback" not in run.said(), run.said()
+    return f"output gone, {len(alive)} went on, statuses {statuses}"
+
+
+def frozen_writer(victim: Victim, draw: random.Random) -> str:
+    """A writer stands still, as on a disk that hangs; SIGTERM ends the run all the same."""
+    run = _started(victim, draw)
+    writers = run.writers()
+    for pid in writers:
+        send(pid, signal.SIGSTOP)
+    time.sleep(draw.uniform(0.0, 1.0))
+    for process in run.processes:
+        send(process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    statuses = _ends(victim, run, within=60.0 + LONGEST_S / 2)
+    took = time.monotonic() - began
+    for pid in writers:
+        send(pid, signal.SIGCONT)
+    run.clears_up()
+    return f"{len(writers)} writers frozen, ended {took:.0f} s after SIGTERM, statuses {statuses}"
+
+
+def frozen_rank(victim: Victim, draw: random.Random) -> str:
+    """A rank stands still: on one rank for a while, on several until the others end."""
+    run = _started(victim, draw, timeout=5.0)
+    frozen = draw.choice(run.trainers() or [run.main.pid])
+    send(frozen, signal.SIGSTOP)
+    if victim.ranks == 1:
+        time.sleep(draw.uniform(0.2, 1.5))
+        send(frozen, signal.SIGCONT)
+        send(frozen, signal.SIGTERM)
+        statuses = _ends(victim, run)
+        run.clears_up()
+        return f"frozen and awake again, statuses {statuses}"
+    others = [p for p in run.processes if p.pid != frozen]
+    statuses = []
+    for process in others:
+        statuses.append(process.wait(LONGEST_S))
+    run.clears_up()
+    assert all(statuses), f"a rank ended well without the other: {run.said()}"
+    return f"a rank frozen, the others ended with {statuses}"
+
+
+def folder(victim: Victim, draw: random.Random) -> str:
+    """The run's folder is renamed, or all of it removed, while it runs."""
+    run = _started(victim, draw)
+    if not (victim.root / "victim").exists():
+        run.clears_up()
+        return "no folder yet"
+    place = victim.run
+    victim.tidied = True
+    elsewhere = victim.root / "renamed"
+    renamed = draw.random() < 0.7
+    if renamed:
+        place.rename(elsewhere)
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+        victim.newest = 0
+    statuses = _ends(victim, run)
+    run.clears_up()
+    if renamed:
+        # what was written to a name that is gone would be a second, half a run
+        assert not list((victim.root / "victim").iterdir()), run.said()
+        elsewhere.rename(place)
+    return f"folder {'renamed' if renamed else 'removed'}, statuses {statuses}"
+
+
+def full_disk(victim: Victim, draw: random.Random) -> str:
+    """No room for a while; the run ends, and goes on when there is some."""
+    run = _started(victim, draw)
+    victim.tidied = True
+    filler = victim.root / "filler"
+    state = os.statvfs(victim.root)
+    room = state.f_bavail * state.f_frsize
+    filler.write_bytes(bytes(max(0, room - draw.choice([0, 4096, 60_000]))))
+    time.sleep(draw.uniform(0.5, 2.0))
+    for process in run.processes:
+        send(process.pid, signal.SIGTERM)
+    statuses = _ends(victim, run)
+    run.clears_up()
+    filler.unlink()
+    return f"disk full, statuses {statuses}"
+
+
+def read_only_disk(victim: Victim, draw: random.Random) -> str:
+    """The file system takes nothing any more, as after an error of its disk."""
+    run = _started(victim, draw)
+    victim.tidied = True
+    changed = _remount(victim.root, "ro")
+    time.sleep(draw.uniform(0.3, 1.5))
+    for process in run.processes:
+        send(process.pid, signal.SIGTERM)
+    statuses = _ends(victim, run)
+    run.clears_up()
+    _remount(victim.root, "rw")
+    return f"disk read-only ({'done' if changed else 'busy'}), statuses {statuses}"
+
+
+def _remount(where: Path, mode: str) -> bool:
+    done = subprocess.run(["mount", "-o", f"remount,{mode}", str(where)], capture_output=True)
+    return done.returncode == 0
