@@ -184,6 +184,13 @@ class FrozenStore:
         return wait_and_call
 
 
+def in_thread(f):
+    """Beside the main thread a watch takes no signals, for which pytest's streams have no place."""
+    thread = threading.Thread(target=f)
+    thread.start()
+    thread.join()
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("when", ["while it runs", "at its end"])
 def test_a_store_whose_holder_is_frozen_is_reported_after_the_timeout(monkeypatch, capsys, when):
@@ -196,20 +203,19 @@ def test_a_store_whose_holder_is_frozen_is_reported_after_the_timeout(monkeypatc
         ended.append((status, time.monotonic()))
         frozen.clear()  # the process is gone
 
-    watching = Watchdog(store, 1, Mesh(tp=2), CollectiveProgress(), timeout=1.0, end=end)
-    with watching:
-        began = time.monotonic()
-        if when == "while it runs":
+    began = time.monotonic()
+
+    def watched():
+        with Watchdog(store, 1, Mesh(tp=2), CollectiveProgress(), timeout=1.0, end=end) as watching:
             frozen.set()
-            while not ended:
+            while when == "while it runs" and not ended and time.monotonic() - began < 30:
                 watching._progress.issued += 1
                 time.sleep(0.05)
-                assert time.monotonic() - began < 5
-        else:
-            frozen.set()
+
+    in_thread(watched)
     (status, at), *_ = ended
     assert status == 1
-    assert 1.0 <= at - began < 3.0
+    assert 1.0 <= at - began < 10.0  # of a busy machine
     line = capsys.readouterr().err.splitlines()[0]
     assert line == (
         "train.py: rank 1 at {'tp': 1}: the store of the process group has not answered for 1 s: "
@@ -222,12 +228,18 @@ def test_a_store_that_is_only_slow_is_no_frozen_one(monkeypatch):
     frozen, ended = threading.Event(), []
     monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
     store = FrozenStore(dist.HashStore(), frozen)
-    with Watchdog(store, 0, Mesh(tp=1), CollectiveProgress(), timeout=1.0, end=ended.append) as w:
-        began = time.monotonic()
-        while time.monotonic() - began < 2.0:
-            w._progress.issued += 1
-            frozen.set()
-            time.sleep(0.3)
-            frozen.clear()
-            time.sleep(0.1)
+
+    def watched():
+        with Watchdog(
+            store, 0, Mesh(), CollectiveProgress(), timeout=1.0, end=ended.append
+        ) as watching:
+            began = time.monotonic()
+            while time.monotonic() - began < 2.0:
+                watching._progress.issued += 1
+                frozen.set()
+                time.sleep(0.3)
+                frozen.clear()
+                time.sleep(0.1)
+
+    in_thread(watched)
     assert not ended
