@@ -66,8 +66,11 @@ def _check_shard(shard: Any, whole: list[int], itemsize: int, block_bytes: int) 
             raise ValueError(f"shard {start} + {part} is not inside {whole}")
     digests = shard.get("sha256")
     blocks = num_blocks(part, itemsize, block_bytes)
-    is_text = isinstance(digests, list) and all(isinstance(digest, str) for digest in digests)
-    if not is_text or len(digests) != blocks:
+    if (
+        not isinstance(digests, list)
+        or len(digests) != blocks
+        or not all(isinstance(digest, str) for digest in digests)
+    ):
         raise ValueError(f"shard {start} + {part} must have {blocks} checksums")
     return part
 

@@ -19,6 +19,7 @@ import torch
 from k31fn import config, metrics, trainer
 from k31fn.checkpoint import Checkpointer
 from k31fn.config.overrides import fields_of
+from k31fn.data import prepare
 from k31fn.trainer import folder as folders
 from tests.fuzz import mutations
 from tests.trainer import runs
@@ -35,7 +36,7 @@ class Door:
         name: of the door.
         module: whose ``main`` is the command.
         made: the good input, made once.
-        damaged: files in it and what is done to them; empty: the words are damaged.
+        damaged: patterns of files in it and what is done to them; empty: the words are damaged.
         words: the arguments, for the folder of the input and that of the output.
         fields: of the words that are damaged.
     """
@@ -53,9 +54,9 @@ class Door:
         shutil.copytree(good, into, symlinks=True)
         if not self.damaged:
             return mutations.arguments(self.fields, draw)
-        name = draw.choice(list(self.damaged))
-        file = into / name
-        file.write_bytes(self.damaged[name](file.read_bytes(), draw))
+        pattern = draw.choice(list(self.damaged))
+        file = draw.choice(sorted(into.glob(pattern)))
+        file.write_bytes(self.damaged[pattern](file.read_bytes(), draw))
         return []
 
 
@@ -122,6 +123,11 @@ def _parquet(folder: Path) -> None:
 
     rows = [{"text": f"document {i} of some", "n": i} for i in range(30)]
     parquet.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+
+
+def _store(folder: Path) -> None:
+    _lines(folder)
+    prepare.prepare(prepare.Config(str(folder / "a.jsonl"), heldout_fraction=0.2), folder / "store")
 
 
 def _images(folder: Path) -> None:
@@ -197,7 +203,7 @@ def all_doors() -> list[Door]:
     fields = _fields(_recipe())
     options = ["resume", "device", "threads", "kernels", "profile", "timeout"]
     options += ["max-minutes", "warmup-processes", "recipe"]
-    prepare = "k31fn.data.__main__"
+    commands = "k31fn.data.__main__"
     nested = mutations.json_text
     verify = "k31fn.hf.__main__"
     return [
@@ -238,42 +244,52 @@ def all_doors() -> list[Door]:
         ),
         Door(
             "rows of jsonl",
-            prepare,
+            commands,
             _lines,
             {"a.jsonl": mutations.lines},
             _prepare("GIVEN/a.jsonl"),
         ),
         Door(
             "conversations",
-            prepare,
+            commands,
             _conversations,
             {"a.jsonl": mutations.lines},
             _prepare("GIVEN/a.jsonl", "--chat", "--tokenizer", "bytes+chat"),
         ),
         Door(
             "rows of parquet",
-            prepare,
+            commands,
             _parquet,
             {"a.parquet": mutations.some_bytes},
             _prepare("GIVEN/a.parquet"),
         ),
         Door(
+            "a prepared store",
+            commands,
+            _store,
+            {
+                "store/*/index.json": nested,
+                "store/*/*/*.npy": mutations.some_bytes,
+            },
+            lambda given, out: ["verify", str(given / "store")],
+        ),
+        Door(
             "images",
-            prepare,
+            commands,
             _images,
             {"a.jsonl": _image_row},
             _prepare("GIVEN/a.jsonl", "--images", "image", "--tokenizer", "bytes+media"),
         ),
         Door(
             "tokenizer.json",
-            prepare,
+            commands,
             _tokenizer,
             {"tokenizer.json": nested, "tokenizer_config.json": nested},
             _prepare("GIVEN/a.jsonl", "--tokenizer", "GIVEN/tokenizer.json"),
         ),
         Door(
             "a ranks file",
-            prepare,
+            commands,
             _ranks,
             {"tiktoken.model": mutations.some_bytes, "tokenizer_config.json": nested},
             _prepare("GIVEN/a.jsonl", "--tokenizer", "GIVEN/tiktoken.model"),

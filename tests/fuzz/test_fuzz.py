@@ -174,7 +174,8 @@ def judge(said: Said, door: Door) -> None:
         return
     lines = [line for line in said.err.splitlines() if line.strip()]
     by_parser = lines and (lines[0].startswith("usage:") or lines[0].startswith("╭"))
-    if by_parser or (door.module.startswith("k31fn.hf") and said.status == 1 and said.out):
+    # `verify` prints what it found, as it was asked to
+    if by_parser or (said.status == 1 and said.out and "__main__" in door.module):
         return
     assert lines, f"status {said.status} without a word"
     assert len(lines) <= MOST_LINES, said.err
