@@ -192,8 +192,8 @@ def _config_file(folder: Path) -> None:
 
 def _prepare(*options: str) -> Callable[[Path, Path], list[str]]:
     def words(given: Path, out: Path) -> list[str]:
-        options_here = [o.replace("GIVEN", str(given)) for o in options]
-        return ["prepare", *options_here, "--workers", "1", str(out)]
+        source, *rest = [o.replace("GIVEN", str(given)) for o in options]
+        return ["prepare", source, str(out), *rest, "--workers", "1"]
 
     return words
 

@@ -191,15 +191,14 @@ class Started:
         self._stop_reading.set()
 
     def read_to_its_end(self) -> None:
-        self.ends()
+        self.ends(600.0)
 
     def ends(self, within: float = LONGEST_S) -> list[int]:
         """The statuses; raises if a process does not end in time."""
         deadline = time.monotonic() + within
         for process in self.processes:
             process.wait(max(0.1, deadline - time.monotonic()))
-        for reader in self._readers:
-            reader.join(5)
+        self._close_streams()
         return [process.returncode for process in self.processes]
 
     def said(self) -> str:
@@ -231,6 +230,15 @@ class Started:
             send(pid, signal.SIGKILL)
         for process in self.processes:
             process.wait(LONGEST_S)
+        self._close_streams()
+
+    def _close_streams(self) -> None:
+        for reader in self._readers:
+            reader.join(5)
+        for process in self.processes:
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
 
 
 def send(pid: int, number: int) -> bool:
