@@ -98,6 +98,9 @@ def _prepare(args: argparse.Namespace) -> None:
     skipped = ", ".join(f"{n} {reason}" for reason, n in result.skipped.items()) or "none"
     totals = "{documents:,} documents, {tokens:,} tokens, {images:,} images"
     print(f"{totals.format_map(result.counts)} in {args.folder}; documents left out: {skipped}")
+    if result.others:
+        files = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(result.others.items()))
+        print(f"files of other suffixes, which are not read: {files}")
     for name, count in result.unread.items():
         print(
             f"left out: the field {name!r} of {count:,} conversations; what it declares belongs "

@@ -90,7 +90,8 @@ class PrepareProgress(NamedTuple):
 
 class _PrepareResult(NamedTuple):
     """What the stores hold, and how many documents were left out, by the fault of their image or as
-    too long, or as unreadable; and how many conversations had a field that is not read.
+    too long, or as unreadable; how many conversations had a field that is not read, and how many
+    files of the source were of another suffix.
 
     Of conversations ``counts`` also has those ``shortened``, the messages ``dropped`` of them and
     of those left out, and the tokens ``learnt``.
@@ -99,6 +100,7 @@ class _PrepareResult(NamedTuple):
     counts: Counter[str]
     skipped: Counter[str]
     unread: Counter[str]
+    others: Counter[str]
 
 
 def prepare(
@@ -126,7 +128,8 @@ def prepare(
         OSError: it cannot be written.
     """
     root = regular_files.path(folder, "folder")
-    work = units(cfg.source, cfg.suffixes)
+    others: Counter[str] = Counter()
+    work = units(cfg.source, cfg.suffixes, others)
     tokenizer = open_tokenizer(cfg.tokenizer, end=cfg.end)
     if cfg.images:
         media.media_tokens(tokenizer)  # or a clear error before any work
@@ -147,7 +150,7 @@ def prepare(
     # Last, since a store without its index is none: nobody trains on half of the data by mistake.
     for split in SPLITS:
         _write_index(root / split, split, names, cfg, tokenizer)
-    result = _PrepareResult(Counter(), Counter(), Counter())
+    result = _PrepareResult(Counter(), Counter(), Counter(), others)
     for name, count in counts.items():
         if name.startswith(_SKIPPED):
             result.skipped[name.removeprefix(_SKIPPED)] = count

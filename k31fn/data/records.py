@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,8 +77,11 @@ class Record(NamedTuple):
     files: tuple[str, ...] = ()
 
 
-def units(path: str | Path, suffixes: Sequence[str]) -> list[Unit]:
-    """The units of a path, in the order of names.
+def units(
+    path: str | Path, suffixes: Sequence[str], others: Counter[str] | None = None
+) -> list[Unit]:
+    """The units of a path, in the order of names; ``others`` gets how many files of a folder are
+    not read, by suffix.
 
     Raises:
         ValueError: there is no such path, or nothing in it that can be read.
@@ -88,8 +92,15 @@ def units(path: str | Path, suffixes: Sequence[str]) -> list[Unit]:
         raise ValueError(f"source {str(path)!r} does not exist; give a file or a folder")
     if (root / "state.json").exists() and (root / "dataset_info.json").exists():
         return [Unit("arrow", str(root / name), name) for name in sources.arrow_files(root)]
+    known = (".jsonl", ".parquet", ".txt", *map(str.lower, suffixes))
+    # Else the bytes of an archive or a table would be taken for text.
+    if not root.is_dir() and root.suffix.lower() not in known:
+        raise ValueError(
+            f"source {str(path)!r}: files {root.suffix or 'without a suffix'} are not read; if it "
+            f"is text, give it one of {sorted(set(known))}"
+        )
     parent = root if root.is_dir() else root.parent
-    names = sources.file_names(root, suffixes) if root.is_dir() else [root.name]
+    names = sources.file_names(root, suffixes, others=others) if root.is_dir() else [root.name]
     work: list[Unit] = []
     for name in names:
         if Path(name).suffix.lower() in (".jsonl", ".parquet"):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
@@ -130,10 +131,19 @@ def _is_hidden(name: str) -> bool:
 
 
 def file_names(
-    root: Path, suffixes: Sequence[str], leave_out: Callable[[str], bool] = _is_hidden
+    root: Path,
+    suffixes: Sequence[str],
+    leave_out: Callable[[str], bool] = _is_hidden,
+    others: Counter[str] | None = None,
 ) -> list[str]:
     """Relative names of the files with one of these suffixes, in capitals or not, sorted; links to
     folders are not followed.
+
+    Args:
+        root: the folder.
+        suffixes: such as ``.txt``.
+        leave_out: names of files and folders that are passed over.
+        others: gets how many of the other files have which suffix.
 
     Raises:
         ValueError: a folder cannot be read, or what has such a name is no regular file.
@@ -152,9 +162,13 @@ def file_names(
         folders[:] = [f for f in folders if not leave_out((relative / f).as_posix())]
         for file in files:
             name = (relative / file).as_posix()
-            if file.lower().endswith(endings) and not leave_out(name):
+            if leave_out(name):
+                continue
+            if file.lower().endswith(endings):
                 _check(Path(folder, file))
                 names.append(name)
+            elif others is not None:
+                others[PurePosixPath(file).suffix.lower() or "no suffix"] += 1
     # The file system's order differs between machines.
     return sorted(names)
 

@@ -81,6 +81,16 @@ def test_a_line_that_is_no_json_is_named_by_its_byte(tmp_path: Path):
         prepare(Config(str(tmp_path / "x.jsonl")), tmp_path / "out")
 
 
+def test_files_that_are_not_read_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "d").mkdir()
+    for name in ("a.txt", "b.TXT", "c.csv", "d.CSV", "e.jsonl.gz", "README", ".hidden"):
+        (tmp_path / "d" / name).write_text(name)
+    assert main(["prepare", str(tmp_path / "d"), str(tmp_path / "out"), "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "2 documents" in said
+    assert "files of other suffixes, which are not read: 2 .csv, 1 .gz, 1 no suffix\n" in said
+
+
 def test_bad_lines_among_good_ones(tmp_path: Path):
     """Left out and counted, or the end with the line's number; a NaN is no JSON either."""
     lines = ['{"text": "a"}', '{"text": ', '{"text": "b", "x": NaN}', "[1]", '{"text": 3}', "{}"]

@@ -326,6 +326,11 @@ def test_empty_files_are_called_empty(tmp_path):
             load(Config(path=str(file)), ByteTokenizer())
     with pytest.raises(ValueError, match=r"holds no record: 'a\.jsonl' is empty"):
         records.units(tmp_path / "a.jsonl", SUFFIXES)
+    for name in ("a.jsonl.gz", "a.csv", "a"):
+        with pytest.raises(
+            ValueError, match=r"a(\.[a-z.]+)?': files .* are not read; if it is text"
+        ):
+            records.units(write(tmp_path / name, "x"), SUFFIXES)
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="has no file with a suffix of"):
         records.units(tmp_path / "none", SUFFIXES)
