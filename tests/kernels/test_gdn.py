@@ -212,6 +212,7 @@ def kept(length: int) -> int:
     return held
 
 
+@pytest.mark.slow
 def test_one_state_per_slab_is_kept(monkeypatch):
     monkeypatch.setattr(reference, "_TILE", 16)
     monkeypatch.setattr(reference, "_SLAB", 2)

@@ -66,10 +66,14 @@ def test_two_ranks_on_every_backend(mesh: Mesh, two_ranks: Ranks):
     assert check(mesh, ranks=two_ranks).backends == ("simulated", "threads", "processes")
 
 
-@pytest.mark.parametrize(
-    "mesh", [Mesh(tp=4), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(dp=2, cp=2)], ids=str
-)
+@pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(cp=2, tp=2)], ids=str)
 def test_on_four_ranks(mesh: Mesh):
+    check(mesh, backends=IN_PROCESS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(tp=4), Mesh(dp=2, cp=2)], ids=str)
+def test_on_other_meshes_of_four(mesh: Mesh):
     check(mesh, backends=IN_PROCESS)
 
 
