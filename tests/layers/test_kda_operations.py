@@ -52,8 +52,8 @@ def test_a_layer_issues_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
     cfg = kda.Config(32, 1, 16)
     p = params.init(kda.specs(cfg), random.key(0), dtype=torch.bfloat16)
-    x = torch.randn(1, 16, 32).bfloat16()
-    packing = whole(1, 16)
+    x = torch.randn(1, 4, 32).bfloat16()
+    packing = whole(1, 4)
     values, structure = tree.flatten((p, x))
     leaves = [value.detach().requires_grad_() for value in values]
     with use_impl(**dict.fromkeys(KERNELS, "triton")), operations:
