@@ -165,7 +165,7 @@ def _step(
     v = nu / correction2
     # sqrt has no derivative at 0: the root of 1 is taken there and put out, with its derivative.
     root = torch.where(v > 0, v, 1).sqrt() * (v > 0)
-    shrunk, rate = rates(lr, decay, p)
+    shrunk, rate = rates(lr, decay, p.dtype)
     return shrunk * p - (rate / correction1) * mu / (root + eps), mu, nu
 
 

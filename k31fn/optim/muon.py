@@ -145,9 +145,14 @@ class _Muon:
                 # dtype of Newton-Schulz, so that ranks exchange half the bytes.
                 directions.append((g + self.momentum * m).to(_working_dtype(p, self.ns_dtype)))
             new_masters = list(masters)
+            factors: dict[Any, tuple[float | Tensor, float | Tensor]] = {}
             for i, y in self.orthogonal(directions):
                 p = masters[i]
-                shrunk, rate = rates(lr, self.decays[i], p)
+                kind = (self.decays[i], p.dtype)
+                # once for all leaves alike: a rate on a device costs a launch for each operation
+                if kind not in factors:
+                    factors[kind] = rates(lr, *kind)
+                shrunk, rate = factors[kind]
                 new_p = _unless(skip, p, shrunk * p - rate * y.to(p.dtype))
                 new_masters[i] = p.copy_(new_p) if donate else new_p
             params, copies = leaves.with_masters(params, new_masters, donate=donate)

@@ -135,15 +135,17 @@ def non_finite(values: Any) -> Bool[Tensor, ""]:
     return torch.stack([~torch.isfinite(x).all() for x in tree.leaves(values)]).any()
 
 
-def rates(lr: float | Tensor, decay: float, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
-    """``(1 - lr decay, lr)`` as factors of a tensor like this one.
+def rates(
+    lr: float | Tensor, decay: float, dtype: torch.dtype
+) -> tuple[float | Tensor, float | Tensor]:
+    """``(1 - lr decay, lr)`` as factors of a tensor of that dtype.
 
-    Each is rounded once to its dtype, as a Python number would be that meets it: a float64 tensor
+    Each is rounded to it once, as a Python number is that meets such a tensor: a float64 scalar
     gives the bits of the float.
     """
     if not isinstance(lr, Tensor):
         return 1 - lr * decay, lr
-    return (1 - lr * decay).to(like.dtype), lr.to(like.dtype)
+    return (1 - lr * decay).to(dtype), lr.to(dtype)
 
 
 def select(condition: Bool[Tensor, ""], on_true: Any, on_false: Any) -> Any:

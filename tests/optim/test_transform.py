@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from k31fn import optim, tree
+from k31fn.optim.transform import rates
 from tests.optim.tiny import clone, gradients, identical, specs, weights
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -43,6 +44,32 @@ def test_functional_update_changes_no_input(dtype):
     inputs = {x.data_ptr() for x in tree.leaves((grads, state, values))}
     outputs = dict(tree.flatten_with_paths((new_values, new_state)))
     assert {p for p, x in outputs.items() if x.data_ptr() in inputs} == {"0.extra.frozen"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_rate_in_a_float64_scalar_has_the_bits_of_the_number(dtype, donate):
+    """A step that is captured takes its rate from a tensor."""
+
+    def stepped(*rates):
+        transform, values = everything(dtype), weights(dtype)
+        state = transform.init(values)
+        for i, lr in enumerate(rates):
+            grads = gradients(i, values)
+            values, state = transform.update(grads, state, values, lr=lr, donate=donate)
+        return values, state
+
+    numbers = [0.1 / 3, 0.07, 1e-3 / 7]
+    wanted = stepped(*numbers)
+    assert identical(stepped(*[torch.tensor(x, dtype=torch.float64) for x in numbers]), wanted)
+
+
+def test_a_rate_in_float32_would_have_other_bits():
+    others = 0
+    for i in range(1, 100):
+        wide = torch.tensor(i / 300, dtype=torch.float64)
+        others += rates(wide, 0.1, torch.float32)[0] != rates(wide.float(), 0.1, torch.float32)[0]
+    assert others
 
 
 def test_donated_update_leaves_gradients_alone():
