@@ -131,7 +131,7 @@ class _Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _INSIDE.get() or _functorch.transforms_active():
             return self._f(*args, **kwargs)
-        values, structure = tree.flatten((args, kwargs))
+        values, structure = tree.flatten((args, kwargs), allow_none=True)
         tensors = [x for x in values if isinstance(x, Tensor)]
         device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
         if self._recorder is None:
@@ -183,8 +183,9 @@ class _Jitted:
         # less even, and it must have been loaded.
         copied = []
         for i, arg in enumerate(args):
-            copied.append(arg if i in self._donate else tree.map(_copy, arg))
-        inputs = [x for x in tree.leaves((copied, kwargs)) if isinstance(x, Tensor)]
+            copied.append(arg if i in self._donate else _copies(arg))
+        leaves = tree.leaves((copied, kwargs), allow_none=True)
+        inputs = [x for x in leaves if isinstance(x, Tensor)]
         watch = Watch(device.type, inputs)
         with _inside(), record_impls() as impls, self._recorder.watching(watch), watch:
             result = self._f(*copied, **kwargs)
@@ -269,7 +270,8 @@ class _Jitted:
 
     @staticmethod
     def _paths(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-        return tree.flatten_with_paths((*args, kwargs)) if kwargs else tree.flatten_with_paths(args)
+        arguments = (*args, kwargs) if kwargs else args
+        return tree.flatten_with_paths(arguments, allow_none=True)
 
     def describe(self) -> str:
         """See :func:`describe`."""
@@ -296,8 +298,11 @@ def _inside(value: bool = True) -> Iterator[None]:
         _INSIDE.reset(token)
 
 
-def _copy(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, Tensor) else x
+def _copies(argument: Any) -> Any:
+    """The tree with copies of its tensors."""
+    leaves, structure = tree.flatten(argument, allow_none=True)
+    copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+    return tree.unflatten(structure, copies)
 
 
 def _settings(device: torch.device) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ def find_successors(args: Sequence[Any], donate: Sequence[int], result: Any) -> 
         for i, item in enumerate(items):
             if i not in taken and _alike(args[number], item):
                 taken.add(i)
-                for k in range(len(tree.leaves(item))):
+                for k in range(len(tree.leaves(item, allow_none=True))):
                     successors[starts_of_args[number] + k] = starts[i] + k
                 break
     return successors
@@ -43,13 +43,13 @@ def find_successors(args: Sequence[Any], donate: Sequence[int], result: Any) -> 
 def _starts(trees: Sequence[Any]) -> list[int]:
     starts = [0]
     for x in trees:
-        starts.append(starts[-1] + len(tree.leaves(x)))
+        starts.append(starts[-1] + len(tree.leaves(x, allow_none=True)))
     return starts
 
 
 def _alike(a: Any, b: Any) -> bool:
-    a_leaves, a_structure = tree.flatten(a)
-    b_leaves, b_structure = tree.flatten(b)
+    a_leaves, a_structure = tree.flatten(a, allow_none=True)
+    b_leaves, b_structure = tree.flatten(b, allow_none=True)
     if a_structure != b_structure:
         return False
     return all(map(_same_kind, a_leaves, b_leaves))
@@ -99,7 +99,7 @@ class Trace:
             with watch:
                 args, kwargs = tree.unflatten(self._structure, self._buffers)
                 result = self._f(*args, **kwargs)
-            self._outputs, self._result_structure = tree.flatten(result)
+            self._outputs, self._result_structure = tree.flatten(result, allow_none=True)
             del result
             self._write_back()
 
@@ -112,7 +112,7 @@ class Trace:
 
     def _write_back(self) -> None:
         """Recorded too: what was made for a donated leaf goes to the address of that leaf."""
-        storages = {_address(self._buffers[i]) for i in self._successors}
+        storages = self._donated_storages()
         moves: list[tuple[int, int, Tensor]] = []
         for i, k in self._successors.items():
             buffer, output = self._buffers[i], self._outputs[k]
@@ -129,6 +129,10 @@ class Trace:
             self._buffers[i].copy_(output)
         for i, k in self._successors.items():
             self._outputs[k] = self._buffers[i]
+
+    def _donated_storages(self) -> set[int]:
+        buffers = [self._buffers[i] for i in self._successors]
+        return {_address(x) for x in buffers if isinstance(x, Tensor)}
 
     def __call__(self, values: list[Any]) -> Any:
         """The result for these leaves of the arguments."""
@@ -151,7 +155,7 @@ class Trace:
             if buffer is value or not isinstance(buffer, Tensor) or _is_same(buffer, value):
                 continue
             if not storages:
-                storages = {_address(self._buffers[i]) for i in self._successors}
+                storages = self._donated_storages()
             # part of a donated leaf, as in a state whose leaves changed places
             moves.append((buffer, value.clone() if _address(value) in storages else value))
         with torch.no_grad():

@@ -256,6 +256,18 @@ class TestArguments:
             assert f(torch.ones(2), n).tolist() == [n, n]
         assert "2 of at most" in jit.describe(f)
 
+    def test_none_and_words_are_values_as_any(self):
+        f = jit.jit(lambda x, how=None: (x + 1, how, None), donate=(0,), strict=True)
+        for i in range(CALLS):
+            for how in (None, "so"):
+                y, said, nothing = f(torch.full((1,), float(i)), how)
+                assert (y.item(), said, nothing) == (i + 1, how, None)
+        g = jit.jit(lambda s: {"a": s["a"] + 1, "n": None}, donate=(0,), strict=True)
+        state = {"a": torch.zeros(1), "n": None}
+        for _ in range(CALLS):
+            state = g(state)
+        assert state["a"].item() == CALLS
+
     def test_more_kinds_than_are_kept(self):
         lines: list[str] = []
         f = jit.jit(lambda x: x + 1, note=lines.append)
