@@ -36,11 +36,12 @@ short_conv = Op("short_conv", _reference)
 short_conv.register(
     Implementation(
         "triton",
-        ("cuda", "npu"),
+        ("npu",),
         lazily(_TRITON, "short_conv"),
         lazily(_TRITON, "accepts"),
         dtypes=(torch.bfloat16, torch.float32),
-        on_request=ON_REQUEST,
+        # Its last form was compared in the interpreter, not yet on a GPU: there it is asked for.
+        on_request=("cuda", *ON_REQUEST),
         missing=missing_triton,
         kernels=_TRITON,
     )
