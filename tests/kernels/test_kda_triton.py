@@ -31,7 +31,9 @@ from k31fn.testing import assert_op_matches
 from tests.kernels.fused import DEVICE, poisoned
 from tests.kernels.test_kda import golden_arguments, golden_inputs
 
-op = pytest.importorskip("k31fn.kernels.kda.triton.op", exc_type=ImportError)
+launches = pytest.importorskip("k31fn.kernels.kda.triton.launches", exc_type=ImportError)
+pieces = pytest.importorskip("k31fn.kernels.kda.triton.pieces", exc_type=ImportError)
+tiles = pytest.importorskip("k31fn.kernels.kda.triton.tiles", exc_type=ImportError)
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "kda.safetensors")
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
 FLOAT32, BFLOAT16, ALIKE = 5e-6, 8e-3, 3e-2
@@ -142,9 +144,44 @@ def test_bfloat16() -> None:
 
 def test_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several, the last one shorter, and more than the forward does at a time."""
-    monkeypatch.setattr(op, "_SHORTEST", 1)
-    monkeypatch.setattr(op, "_SEGMENT", 2)
+    monkeypatch.setattr(launches, "_SHORTEST", 1)
+    monkeypatch.setattr(launches, "_SEGMENT", 2)
     check(inputs([[70, 2, 60], [139]], 140, size=(1, 16, 16)), FLOAT32)
+
+
+def in_pieces(monkeypatch: pytest.MonkeyPatch, scans: int) -> None:
+    """As if the device held so many scans."""
+    monkeypatch.setattr(launches, "_SCANS", dict.fromkeys(launches._SCANS, scans))
+
+
+def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three a segment, in two segments, the last piece shorter; documents end inside and at a
+    cut.
+    """
+    xs = inputs([[100, 28, 20]], 156, decay="weak", size=(1, 16, 16))
+    cts = cotangents(xs)
+    whole = results(xs, cts)
+    in_pieces(monkeypatch, 4)
+    monkeypatch.setattr(launches, "_SHORTEST", 5)
+    monkeypatch.setattr(launches, "_SEGMENT", 5)
+    plan = launches.Plan.of(tiles.Shape(1, 1, 156, 1, 16, 16), "cpu", 1, 5)
+    assert plan == launches.Plan(piece=2, side=3, pieces=5)
+    check(xs, FLOAT32)
+    apart = [float((a - b).norm() / b.norm()) for a, b in zip(results(xs, cts), whole, strict=True)]
+    # another order of sums, so not the same bits
+    assert 0 < apart[0] <= FLOAT32
+    assert max(apart) <= FLOAT32
+
+
+def test_a_missing_relay_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Idle:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **kwargs: None
+
+    in_pieces(monkeypatch, 4)
+    monkeypatch.setattr(pieces, "kda_relay", Idle())
+    with pytest.raises(AssertionError, match=r"o: "):
+        check(inputs([[75]], 75, decay="weak", size=(1, 16, 16)), FLOAT32)
 
 
 @pytest.mark.parametrize("kind", ["plain", "hard_decay"])
@@ -249,9 +286,9 @@ class Swapped:
 def test_a_broken_kernel_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decays cut too early; P in the place of U; the inverse in the place of P."""
     if name == "bound":
-        monkeypatch.setattr(op, "MIN_LOG_DECAY", -4.0)
+        monkeypatch.setattr(tiles, "MIN_LOG_DECAY", -4.0)
     else:
-        monkeypatch.setattr(op, name, Swapped(getattr(op, name)))
+        monkeypatch.setattr(pieces, name, Swapped(getattr(pieces, name)))
     with pytest.raises(AssertionError, match=r"(o|dq|dk|dv|dg): "):
         check(inputs([[20]], 20, size=(1, 16, 16)), FLOAT32)
 
@@ -290,6 +327,23 @@ def test_at_full_width(decay: str, dtype: torch.dtype) -> None:
     limit = BFLOAT16 if dtype == torch.bfloat16 else FLOAT32
     lengths = [[1000], [37, 1, 460, 3, 400]]
     check(inputs(lengths, 1000, decay=decay, dtype=dtype, size=(3, 128, 128)), limit)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("decay", ["initial", "mixed", "hard", "weak"])
+def test_pieces_at_full_width(
+    decay: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few heads are cut by themselves; and with one piece the results agree to rounding."""
+    xs = inputs([[2000]], 2000, decay=decay, dtype=dtype, size=(3, 128, 128))
+    check(xs, 1e-2 if dtype == torch.bfloat16 else FLOAT32)
+    cts = cotangents(xs)
+    cut = results(xs, cts)
+    in_pieces(monkeypatch, 0)
+    limit = BFLOAT16 if dtype == torch.bfloat16 else FLOAT32
+    for name, a, b in zip(NAMES, cut, results(xs, cts), strict=True):
+        assert (a.double() - b).norm() <= limit * b.double().norm(), name
 
 
 @pytest.mark.cuda

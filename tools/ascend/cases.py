@@ -53,6 +53,12 @@ def _gdn() -> tuple[Any, ...]:
     return q, k, v, g, beta, ids, state
 
 
+def _kda_fragment() -> tuple[Any, ...]:
+    """One document and padding over three tiles."""
+    _, k, v, g, beta, ids, _ = _kda()
+    return k, v, 0.02 * g, 0.2 * beta, (ids > 0).to(ids.dtype)
+
+
 def _fp8_encode_cases() -> tuple[Case, ...]:
     cases = []
     dtypes = (torch.bfloat16, torch.float32)
@@ -107,6 +113,7 @@ CASES = {
     "fp8_encode": _fp8_encode_cases(),
     "kda": (Case(_kda, 2e-5),),
     "gdn": (Case(_gdn, 2e-5),),
+    "kda_fragment": (Case(_kda_fragment, 2e-5),),
     "kda_gates": (Case(_kda_gates, 2e-5),),
     "gated_norm": (Case(_gated_norm, 2e-5),),
     "short_conv": tuple(

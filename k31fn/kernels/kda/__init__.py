@@ -39,9 +39,10 @@ over the tokens, the last one leftmost, of ``(I - beta k k^T) Diag(exp g)``; bot
 fragment of padding gives ``state = 0`` and ``transition = I``. Range and padding are as above.
 Gradients flow to ``k v g beta``, to any order in the reference.
 
-``triton`` is ``kda`` for K and V of 16 to 128, in bfloat16 (operands; sums in float32) and float32,
+``triton`` is both for K and V of 16 to 128, in bfloat16 (operands; sums in float32) and float32,
 with first derivatives only. Between forward and backward it keeps the inputs and one state per
-segment of some thousand tokens and head. Padding may hold anything, NaN too.
+segment of some thousand tokens and head; where rows times heads are some 40 or fewer, a state and a
+transition per piece of a segment. Padding may hold anything, NaN too.
 """
 
 import torch
@@ -55,6 +56,7 @@ from k31fn.kernels.registry import Implementation, Op
 __all__ = ["MIN_LOG_DECAY", "TILE", "KdaFragment", "KdaOut", "kda", "kda_fragment", "recurrence"]
 
 _TRITON = "k31fn.kernels.kda.triton.op"
+_FRAGMENT = "k31fn.kernels.kda.triton.fragment"
 
 kda = Op("kda", _reference)
 kda.register(
@@ -70,3 +72,15 @@ kda.register(
     )
 )
 kda_fragment = Op("kda_fragment", _fragment)
+kda_fragment.register(
+    Implementation(
+        "triton",
+        ("cuda", "npu"),
+        lazily(_FRAGMENT, "kda_fragment"),
+        lazily(_FRAGMENT, "kda_fragment_accepts"),
+        dtypes=(torch.bfloat16, torch.float32),
+        on_request=ON_REQUEST,
+        missing=missing_triton,
+        kernels=_FRAGMENT,
+    )
+)

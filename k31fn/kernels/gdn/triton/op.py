@@ -187,6 +187,7 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
     count = triton.cdiv(tiles, size)
     factors = _factors(q, shape, kind, size)
     states = q.new_empty((shape.lines, count + 1, shape.width, shape.columns), dtype=torch.float32)
+    after = torch.empty_like(states[:, 0])
     o = torch.empty_like(v)
     for i in range(count):
         span = (shape.tokens, i * size, min(size, tiles - i * size))
@@ -201,15 +202,17 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
             factors.p,
             factors.d,
             states[:, i],
+            after,
             o,
             *span,
             size,
+            1,  # in one piece
             states.stride(0),
             **given,
         )
     unfold = (shape.groups, shape.rows)
     states = states.unflatten(0, (*unfold, shape.heads))
-    after = states[:, :, :, -1].clone()
+    after = after.unflatten(0, (*unfold, shape.heads))
     return o.unflatten(0, unfold), after, states[:, :, :, :-1], stop.unflatten(0, unfold)
 
 
@@ -231,6 +234,7 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     ds = torch.empty_like(s)
     y = _low(q, shape, size, _TILES[kind].tokens, shape.columns)
     d_state = d_after.to(torch.float32, copy=True)
+    per_head = shape.width * shape.columns
     of_gradients = _given(kind, "gradients", shape, q.dtype)
     blocks = shape.width // of_gradients["BLOCK"]
     # by blocks of features, which torch adds in order
@@ -241,11 +245,25 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
         _prepare(kind, shape, (q, k, v, g, beta, ids, stop), factors, span)
         given = _given(kind, "states", shape, q.dtype)
         kda_states[(shape.lines * (shape.columns // given["BLOCK"]),)](
-            wq, kf, u, d, states[:, i], s, y, tiles, states.stride(0), **given
+            # a segment in one piece; d in the place of transitions, which are not asked for
+            wq,
+            kf,
+            u,
+            d,
+            states[:, i],
+            d,
+            s,
+            y,
+            tiles,
+            tiles,
+            1,
+            states.stride(0),
+            0,
+            **given,
         )
         given = _given(kind, "adjoint", shape, q.dtype)
         kda_adjoint[(shape.lines * (shape.columns // given["BLOCK"]),)](
-            wq, kf, p, inverse, d, d_o, stop, d_state, ds, d_v, *span, **given
+            wq, kf, p, inverse, d, d_o, stop, d_state, ds, d_v, *span, tiles, 1, per_head, **given
         )
         gdn_gradients[(shape.lines * triton.cdiv(tiles, of_gradients["PER"]) * blocks,)](
             q,
@@ -320,8 +338,8 @@ def _kind(q: Tensor) -> str:
 _KERNELS = {
     "prepare": (gdn_prepare, "H K V C DOUBLINGS VBLOCK PER STAGES LOW HALF"),
     "scan": (kda_scan, "H K V C BLOCK STAGES STACKED MARKS LOW"),
-    "states": (kda_states, "K V C BLOCK STAGES LOW"),
-    "adjoint": (kda_adjoint, "H K V C BLOCK STAGES LOW"),
+    "states": (kda_states, "K V N WIDE C BLOCK STAGES FRESH INNER PARTS LOW"),
+    "adjoint": (kda_adjoint, "H K V C BLOCK STAGES FRESH LOW"),
     "gradients": (gdn_gradients, "H K V C BLOCK PER STAGES LOW HALF"),
 }
 
@@ -347,13 +365,19 @@ def _constants(kind: str, name: str, shape: _Shape, dtype: torch.dtype) -> dict[
         "STAGES": tile.stages,
         "STACKED": kind.startswith("cuda"),
         "MARKS": 1,
+        # all of V from the states that are there, and no transition
+        "N": shape.columns,
+        "WIDE": shape.columns,
+        "FRESH": False,
+        "INNER": False,
+        "PARTS": 1,
         "LOW": tl.bfloat16 if matrix_units else tl.float32,
         "HALF": tl.float16 if matrix_units else tl.float32,
     }
     return {constant: constants[constant] for constant in _KERNELS[name][1].split()}
 
 
-_WIDE = ("g_ptr", "beta_ptr", "d_ptr", "before_ptr", "state_ptr", "d_state_ptr")
+_WIDE = ("g_ptr", "beta_ptr", "d_ptr", "state_ptr", "transition_ptr", "after_ptr", "d_state_ptr")
 
 
 def builds(kind: str) -> list[Build]:
@@ -367,7 +391,15 @@ def builds(kind: str) -> list[Build]:
         types = {n: _type(n, dtype) for n in kernel.arg_names if n not in constants}
         tile = getattr(_TILES[kind], name)
         listed.append(
-            Build(f"gdn_{name}", kernel, types, constants, direction, tile, ("line_step",))
+            Build(
+                f"gdn_{name}",
+                kernel,
+                types,
+                constants,
+                direction,
+                tile,
+                ("line_step", "state_step"),
+            )
         )
     return listed
 

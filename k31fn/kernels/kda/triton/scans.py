@@ -8,6 +8,10 @@ registers. A program has a block of V; columns of V do not see each other. With 
 
     Y  = U - W S           O = P Y - Q~ S         S <- d S + F^T Y
     dY = P^T dO + F dS     dV = T^T dY            dS <- d dS - W^T dY - Q~^T dO
+
+Both are affine in the state. Where heads are few, a segment is cut into pieces of ``every`` tiles:
+a first pass makes what each piece does to any state (FRESH), :mod:`~.relay` the states between the
+pieces, and a second pass runs through all pieces side by side.
 """
 
 from __future__ import annotations
@@ -28,11 +32,13 @@ def kda_scan(
     p_ptr,
     d_ptr,
     state_ptr,
+    after_ptr,
     o_ptr,
     tokens,
     first,
     tiles,
     every,
+    pieces,
     line_step,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -44,18 +50,20 @@ def kda_scan(
     MARKS: tl.constexpr,
     LOW: tl.constexpr,
 ):
-    """Outputs of a segment of tiles. ``state`` has the state before them, and gets the one after
-    each ``every`` of them, MARKS times; ``line_step``: its elements from one head to the next.
-    STACKED: W S and Q~ S are one product, which on CUDA saves a wait.
+    """Outputs of a segment of tiles. ``state`` has the state before each piece, and gets the one
+    after the last, as ``after [K V]`` does; with one piece the one after each ``every`` tiles,
+    MARKS times. ``line_step``: its elements from one head to the next. STACKED: W S and Q~ S are
+    one product, which on CUDA saves a wait.
     """
-    line = tl.program_id(0) // (V // BLOCK)
+    piece = tl.program_id(0) // (V // BLOCK) % pieces
+    line = tl.program_id(0) // (V // BLOCK) // pieces
     x = (tl.program_id(0) % (V // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     row = line // H
     h = line % H
     r = tl.arange(0, C)
     r2 = tl.arange(0, 2 * C)
     c = tl.arange(0, K)
-    state_ptr += line.to(tl.int64) * line_step
+    state_ptr += line.to(tl.int64) * line_step + piece * (K * V)
     state = c[None, :] * V + x[:, None]
     S = tl.load(state_ptr + state)
     base = line.to(tl.int64) * tiles
@@ -66,7 +74,8 @@ def kda_scan(
     d_ptr += base * K
     o_ptr += (row.to(tl.int64) * tokens * H + h) * V
     for mark in tl.static_range(MARKS):
-        for n in tl.range(mark * every, tl.minimum((mark + 1) * every, tiles), num_stages=STAGES):
+        start = (piece + mark) * every
+        for n in tl.range(start, tl.minimum(start + every, tiles), num_stages=STAGES):
             u = tl.load(u_ptr + n * (C * V) + x[:, None] * C + r[None, :])
             kf = tl.load(kf_ptr + (n * C + r)[:, None] * K + c[None, :])
             p = tl.load(p_ptr + (n * C + r)[:, None] * C + r[None, :])
@@ -90,7 +99,11 @@ def kda_scan(
             to = t.to(tl.int64)[None, :] * (H * V) + x[:, None]
             tl.store(o_ptr + to, o.to(o_ptr.dtype.element_ty), mask=(t < tokens)[None, :])
         state_ptr += K * V
-        tl.store(state_ptr + state, S)
+        # the others end where the next piece began, in a state that the relay made
+        if piece == pieces - 1:
+            tl.store(state_ptr + state, S)
+    if piece == pieces - 1:
+        tl.store(after_ptr + line.to(tl.int64) * (K * V) + state, S)
 
 
 @triton.jit
@@ -99,41 +112,91 @@ def kda_states(
     kf_ptr,
     u_ptr,
     d_ptr,
-    before_ptr,
+    state_ptr,
+    transition_ptr,
     s_ptr,
     y_ptr,
     tiles,
-    line_step,
+    every,
+    pieces,
+    state_step,
+    transition_step,
     K: tl.constexpr,
     V: tl.constexpr,
+    N: tl.constexpr,
+    WIDE: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    FRESH: tl.constexpr,
+    INNER: tl.constexpr,
+    PARTS: tl.constexpr,
     LOW: tl.constexpr,
 ):
-    """The state that comes into each tile of a segment, and Y."""
-    line = tl.program_id(0) // (V // BLOCK)
-    x = (tl.program_id(0) % (V // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    """N columns through a segment: those of V, then those in which no value is written, N - V.
+
+    ``state [K WIDE]`` has the columns before each piece; ``s`` and ``y`` get the state that comes
+    into each tile, and Y. FRESH: each piece begins with [0 | I] instead, and only its end is
+    written: the first V columns to ``state`` after the piece, the others to ``transition [PARTS K
+    K]``. INNER: the first piece begins with its ``state``, and neither its transition nor the last
+    piece's state, which nobody asks for, are made.
+    """
+    blocks: tl.constexpr = N // BLOCK
+    column = (tl.program_id(0) % blocks) * BLOCK
+    piece = tl.program_id(0) // blocks % pieces
+    line = tl.program_id(0) // blocks // pieces
+    x = column + tl.arange(0, BLOCK)
     r = tl.arange(0, C)
     c = tl.arange(0, K)
-    S = tl.load(before_ptr + line.to(tl.int64) * line_step + (c[None, :] * V + x[:, None]))
+    state_ptr += line.to(tl.int64) * state_step + piece * (K * WIDE)
+    state = c[None, :] * WIDE + x[:, None]
+    if INNER:
+        known = tl.where(piece == 0, V, 0)
+        S = tl.load(state_ptr + state, mask=(x < known)[:, None], other=0.0)
+        S = tl.where(x[:, None] - V == c[None, :], 1.0, S)
+    elif FRESH:
+        S = tl.where(x[:, None] - V == c[None, :], 1.0, 0.0)
+    else:
+        S = tl.load(state_ptr + state)
     base = line.to(tl.int64) * tiles
     wq_ptr += base * (2 * C * K)
     kf_ptr += base * (C * K)
     u_ptr += base * (C * V)
     d_ptr += base * K
-    s_ptr += base * (K * V)
-    y_ptr += base * (C * V)
-    for n in tl.range(0, tiles, num_stages=STAGES):
-        u = tl.load(u_ptr + n * (C * V) + x[:, None] * C + r[None, :])
+    s_ptr += base * (K * N)
+    y_ptr += base * (C * N)
+    # not a mask, that would be false everywhere: Ascend's adapter then takes a negative size
+    of_u = tl.where(column < V, column, 0) + tl.arange(0, BLOCK)
+    start = piece * every
+    end = tl.minimum(start + every, tiles)
+    if INNER:
+        needed = tl.where(column < V, piece < pieces - 1, piece > 0)
+        end = tl.where(needed, end, start)
+    for n in tl.range(start, end, num_stages=STAGES):
+        u = tl.load(u_ptr + n * (C * V) + of_u[:, None] * C + r[None, :])
+        if N > V:
+            u = tl.where(column < V, u, 0.0)
         kf = tl.load(kf_ptr + (n * C + r)[:, None] * K + c[None, :])
         d = tl.load(d_ptr + n * K + c)
         w = tl.load(wq_ptr + (n * (2 * C) + r)[:, None] * K + c[None, :])
         low = S.to(LOW)
-        tl.store(s_ptr + n * (K * V) + (x[:, None] * K + c[None, :]), low)
+        if not FRESH:
+            tl.store(s_ptr + n * (K * N) + (x[:, None] * K + c[None, :]), low)
         y = u.to(tl.float32) - tl.dot(low, tl.trans(w), input_precision="ieee")
-        tl.store(y_ptr + n * (C * V) + (r[None, :] * V + x[:, None]), y.to(LOW))
+        if not FRESH:
+            tl.store(y_ptr + n * (C * N) + (r[None, :] * N + x[:, None]), y.to(LOW))
         S = product(y.to(LOW), kf, S * d[None, :])
+    if FRESH:
+        if column < V:
+            if not INNER or piece < pieces - 1:
+                tl.store(state_ptr + K * WIDE + state, S)
+        else:
+            transition_ptr += line.to(tl.int64) * transition_step + piece * (PARTS * K * K)
+            to = transition_ptr + c[None, :] * K + (x - V)[:, None]
+            high = S.to(LOW)
+            tl.store(to, high)
+            if PARTS == 2:
+                tl.store(to + K * K, (S - high.to(tl.float32)).to(LOW))
 
 
 @triton.jit
@@ -151,29 +214,43 @@ def kda_adjoint(
     tokens,
     first,
     tiles,
+    every,
+    pieces,
+    line_step,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    FRESH: tl.constexpr,
     LOW: tl.constexpr,
 ):
     """Minus the gradient of the state that leaves each tile of a segment, and that of v; last tile
     first.
 
-    ``d_state`` is that of the segment's last state and becomes that of its first.
+    ``d_state`` has that of the state after each piece, and its first becomes that of the segment's
+    first state. FRESH: each piece but the first begins with 0, and ``d_state`` of the piece before
+    it gets the end, and nothing else is written.
     """
-    line = tl.program_id(0) // (V // BLOCK)
+    piece = tl.program_id(0) // (V // BLOCK) % pieces
+    line = tl.program_id(0) // (V // BLOCK) // pieces
+    if FRESH:
+        piece = tl.program_id(0) // (V // BLOCK) % (pieces - 1) + 1
+        line = tl.program_id(0) // (V // BLOCK) // (pieces - 1)
     x = (tl.program_id(0) % (V // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     row = line // H
     h = line % H
     r = tl.arange(0, C)
     c = tl.arange(0, K)
     stop = tl.load(stop_ptr + row)
-    state = line.to(tl.int64) * (K * V) + (c[None, :] * V + x[:, None])
+    d_state_ptr += line.to(tl.int64) * line_step + piece * (K * V)
+    state = c[None, :] * V + x[:, None]
     # minus dS: then both products with it are added, and each is one chain of accumulators
-    S = -tl.load(d_state_ptr + state)
+    if FRESH:
+        S = tl.zeros([BLOCK, K], tl.float32)
+    else:
+        S = -tl.load(d_state_ptr + state)
     base = line.to(tl.int64) * tiles
     wq_ptr += base * (2 * C * K)
     kf_ptr += base * (C * K)
@@ -184,11 +261,12 @@ def kda_adjoint(
     rows = ((row.to(tl.int64) * tokens + first * C) * H + h) * V
     d_o_ptr += rows
     d_v_ptr += rows
-    for back in tl.range(0, tiles, num_stages=STAGES):
-        n = tiles - 1 - back
+    start = piece * every
+    end = tl.minimum(start + every, tiles)
+    for back in tl.range(0, end - start, num_stages=STAGES):
+        n = end - 1 - back
         kf = tl.load(kf_ptr + (n * C + r)[:, None] * K + c[None, :])
         p = tl.load(p_ptr + (n * C + r)[:, None] * C + r[None, :])
-        inverse = tl.load(inverse_ptr + (n * C + r)[:, None] * C + r[None, :])
         d = tl.load(d_ptr + n * K + c)
         w = tl.load(wq_ptr + (n * (2 * C) + r)[:, None] * K + c[None, :])
         q = tl.load(wq_ptr + (n * (2 * C) + C + r)[:, None] * K + c[None, :])
@@ -199,16 +277,22 @@ def kda_adjoint(
             other=0.0,
         ).to(LOW)
         low = S.to(LOW)
-        tl.store(ds_ptr + n * (K * V) + (x[:, None] * K + c[None, :]), low)
+        if not FRESH:
+            tl.store(ds_ptr + n * (K * V) + (x[:, None] * K + c[None, :]), low)
         from_o = tl.dot(tl.trans(d_o), p, input_precision="ieee")
         dy = from_o - tl.dot(low, tl.trans(kf), input_precision="ieee")
         dy = dy.to(LOW)
-        nu = tl.dot(dy, inverse, input_precision="ieee")
-        tl.store(
-            d_v_ptr + t[None, :] * (H * V) + x[:, None],
-            nu.to(d_v_ptr.dtype.element_ty),
-            mask=(first * C + t < tokens)[None, :],
-        )
+        if not FRESH:
+            inverse = tl.load(inverse_ptr + (n * C + r)[:, None] * C + r[None, :])
+            nu = tl.dot(dy, inverse, input_precision="ieee")
+            tl.store(
+                d_v_ptr + t[None, :] * (H * V) + x[:, None],
+                nu.to(d_v_ptr.dtype.element_ty),
+                mask=(first * C + t < tokens)[None, :],
+            )
         S = product(dy, w, S * d[None, :])
         S = product(tl.trans(d_o), q, S)
-    tl.store(d_state_ptr + state, -S)
+    if FRESH:
+        tl.store(d_state_ptr - K * V + state, -S)
+    elif piece == 0:
+        tl.store(d_state_ptr + state, -S)

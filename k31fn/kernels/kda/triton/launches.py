@@ -1,0 +1,165 @@
+# pyright: reportMissingImports=false, reportCallIssue=false
+"""What the launches of KDA's kernels share: operands, workspaces, and how a row is cut.
+
+A segment is what is prepared at once, so workspaces are as large as one. Where heads are few, their
+scans are too few programs for the device: then a segment is cut into pieces, which are scanned side
+by side (:mod:`~.scans`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from k31fn.kernels.kda.recurrence import TILE
+from k31fn.kernels.kda.triton.prepare import kda_prepare
+from k31fn.kernels.kda.triton.tiles import TILES, Shape, constants, kind_of
+from k31fn.kernels.launch import INTERPRETED
+
+__all__ = ["Inputs", "Plan"]
+
+# tiles times heads of a segment: at widths of 128 in bfloat16 each takes 84 KB in the backward, so
+# 2 GB; half as many would be 0.9 GB less and as many launches more
+_SEGMENT = 24576
+_SHORTEST = 16  # tiles of a segment: each costs a state, and the scans some time to begin
+# programs that scan side by side: 2 for each core of an H200. A number of the kind and not of the
+# device at hand, so that the cut, and with it each bit, follows from the shape alone. Ascend's 24
+# cores are full with one piece a head
+_SCANS = {"cuda": 264, "cuda32": 264, "npu": 0, "cpu": 0}
+
+
+class Plan(NamedTuple):
+    """How the tiles of a row are cut; a function of the shape and the kind of device.
+
+    Attributes:
+        piece: tiles of a piece.
+        side: pieces of a segment.
+        pieces: of the row.
+    """
+
+    piece: int
+    side: int
+    pieces: int
+
+    @property
+    def segment(self) -> int:
+        """Tiles of a segment."""
+        return self.piece * self.side
+
+    @classmethod
+    def of(cls, shape: Shape, kind: str, blocks: int, most: int) -> Plan:
+        """``blocks``: programs that scan a head; ``most``: tiles of a segment times heads."""
+        wanted = triton.cdiv(shape.tiles, max(_SHORTEST, most // shape.lines))
+        segment = triton.cdiv(shape.tiles, wanted)
+        # the relay is a chain over the pieces, a scan one over the tiles of a piece: some root of
+        # their number makes both short
+        side = min(_SCANS[kind] // (shape.lines * blocks), math.isqrt(2 * segment))
+        # a piece is scanned twice, the first time with the columns of its transition too: two
+        # would take as long as one
+        side = side if side > 2 else 1
+        piece = triton.cdiv(segment, side)
+        side = triton.cdiv(segment, piece)
+        return cls(piece, side, triton.cdiv(shape.tiles, piece))
+
+
+class _Factors(NamedTuple):
+    """What :func:`kda_prepare` writes, for the tiles of a segment."""
+
+    wq: Tensor
+    kf: Tensor
+    u: Tensor
+    p: Tensor
+    inverse: Tensor
+    d: Tensor
+
+
+class Inputs(NamedTuple):
+    """Operands, groups and rows as one dimension."""
+
+    shape: Shape
+    kind: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    ids: Tensor
+    stop: Tensor
+
+    @classmethod
+    def fold(cls, operands: tuple[Tensor, ...]) -> tuple[Inputs, list[Tensor]]:
+        """Of q, k, v, g, beta and ids; and the other operands. ``stop``: tokens of each row before
+        its padding.
+
+        What samples share under vmap is copied for each.
+        """
+        groups = max(x.shape[0] for x in operands)
+        if groups > 1:
+            operands = tuple(x.expand(groups, *x.shape[1:]) for x in operands)
+        q, v = operands[0], operands[2]
+        shape = Shape(groups, *q.shape[1:], v.shape[-1])
+        inputs = [x.flatten(0, 1).contiguous() for x in operands]
+        stop = (inputs[5] > 0).sum(-1, dtype=torch.int32)
+        return cls(shape, kind_of(q), *inputs[:6], stop), inputs[6:]
+
+    def given(self, name: str) -> dict[str, Any]:
+        """Constants and options of a launch."""
+        found = constants(self.kind, name, self.shape, self.q.dtype)
+        return {**found, "num_warps": TILES[self.kind].of(name).warps}
+
+    def low(self, tiles: int, *size: int) -> Tensor:
+        """Room for a matrix for each tile, as the kernels multiply it: the interpreter cannot
+        multiply bfloat16.
+        """
+        dtype = torch.float32 if INTERPRETED else self.q.dtype
+        return self.q.new_empty((self.shape.lines, tiles, *size), dtype=dtype)
+
+    def wide(self, *size: int) -> Tensor:
+        """Room for float32 numbers of each head."""
+        return self.q.new_empty((self.shape.lines, *size), dtype=torch.float32)
+
+    def transitions(self, pieces: int) -> Tensor:
+        """Room for those of the pieces of each head, as the relay multiplies them: bfloat16 as two
+        numbers each.
+        """
+        return self.low(pieces, self.given("relay")["PARTS"], self.shape.width, self.shape.width)
+
+    def factors(self, tiles: int) -> _Factors:
+        """Room for the factors of so many tiles."""
+        C, K, V = TILE, self.shape.width, self.shape.columns
+        sizes = ((2 * C, K), (C, K), (V, C), (C, C), (C, C))
+        return _Factors(*(self.low(tiles, *size) for size in sizes), self.wide(tiles, K))
+
+    def prepare(self, factors: _Factors, first: int, tiles: int) -> None:
+        """Launches :func:`kda_prepare` for so many tiles from the ``first``."""
+        given = self.given("prepare")
+        kda_prepare[(self.shape.lines * triton.cdiv(tiles, given["PER"]),)](
+            self.q,
+            self.k,
+            self.v,
+            self.g,
+            self.beta,
+            self.ids,
+            self.stop,
+            *factors,
+            self.shape.tokens,
+            first,
+            tiles,
+            **given,
+        )
+
+    def grid(self, given: dict[str, Any], columns: int, pieces: int) -> tuple[int]:
+        """Programs that scan so many columns of each piece."""
+        return (self.shape.lines * pieces * (columns // given["BLOCK"]),)
+
+    def plan(self, name: str, most: int = 0) -> Plan:
+        """How the row is cut for the scan of this name; ``most``: tiles of a segment times heads,
+        0: as many as ``kda`` has.
+        """
+        given = self.given(name)
+        columns = given.get("N", self.shape.columns)
+        return Plan.of(self.shape, self.kind, columns // given["BLOCK"], most or _SEGMENT)
