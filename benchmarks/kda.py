@@ -2,8 +2,9 @@
 
 The plain forms take normalised q and k and log-decays in float32, the "gated" ones projections:
 they make norms and gates too. Per distribution of decays at 8192 tokens, then for 1 K to 64 K
-tokens; as called, and from a CUDA graph, which has no time of the host. fla's gradients go
-unchecked here; ours are compared with the float64 reference first.
+tokens, then few heads, as a rank of tensor parallel has them, for 8192 tokens and for a million. As
+called, and from a CUDA graph, which has no time of the host. fla's gradients go unchecked here;
+ours are compared with the float64 reference first.
 ``python -m benchmarks.kda --json benchmarks/results/kda.json``, on a CUDA device.
 """
 
@@ -30,6 +31,7 @@ WIDTH = 128
 GATES = ("initial", "mixed", "hard", "weak", "alike")
 NAMES = ["fused", "fla", "fused, gated", "fla, gated", "plain"]
 PLAIN_AT_MOST = 8192  # tokens: more would take minutes and say nothing new
+LONG = 2**20  # tokens of the last row, whose graphs would hold their memory beside each other
 Function = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -215,14 +217,14 @@ def rows_of(
 
         most = peak(both, where)
         works = {"forward": [forward], "both": [both]}
-        if name != "plain":
+        if name != "plain" and tokens < LONG:
             works |= {
                 f"graph {kind}": [graphed(some[0], where)] for kind, some in list(works.items())
             }
         times = take_turns(works, where, repeats if name != "plain" else 3)
         shape = f"T{tokens} H{heads} {gate}"
         yield Row(shape, name, times["forward"], times["both"], floors[0], floors[1], most)
-        if name != "plain":
+        if name != "plain" and tokens < LONG:
             graph = (times["graph forward"], times["graph both"])
             yield Row(shape, f"{name}, graph", *graph, floors[0], floors[1], most)
 
@@ -234,6 +236,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default=str(devices.default()))
     parser.add_argument("--heads", type=int, default=96)
+    parser.add_argument("--few-heads", type=int, default=12, help="0: no rows with few heads")
     parser.add_argument("--gates", nargs="+", choices=GATES, default=list(GATES))
     tokens = [1024, 4096, 16384, 32768, 65536]
     parser.add_argument("--tokens", nargs="*", type=int, default=tokens)
@@ -250,13 +253,15 @@ def main() -> int:
     rows: list[Row] = []
     # plain torch once: its time does not depend on the decays
     shapes = [
-        (8192, gate, args.names if i == 0 else [n for n in args.names if n != "plain"])
+        (8192, args.heads, gate, args.names if i == 0 else [n for n in args.names if n != "plain"])
         for i, gate in enumerate(args.gates)
     ]
-    shapes += [(n, args.gates[0], args.names) for n in args.tokens]
-    for length, gate, names in shapes:
-        for row in rows_of(length, args.heads, gate, where, args.repeats, names):
-            print_rows([row], *moved(length, args.heads))
+    shapes += [(n, args.heads, args.gates[0], args.names) for n in args.tokens]
+    if args.few_heads:
+        shapes += [(n, args.few_heads, args.gates[0], ["fused"]) for n in (8192, LONG)]
+    for length, heads, gate, names in shapes:
+        for row in rows_of(length, heads, gate, where, args.repeats, names):
+            print_rows([row], *moved(length, heads))
             rows.append(row)
             write_json(args.json, "kda", where, rows, {"errors": off})
     return 0

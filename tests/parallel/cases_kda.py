@@ -8,6 +8,7 @@ from torch import Tensor
 
 from k31fn import tree
 from k31fn.autodiff import remat
+from k31fn.kernels.registry import use_impl
 from k31fn.layers import kda, short_conv
 from k31fn.parallel import AxisRules, Mesh, MeshAxes, Sharding, axis_size, fsdp, partition, pvary
 from k31fn.segments import Segments
@@ -44,6 +45,16 @@ def whole(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor, segments: Segme
     """
     params = tree.map(lambda w: pvary(w, axes.data), params)
     return kda.apply(params, x, CFG, segments=segments, sh=Sharding.on(axes)).y
+
+
+WIDE = kda.Config(hidden_size=8, num_heads=2, head_dim=16, decay_rank=3)
+
+
+def fused(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor, segments: Segments) -> Tensor:
+    """``whole`` by the fused kernels, which want heads of 16."""
+    params = tree.map(lambda w: pvary(w, axes.data), params)
+    with use_impl(kda="triton", kda_fragment="triton"):
+        return kda.apply(params, x, WIDE, segments=segments, sh=Sharding.on(axes)).y
 
 
 def one_document(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor) -> Tensor:

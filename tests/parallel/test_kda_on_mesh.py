@@ -93,6 +93,34 @@ def test_two_ranks_on_every_backend(mesh: Mesh, two_ranks: Ranks):
     assert check(mesh, ranks=two_ranks).backends == ("simulated", "threads", "processes")
 
 
+@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(tp=2)], ids=str)
+def test_fused_kernels_on_two_ranks_equal_plain_torch_on_one_device(mesh: Mesh):
+    """float32; documents across the cut and before it. On a GPU the ranks are threads too."""
+    pytest.importorskip("triton")
+    on_gpu = torch.cuda.is_available()
+    weights = params.init(kda.specs(cases.WIDE), random.key(2), dtype=torch.float32)
+    weights = tree.map(lambda w: w * 15 if w.ndim > 1 else w + 0.3 * torch.rand_like(w), weights)
+    x = torch.randn(2, 40, cases.WIDE.hidden_size)
+    args = (weights, x, from_lengths([[7, 25, 8], [20, 17]], 40))
+    found = partition(kda.specs(cases.WIDE), AxisRules(spread=()), mesh)
+    assert_sharded_equals_dense(
+        cases.fused,
+        tree.map(lambda t: t.cuda(), args) if on_gpu else args,
+        (found, X, PACKING),
+        X,
+        mesh,
+        dense=lambda axes, params, *rest: (
+            kda.apply(params, rest[0], cases.WIDE, segments=rest[1]).y
+        ),
+        collectives=counts(mesh, spread=False),
+        impls={"kda": "triton"} | ({"kda_fragment": "triton"} if mesh.cp > 1 else {}),
+        rtol=1e-4,
+        atol=1e-3,  # gradients of some 100, as in test_fp32_on_processes
+        # Triton's interpreter changes its module while it runs, so it takes one thread
+        backends=ON_TWO if on_gpu else ("simulated",),
+    )
+
+
 @pytest.mark.parametrize(
     "mesh", [Mesh(tp=4), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(cp=4, ep=2)], ids=str
 )
