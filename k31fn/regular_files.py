@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 __all__ = ["check", "contained", "open_file", "path", "read", "shown"]
 
+_LONGEST_LINE = 1600  # of a message
 # What a path may be instead of a regular file, for a person.
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -139,9 +140,14 @@ def _unreadable(path: str | Path, error: OSError) -> ValueError:
 
 def shown(message: object) -> str:
     """The text of a message with what a terminal would obey as escapes: names that files give may
-    hold codes that erase a screen, or bytes that are not UTF-8.
+    hold codes that erase a screen, or bytes that are not UTF-8. Of a line without an end, which a
+    file's value may be, its beginning and its end.
     """
     lines = []
     for line in str(message).split("\n"):  # of a list of problems each has its own
-        lines.append("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+        escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        if len(escaped) > _LONGEST_LINE:
+            # what is wrong stands at the beginning, what to do at the end
+            escaped = f"{escaped[: _LONGEST_LINE // 2]} ... {escaped[-_LONGEST_LINE // 4 :]}"
+        lines.append(escaped)
     return "\n".join(lines)

@@ -77,6 +77,8 @@ def test_what_is_written():
 def test_an_integer_serves_as_a_float():
     value = config.from_dict(Cosine, {"steps": 1, "floor": 1})
     assert type(value.floor) is float
+    with pytest.raises(ValueError, match=r"floor=10+ \(int\) must be of a float's size"):
+        config.from_dict(Cosine, {"steps": 1, "floor": 10**400})
 
 
 @pytest.mark.parametrize(

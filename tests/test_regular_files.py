@@ -105,3 +105,12 @@ def test_a_message_gives_a_terminal_no_orders():
     assert regular_files.shown("a\x1b[2Jb\r\u202ec\udcff ü\n  d") == (
         "a\\x1b[2Jb\\r\\u202ec\\udcff ü\n  d"
     )
+
+
+def test_a_line_without_an_end_is_cut_in_its_middle():
+    long = regular_files.shown("x=" + "\0" * 5000 + "; use 3\nsecond")
+    first, second = long.split("\n")
+    assert second == "second"
+    assert first.startswith("x=\\x00")
+    assert first.endswith("; use 3")
+    assert len(first) < 1500

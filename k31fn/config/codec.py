@@ -164,7 +164,10 @@ def _decode(kind: Any, value: Any, at: str) -> Any:
     if kind is torch.dtype:
         return _decode_dtype(value, at)
     if kind is float and type(value) is int:
-        return float(value)  # JSON writes 1.0 as either; the other way round would lose digits
+        # JSON writes 1.0 as either; the other way round would lose digits
+        with contextlib.suppress(OverflowError):
+            return float(value)
+        raise _wrong(at, value, "of a float's size")
     assert kind in _PLAIN, f"{at}: a config field cannot be of type {kind}"
     if type(value) is not kind:
         raise _wrong(at, value, "null" if kind is type(None) else kind.__name__)
