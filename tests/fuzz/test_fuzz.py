@@ -103,7 +103,6 @@ def test_mutations(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
             told(capsys, f"fuzz {name}, seed {SEED}: {number + 1}/{MUTATIONS}, {dict(counts)}")
     seconds = time.monotonic() - began
     told(capsys, f"fuzz {name}, seed {SEED}: {dict(counts)} in {seconds:.0f} s")
-    assert ONLY or len(counts) > 1 or MUTATIONS < 50, f"all alike: {counts}"
 
 
 @pytest.mark.parametrize("name", DOORS)

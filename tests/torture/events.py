@@ -6,6 +6,7 @@ They return when all processes are gone or may go on alone; what must hold then 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -162,9 +163,11 @@ def full_disk(victim: Victim, draw: random.Random) -> str:
     run = _started(victim, draw)
     victim.tidied = True
     filler = victim.root / "filler"
-    state = os.statvfs(victim.root)
-    room = state.f_bavail * state.f_frsize
-    filler.write_bytes(bytes(max(0, room - draw.choice([0, 4096, 60_000]))))
+    left = draw.choice([0, 4096, 60_000])
+    # the run writes meanwhile: what is left is only near what was drawn
+    with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+        while _room(victim.root) > left:
+            file.write(bytes(min(4096, max(1, _room(victim.root) - left))))
     time.sleep(draw.uniform(0.5, 2.0))
     for process in run.processes:
         send(process.pid, signal.SIGTERM)
@@ -175,17 +178,25 @@ def full_disk(victim: Victim, draw: random.Random) -> str:
 
 
 def read_only_disk(victim: Victim, draw: random.Random) -> str:
-    """The file system takes nothing any more, as after an error of its disk."""
+    """A start on a file system that takes nothing, as after an error of its disk: refused."""
+    writable = not _remount(victim.disk, "ro")
     run = _started(victim, draw)
-    victim.tidied = True
-    changed = _remount(victim.root, "ro")
-    time.sleep(draw.uniform(0.3, 1.5))
-    for process in run.processes:
-        send(process.pid, signal.SIGTERM)
+    if writable:
+        for process in run.processes:
+            send(process.pid, signal.SIGTERM)
     statuses = _ends(victim, run)
     run.clears_up()
-    _remount(victim.root, "rw")
-    return f"disk read-only ({'done' if changed else 'busy'}), statuses {statuses}"
+    _remount(victim.disk, "rw")
+    if not writable:
+        assert statuses in ([1], [2]), statuses
+        assert "Traceback" not in run.said(), run.said()
+        assert "Read-only file system" in run.said(), run.said()
+    return f"disk read-only ({'busy' if writable else 'done'}), statuses {statuses}"
+
+
+def _room(where: Path) -> int:
+    state = os.statvfs(where)
+    return state.f_bavail * state.f_frsize
 
 
 def _remount(where: Path, mode: str) -> bool:

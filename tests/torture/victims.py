@@ -58,6 +58,7 @@ class Victim:
     def __init__(self, folder: Path, straight: Straight, ranks: int, *, numbers: int) -> None:
         self.straight = straight
         self.ranks = ranks
+        self.disk = folder  # where a file system of its own is mounted, if one is
         self.root = folder / f"victim-{ranks}-{numbers}"
         self.root.mkdir()
         self.config = runs.write_config(folder / f"victim{ranks}.py", straight.recipe)
