@@ -129,8 +129,8 @@ def _mapped(file: Path, dtypes: Sequence[str], columns: int | tuple[()]) -> np.n
             if version != (1, 0):
                 read = np.lib.format.read_array_header_2_0
             shape, fortran, dtype = read(data)
-        except ValueError as e:
-            raise ValueError(f"{file} is not an array of NumPy: {e}") from e
+        except Exception as e:  # a damaged literal also fails as a token, a type or a syntax
+            raise ValueError(f"{file} is not an array of NumPy: {' '.join(str(e).split())}") from e
         rows = (columns,) if columns else ()
         if dtype.str not in dtypes or fortran or len(shape) < 1 or shape[1:] != rows:
             raise ValueError(

@@ -349,7 +349,9 @@ def columnar(path: Path) -> Iterator[Any]:
     try:
         yield pa
     except (OSError, pa.ArrowException) as e:
-        raise ValueError(f"data.path: cannot read {str(path)!r}: {e}") from e
+        # its reasons may have several lines
+        reason = " ".join(str(e).split())
+        raise ValueError(f"data.path: cannot read {str(path)!r}: {reason}") from e
 
 
 def pyarrow(path: Path) -> Any:
