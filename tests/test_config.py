@@ -278,7 +278,8 @@ class TestKinds:
         data = config.to_dict(config.load(CONFIGS / "tiny.py"))
         data["sublayers"]["kda"]["kind"] = "retention"
         with pytest.raises(
-            ValueError, match=r"sublayers\.kda\.kind='retention' is no registered kind; .* kda, mla"
+            ValueError,
+            match=r"sublayers\.kda\.kind='retention' is no registered kind; .* kda, gdn, mla",
         ):
             config.from_dict(model.Config, data)
         data["sublayers"]["kda"]["kind"] = "attn_res"

@@ -119,7 +119,8 @@ def check_split(mesh: Mesh, cfg: model.Config) -> None:
     fitting = []
     # each try costs some milliseconds: of a mesh of thousands only sizes near its own are tried
     first = max(1, mesh.fsdp - _TRIES)
-    for n in (*_POWERS_OF_TWO, *range(first, min(2 * mesh.fsdp, mesh.fsdp + _TRIES) + 1)):
+    powers = [n for n in _POWERS_OF_TWO if n < first]
+    for n in (*powers, *range(first, min(2 * mesh.fsdp, mesh.fsdp + _TRIES) + 1)):
         try:
             other = dataclasses.replace(mesh, fsdp=n)
         except ValueError:

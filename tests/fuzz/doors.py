@@ -25,6 +25,7 @@ from tests.fuzz import mutations
 from tests.trainer import runs
 
 Damage = Callable[[bytes, random.Random], bytes]
+_BASE64 = "data:image/png;base64,"
 GOLDEN = Path(__file__).parents[1] / "golden" / "k3_text_tiny"
 
 
@@ -93,7 +94,8 @@ def _foreign_in_shards(folder: Path) -> None:
     size = int.from_bytes((folder / "a.safetensors").read_bytes()[:8], "little")
     header = json.loads((folder / "a.safetensors").read_bytes()[8 : 8 + size])
     names = [name for name in header if name != "__metadata__"]
-    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "a.safetensors")}
+    total = (folder / "a.safetensors").stat().st_size - 8 - size
+    index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(names, "a.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -139,7 +141,7 @@ def _images(folder: Path) -> None:
         Image.new("RGB", (40, 30 + i), (i, 2, 3)).save(out, kind)
         (folder / f"{i}.{kind.lower()}").write_bytes(out.getvalue())
         text = f"<|kimi_image_placeholder|> number {i}"
-        rows.append({"text": text, "image": base64.b64encode(out.getvalue()).decode()})
+        rows.append({"text": text, "image": _BASE64 + base64.b64encode(out.getvalue()).decode()})
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -148,8 +150,9 @@ def _image_row(data: bytes, draw: random.Random) -> bytes:
     rows = data.splitlines()
     at = draw.randrange(len(rows))
     row = json.loads(rows[at])
-    picture = mutations.some_bytes(base64.b64decode(row["image"]), draw)
-    row["image"] = base64.b64encode(picture).decode()
+    picture = base64.b64decode(row["image"].removeprefix(_BASE64))
+    picture = mutations.some_bytes(picture, draw)
+    row["image"] = _BASE64 + base64.b64encode(picture).decode()
     rows[at] = json.dumps(row).encode()
     return b"\n".join(rows) + b"\n"
 
