@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.torture.victims import LONGEST_S, Started, Victim, send
+from tests.torture.victims import LONGEST_S, Started, Victim
 
 Event = Callable[[Victim, random.Random], str]
 OVER = (0, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
@@ -54,7 +54,7 @@ def kill(victim: Victim, draw: random.Random) -> str:
         "launcher": launcher or ranks,
     }[chosen]
     for pid in hit:
-        send(pid, signal.SIGKILL)
+        run.send(pid, signal.SIGKILL)
     statuses = _ends(victim, run)
     run.clears_up(*ranks)  # also those that a killed launcher left
     return f"killed {chosen}: {len(hit)} processes, statuses {statuses}"
@@ -67,11 +67,11 @@ def signals(victim: Victim, draw: random.Random) -> str:
     count = draw.randint(1, 30)
     begun = bool(victim.newest) or "run " in run.said()
     for _ in range(count):
-        if not send(run.main.pid, number):
+        if not run.send(run.main.pid, number):
             break
         time.sleep(draw.uniform(0.0, 0.03))
     for process in run.processes[1:]:
-        send(process.pid, number)
+        run.send(process.pid, number)
     statuses = _ends(victim, run)
     # before a run listens there is nothing of it to save
     if begun and number != signal.SIGINT and "step " in run.said():
@@ -88,7 +88,7 @@ def output(victim: Victim, draw: random.Random) -> str:
     time.sleep(draw.uniform(0.5, 2.0))
     alive = [p for p in run.processes if p.poll() is None]
     for process in alive:
-        send(process.pid, signal.SIGTERM)
+        run.send(process.pid, signal.SIGTERM)
     statuses = _ends(victim, run)
     assert all(s in OVER for s in statuses), (statuses, run.said())
     assert "Traceback" not in run.said(), run.said()
@@ -100,15 +100,15 @@ def frozen_writer(victim: Victim, draw: random.Random) -> str:
     run = _started(victim, draw)
     writers = run.writers()
     for pid in writers:
-        send(pid, signal.SIGSTOP)
+        run.send(pid, signal.SIGSTOP)
     time.sleep(draw.uniform(0.0, 1.0))
     for process in run.processes:
-        send(process.pid, signal.SIGTERM)
+        run.send(process.pid, signal.SIGTERM)
     began = time.monotonic()
     statuses = _ends(victim, run, within=60.0 + LONGEST_S / 2)
     took = time.monotonic() - began
     for pid in writers:
-        send(pid, signal.SIGCONT)
+        run.send(pid, signal.SIGCONT)
     run.clears_up()
     return f"{len(writers)} writers frozen, ended {took:.0f} s after SIGTERM, statuses {statuses}"
 
@@ -117,11 +117,11 @@ def frozen_rank(victim: Victim, draw: random.Random) -> str:
     """A rank stands still: on one rank for a while, on several until the others end."""
     run = _started(victim, draw, timeout=5.0)
     frozen = draw.choice(run.trainers() or [run.main.pid])
-    send(frozen, signal.SIGSTOP)
+    run.send(frozen, signal.SIGSTOP)
     if victim.ranks == 1:
         time.sleep(draw.uniform(0.2, 1.5))
-        send(frozen, signal.SIGCONT)
-        send(frozen, signal.SIGTERM)
+        run.send(frozen, signal.SIGCONT)
+        run.send(frozen, signal.SIGTERM)
         statuses = _ends(victim, run)
         run.clears_up()
         return f"frozen and awake again, statuses {statuses}"
@@ -170,7 +170,7 @@ def full_disk(victim: Victim, draw: random.Random) -> str:
             file.write(bytes(min(4096, max(1, _room(victim.root) - left))))
     time.sleep(draw.uniform(0.5, 2.0))
     for process in run.processes:
-        send(process.pid, signal.SIGTERM)
+        run.send(process.pid, signal.SIGTERM)
     statuses = _ends(victim, run)
     run.clears_up()
     filler.unlink()
@@ -183,7 +183,7 @@ def read_only_disk(victim: Victim, draw: random.Random) -> str:
     run = _started(victim, draw)
     if writable:
         for process in run.processes:
-            send(process.pid, signal.SIGTERM)
+            run.send(process.pid, signal.SIGTERM)
     statuses = _ends(victim, run)
     run.clears_up()
     _remount(victim.disk, "rw")

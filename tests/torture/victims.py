@@ -125,6 +125,7 @@ class Started:
     def __init__(
         self, config: str, root: Path, ranks: int, *, launcher: str = "", timeout: float = 20.0
     ) -> None:
+        self._root = str(root).encode()
         arguments = ["train.py", config, "--runs", str(root), "--resume", "auto"]
         arguments += ["--device", "cpu", "--timeout", str(timeout)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -205,10 +206,23 @@ class Started:
     def said(self) -> str:
         return "".join(self._lines)
 
+    def send(self, pid: int, number: int) -> bool:
+        """Whether there was such a process of this run: numbers are used again by others."""
+        try:
+            is_own = self._root in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if is_own:
+                os.kill(pid, number)
+        except (OSError, ProcessLookupError):
+            return False
+        return is_own
+
+    def _running(self) -> set[int]:
+        return {p.pid for p in self.processes if p.poll() is None}
+
     def writers(self) -> list[int]:
         """Processes that write checkpoints for it."""
         found = []
-        for pid in _descendants({p.pid for p in self.processes}):
+        for pid in _descendants(self._running()):
             with contextlib.suppress(OSError):
                 if b"checkpoint import writer" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
@@ -217,7 +231,7 @@ class Started:
     def trainers(self) -> list[int]:
         """Its ranks, without a launcher."""
         found = []
-        mine = {p.pid for p in self.processes}
+        mine = self._running()
         for pid in sorted(mine | _descendants(mine)):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -227,9 +241,10 @@ class Started:
 
     def clears_up(self, *others: int) -> None:
         """Ends whatever is left of it."""
-        for pid in (*others, *self.trainers(), *(p.pid for p in self.processes)):
-            send(pid, signal.SIGKILL)
+        for pid in (*others, *self.trainers()):
+            self.send(pid, signal.SIGKILL)
         for process in self.processes:
+            process.kill()
             process.wait(LONGEST_S)
         self._close_streams()
 
@@ -240,15 +255,6 @@ class Started:
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
-
-
-def send(pid: int, number: int) -> bool:
-    """Whether there was such a process."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _variables(ranks: int) -> Iterator[dict[str, str]]:
