@@ -297,7 +297,9 @@ class TestKinds:
         ):
             config.from_dict(model.Config, data)
         del data["sublayers"]["kda"]["kind"]
-        with pytest.raises(ValueError, match=r"kda\.kind is missing; set it to one of kda, gdn, mla"):
+        with pytest.raises(
+            ValueError, match=r"kda\.kind is missing; set it to one of kda, gdn, mla"
+        ):
             config.from_dict(model.Config, data)
 
     def test_a_config_of_another_class_is_not_written(self):

@@ -41,8 +41,7 @@ Gradients flow to ``k v g beta``, to any order in the reference.
 
 ``triton`` is both for K and V of 16 to 128, in bfloat16 (operands; sums in float32) and float32,
 with first derivatives only. Between forward and backward it keeps the inputs and one state per
-segment of some thousand tokens and head; where rows times heads are some 40 or fewer, a state and a
-transition per piece of a segment. Padding may hold anything, NaN too.
+segment of some thousand tokens and head. Padding may hold anything, NaN too.
 """
 
 import torch
@@ -75,11 +74,12 @@ kda_fragment = Op("kda_fragment", _fragment)
 kda_fragment.register(
     Implementation(
         "triton",
-        ("cuda", "npu"),
+        ("npu",),
         lazily(_FRAGMENT, "kda_fragment"),
         lazily(_FRAGMENT, "kda_fragment_accepts"),
         dtypes=(torch.bfloat16, torch.float32),
-        on_request=ON_REQUEST,
+        # Compared in the interpreter, not yet on a GPU as it is here: there it is asked for.
+        on_request=("cuda", *ON_REQUEST),
         missing=missing_triton,
         kernels=_FRAGMENT,
     )

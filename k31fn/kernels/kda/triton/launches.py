@@ -26,10 +26,11 @@ __all__ = ["Inputs", "Plan"]
 # 2 GB; half as many would be 0.9 GB less and as many launches more
 _SEGMENT = 24576
 _SHORTEST = 16  # tiles of a segment: each costs a state, and the scans some time to begin
-# programs that scan side by side: 2 for each core of an H200. A number of the kind and not of the
-# device at hand, so that the cut, and with it each bit, follows from the shape alone. Ascend's 24
-# cores are full with one piece a head
-_SCANS = {"cuda": 264, "cuda32": 264, "npu": 0, "cpu": 0}
+# programs that scan side by side. A number of the kind and not of the device at hand, so that the
+# cut, and with it each bit, follows from the shape alone. Ascend's 24 cores are full with one piece
+# a head. CUDA: 264, 2 for each core of an H200, once the pieces as they are here were on a GPU;
+# until then none
+_SCANS = {"cuda": 0, "cuda32": 0, "npu": 0, "cpu": 0}
 
 
 class Plan(NamedTuple):
