@@ -55,7 +55,8 @@ def kda_relay(
     if BACK:
         begin = steps
     S = tl.load(state_ptr + begin * (K * WIDE) + upper)
-    S_last = S
+    # where a state is one part it has no last one; and a second name of S would not be carried
+    S_last = tl.zeros([BLOCK, SIZE], tl.float32)
     if SIZE < K:
         S_last = tl.load(state_ptr + begin * (K * WIDE) + lower)
     for step in tl.range(0, steps, num_stages=STAGES):
