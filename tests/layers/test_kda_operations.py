@@ -61,6 +61,7 @@ def test_a_layer_issues_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.autograd.grad(y, leaves, x)
     products = [name for name in operations.names if name in ("aten::mm", "aten::addmm")]
     assert len(products) == 24
-    assert len(operations.names) <= 50, operations.names
+    # four are the limit of A_log, on a number for each head
+    assert len(operations.names) <= 55, operations.names
     # Of five gradients of x, two are added by passes over memory, the others inside products.
     assert operations.names.count("aten::add") == 2
