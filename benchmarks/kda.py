@@ -20,9 +20,8 @@ from torch import Tensor
 
 from benchmarks.measure import Row, cuda_device, error, graphed, print_rows, take_turns, write_json
 from k31fn import device as devices
-from k31fn.kernels.kda import kda
+from k31fn.kernels.kda import kda, kda_gated
 from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY
-from k31fn.kernels.kda_gates import kda_gates
 from k31fn.kernels.registry import use_impl
 
 __all__ = ["main"]
@@ -94,10 +93,10 @@ def gated(
     A_log: Tensor,
     dt_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Norms and gates, then the op, both by the kernels."""
-    with use_impl(kda="triton", kda_gates="triton"):
-        x = kda_gates(q, k, z, beta, A_log, dt_bias, MIN_LOG_DECAY, 1e-6, WIDTH**-0.5)
-        out = kda(x.q, x.k, v, x.g, x.beta, ids, state)
+    """From projections, by the kernels with norms and gates inside."""
+    numbers = (MIN_LOG_DECAY, 1e-6, WIDTH**-0.5)
+    with use_impl(kda_gated="triton"):
+        out = kda_gated(q, k, v, z, beta, A_log, dt_bias, ids, *numbers, state)
     return out.o, out.state
 
 

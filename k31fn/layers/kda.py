@@ -30,7 +30,7 @@ from einops import rearrange
 
 from k31fn import tree
 from k31fn.kernels.gated_norm import gated_norm
-from k31fn.kernels.kda import kda, kda_fragment
+from k31fn.kernels.kda import kda, kda_fragment, kda_gated
 from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY, TILE
 from k31fn.kernels.kda_gates import kda_gates
 from k31fn.kernels.short_conv import short_conv
@@ -267,20 +267,22 @@ def _mix(
     taps = (params.conv_q.weight, params.conv_k.weight, params.conv_v.weight)
     convolved = short_conv(projected, taps, segments.ids, before)
     q, k, v = (split_heads(y, heads, cfg.head_dim, "kda w_q, w_k, w_v") for y in convolved)
-    # Norms and gates in float32, as S is: one op, since each alone is a pass over memory.
-    q, k, g, beta = kda_gates(
-        q,
-        k,
-        split_heads(linear(decay, params.w_fb), heads, cfg.head_dim, "kda w_fb"),
-        beta,
+    z = split_heads(linear(decay, params.w_fb), heads, cfg.head_dim, "kda w_fb")
+    gates = (
         params.A_log.clamp(max=_MOST_A_LOG),
         rearrange(params.dt_bias, "(h k) -> h k", h=heads),
-        cfg.gate_lower_bound,
-        cfg.l2_eps,
-        cfg.head_dim**-0.5,
     )
-    s = state.s if isinstance(state, State) else _state_before(k, v, g, beta, segments, sh)
-    o, s = kda(q, k, v, g, beta, segments.ids, s)
+    numbers = (cfg.gate_lower_bound, cfg.l2_eps, cfg.head_dim**-0.5)
+    if axis_size(sh.context) == 1 or isinstance(state, State):
+        # () is zeros, for free: the first token of the slice is the row's first.
+        s = state.s if isinstance(state, State) else ()
+        # Norms and gates in float32, as S is: one op, since each alone is a pass over memory.
+        o, s = kda_gated(q, k, v, z, beta, *gates, segments.ids, *numbers, s)
+    else:
+        # What stands between is wanted twice, so it is made once.
+        made = kda_gates(q, k, z, beta, *gates, *numbers)
+        s = _state_before(made.k, v, made.g, made.beta, segments, sh)
+        o, s = kda(made.q, made.k, v, made.g, made.beta, segments.ids, s)
     gate = split_heads(linear(x, params.w_g), heads, cfg.head_dim, "kda w_g")
     # One weight for all heads, whole on every rank: its gradient is summed over them.
     o = gated_norm(o, gate, pvary(params.o_norm, sh.sequence), cfg.norm_eps)
@@ -294,11 +296,8 @@ def _state_before(
     beta: Float[Tensor, "B T H"],
     segments: Segments,
     sh: Sharding,
-) -> Float[Tensor, "B H K V"] | tuple[()]:
+) -> Float[Tensor, "B H K V"]:
     """S before this rank's slice, which the ranks before it hand on."""
-    if axis_size(sh.context) == 1:
-        # The first token of the slice is the row's first: S is zero, which () says for free.
-        return ()
     # Two passes over the slice: a rank learns what its tokens do to any S before it is told S.
     fragment = kda_fragment(k, v, g, beta, segments.ids)
     return relay(fragment.state, fragment.transition, segments.position, sh.context)

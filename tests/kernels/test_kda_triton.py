@@ -367,4 +367,4 @@ def test_the_layer_takes_it() -> None:
     p = tree.map(lambda x: x.to(DEVICE), init(layer.specs(cfg), key(0), dtype=torch.bfloat16))
     with record_impls() as ran:
         layer.apply(p, torch.randn(1, 100, 256, device=DEVICE, dtype=torch.bfloat16), cfg)
-    assert ran["kda", "triton"] == 1
+    assert ran["kda_gated", "triton"] == 1

@@ -207,8 +207,7 @@ def test_uses_the_operators():
         kda.apply(weights(), torch.randn(1, 3, D, dtype=torch.float64), CFG)
     assert used == {
         ("short_conv", "reference"): 1,
-        ("kda_gates", "reference"): 1,
-        ("kda", "reference"): 1,
+        ("kda_gated", "reference"): 1,
         ("gated_norm", "reference"): 1,
     }
 

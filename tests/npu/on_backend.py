@@ -26,7 +26,7 @@ NPU = backend.install()
 CPU = torch.device("cpu")
 # the stand-ins run for these; Triton cannot
 ADAPTED = {"rms_norm", "gated_norm", "attention"}
-IN_TRITON = dict.fromkeys(("attn_res", "kda", "kda_gates", "short_conv"), "reference")
+IN_TRITON = dict.fromkeys(("attn_res", "kda", "kda_gated", "kda_gates", "short_conv"), "reference")
 REFERENCE = {**dict.fromkeys(ADAPTED, "reference"), **IN_TRITON, "grouped_matmul": "ragged"}
 
 

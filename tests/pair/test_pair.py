@@ -142,10 +142,11 @@ def pair(
 def test_one_percent_of_one_gradient_is_found(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with planted("kda", scaled("kda", "g")):
-        status, report = pair(text, tmp_path, "--b", "kernels=kda:planted")
+    with planted("kda_gated", scaled("kda_gated", "z")):
+        status, report = pair(text, tmp_path, "--b", "kernels=kda_gated:planted")
     assert status == 1
-    assert any(r.startswith("gradient of kda(g): 1.0100 times side a's") for r in report["differs"])
+    found = "gradient of kda_gated(z): 1.0100 times side a's"
+    assert any(r.startswith(found) for r in report["differs"])
     worst = {r["worst"] for r in report["records"]}
     assert worst <= {f"layers.0.attn.{n}" for n in ("w_fa", "w_fb", "A_log", "dt_bias")}
     out = capsys.readouterr().out

@@ -74,7 +74,7 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
     K, V = shape.width, shape.columns
     plan = x.plan("fragment", _SEGMENT)
     factors = x.factors(min(plan.segment, shape.tiles))
-    wq, kf, u, _, _, d = factors
+    wq, kf, u, _, _, d, _ = factors
     columns = x.wide(plan.pieces + 1, K, V + K)
     transitions = x.transitions(plan.pieces)
     steps = (columns.stride(0), transitions.stride(0))
@@ -178,7 +178,7 @@ def _scan(
     piece: int,
 ) -> None:
     """Both scans of a segment. ``between``: columns before its pieces, gradients of those after."""
-    wq, kf, u, _, inverse, d = factors
+    wq, kf, u, _, inverse, d, _ = factors
     columns, d_columns = between
     s, ds, y, nu, d_v = scanned
     N = columns.shape[-1]

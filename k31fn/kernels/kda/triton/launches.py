@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportCallIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
 """What the launches of KDA's kernels share: operands, workspaces, and how a row is cut.
 
 A segment is what is prepared at once, so workspaces are as large as one. Where heads are few, their
@@ -20,7 +20,7 @@ from k31fn.kernels.kda.triton.prepare import kda_prepare
 from k31fn.kernels.kda.triton.tiles import TILES, Shape, constants, kind_of
 from k31fn.kernels.launch import INTERPRETED
 
-__all__ = ["Inputs", "Plan"]
+__all__ = ["Factors", "Inputs", "Plan"]
 
 # tiles times heads of a segment: at widths of 128 in bfloat16 each takes 84 KB in the backward, so
 # 2 GB; half as many would be 0.9 GB less and as many launches more
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
         return cls(piece, side, triton.cdiv(shape.tiles, piece))
 
 
-class _Factors(NamedTuple):
+class Factors(NamedTuple):
     """What :func:`kda_prepare` writes, for the tiles of a segment."""
 
     wq: Tensor
@@ -76,10 +76,16 @@ class _Factors(NamedTuple):
     p: Tensor
     inverse: Tensor
     d: Tensor
+    norm: Tensor
 
 
 class Inputs(NamedTuple):
-    """Operands, groups and rows as one dimension."""
+    """Operands, groups and rows as one dimension.
+
+    Of ``kda_gated``: ``g`` and ``beta`` are projections, ``rate`` and ``bias`` the parameters A_log
+    and dt_bias for each row again, ``numbers`` the bound, eps and scale. Else the numbers are 0 and
+    nobody reads the parameters.
+    """
 
     shape: Shape
     kind: str
@@ -90,9 +96,22 @@ class Inputs(NamedTuple):
     beta: Tensor
     ids: Tensor
     stop: Tensor
+    rate: Tensor
+    bias: Tensor
+    numbers: tuple[float, ...]
+
+    @property
+    def gated(self) -> bool:
+        """Whether norms and gates are made inside: a scale is not 0."""
+        return self.numbers[2] != 0.0
 
     @classmethod
-    def fold(cls, operands: tuple[Tensor, ...]) -> tuple[Inputs, list[Tensor]]:
+    def fold(
+        cls,
+        operands: tuple[Tensor, ...],
+        parameters: tuple[Tensor, ...] = (),
+        numbers: tuple[float, ...] = (0.0, 0.0, 0.0),
+    ) -> tuple[Inputs, list[Tensor]]:
         """Of q, k, v, g, beta and ids; and the other operands. ``stop``: tokens of each row before
         its padding.
 
@@ -105,7 +124,13 @@ class Inputs(NamedTuple):
         shape = Shape(groups, *q.shape[1:], v.shape[-1])
         inputs = [x.flatten(0, 1).contiguous() for x in operands]
         stop = (inputs[5] > 0).sum(-1, dtype=torch.int32)
-        return cls(shape, kind_of(q), *inputs[:6], stop), inputs[6:]
+        rate, bias = inputs[:2]
+        if parameters:
+            rate, bias = (
+                x[:, None].expand(groups, shape.rows, *x.shape[1:]).flatten(0, 1).contiguous()
+                for x in parameters
+            )
+        return cls(shape, kind_of(q), *inputs[:6], stop, rate, bias, numbers), inputs[6:]
 
     def given(self, name: str) -> dict[str, Any]:
         """Constants and options of a launch."""
@@ -129,15 +154,17 @@ class Inputs(NamedTuple):
         """
         return self.low(pieces, self.given("relay")["PARTS"], self.shape.width, self.shape.width)
 
-    def factors(self, tiles: int) -> _Factors:
+    def factors(self, tiles: int) -> Factors:
         """Room for the factors of so many tiles."""
         C, K, V = TILE, self.shape.width, self.shape.columns
         sizes = ((2 * C, K), (C, K), (V, C), (C, C), (C, C))
-        return _Factors(*(self.low(tiles, *size) for size in sizes), self.wide(tiles, K))
+        low = [self.low(tiles, *size) for size in sizes]
+        d = self.wide(tiles, K)
+        return Factors(*low, d, self.wide(tiles, 2, C) if self.gated else d)
 
-    def prepare(self, factors: _Factors, first: int, tiles: int) -> None:
+    def prepare(self, factors: Factors, first: int, tiles: int) -> None:
         """Launches :func:`kda_prepare` for so many tiles from the ``first``."""
-        given = self.given("prepare")
+        given = self.given("gated_prepare" if self.gated else "prepare")
         kda_prepare[(self.shape.lines * triton.cdiv(tiles, given["PER"]),)](
             self.q,
             self.k,
@@ -146,10 +173,13 @@ class Inputs(NamedTuple):
             self.beta,
             self.ids,
             self.stop,
+            self.rate,
+            self.bias,
             *factors,
             self.shape.tokens,
             first,
             tiles,
+            *self.numbers,
             **given,
         )
 

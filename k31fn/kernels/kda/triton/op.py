@@ -14,6 +14,8 @@ order, whatever the run. First order only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
@@ -21,12 +23,12 @@ from torch import Tensor
 from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.kda.recurrence import TILE, KdaOut
 from k31fn.kernels.kda.triton.gradients import kda_gradients
-from k31fn.kernels.kda.triton.launches import Inputs
+from k31fn.kernels.kda.triton.launches import Factors, Inputs
 from k31fn.kernels.kda.triton.pieces import scan_backward, scan_forward
 from k31fn.kernels.kda.triton.tiles import TILES, builds
 from k31fn.kernels.launch import grouped
 
-__all__ = ["builds", "kda", "kda_accepts"]
+__all__ = ["builds", "kda", "kda_accepts", "run_backward", "run_forward"]
 
 _WIDTHS = (16, 32, 64, 128)
 
@@ -93,10 +95,50 @@ _kda = custom_vjp(_fwd, _bwd, opaque=True, name="kda (triton)")
 
 
 def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
+    """See :func:`run_forward`."""
+    x, (before,) = Inputs.fold(operands)
+    return run_forward(x, before)
+
+
+def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, g, beta and the state before all tokens."""
+    x, others = Inputs.fold(operands)
+    shape = x.shape
+    given = x.given("gradients")
+    blocks = shape.width // given["BLOCK"]
+    d_q, d_k, d_g = (torch.empty_like(z) for z in (x.q, x.k, x.g))
+    parts = x.beta.new_empty((blocks, *x.beta.shape), dtype=torch.float32)
+
+    def of_segment(factors: Factors, scanned: tuple[Tensor, ...], first: int, tiles: int) -> None:
+        del factors
+        kda_gradients[(shape.lines * triton.cdiv(tiles, given["PER"]) * blocks,)](
+            x.q,
+            x.k,
+            x.g,
+            x.beta,
+            x.ids,
+            x.stop,
+            *scanned,
+            d_q,
+            d_k,
+            d_g,
+            parts,
+            shape.tokens,
+            first,
+            tiles,
+            x.q.shape[0],
+            **given,
+        )
+
+    d_v, d_before = run_backward(x, others, of_segment)
+    grads = (d_q, d_k, d_v, d_g, parts.sum(0).to(x.beta.dtype))
+    return *(z.unflatten(0, (shape.groups, shape.rows)) for z in grads), d_before
+
+
+def run_forward(x: Inputs, before: Tensor) -> tuple[Tensor, ...]:
     """o, the state after all tokens, the states before each piece and after the last, and what each
     piece does to a state.
     """
-    x, (before,) = Inputs.fold(operands)
     shape = x.shape
     plan = x.plan("scan")
     # in one launch as many segments as a program of the scan can mark the ends of
@@ -117,9 +159,21 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
     return o.unflatten(0, by_head[:2]), *kept
 
 
-def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, g, beta and the state before all tokens."""
-    x, (before, states, transitions, d_o, d_after) = Inputs.fold(operands)
+def run_backward(
+    x: Inputs,
+    others: list[Tensor],
+    of_segment: Callable[[Factors, tuple[Tensor, ...], int, int], None],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of v, folded, and of the state before all tokens.
+
+    Args:
+        x: inputs.
+        others: that state, what :func:`run_forward` kept, and the gradients of its results.
+        of_segment: makes the other gradients of a segment, last segment first, from its factors;
+            from dO, the states that come into its tiles, the gradients of those that leave, Y and
+            dV; from its first tile and how many it has.
+    """
+    before, states, transitions, d_o, d_after = others
     shape = x.shape
     states = states.flatten(0, 1)
     transitions = transitions.flatten(0, 1)
@@ -130,40 +184,16 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     s = x.low(size, shape.columns, shape.width)
     ds = torch.empty_like(s)
     y = x.low(size, TILE, shape.columns)
-    d_q, d_k, d_v, d_g = (torch.empty_like(z) for z in (x.q, x.k, x.v, x.g))
+    d_v = torch.empty_like(x.v)
     d_states = x.wide(plan.side, shape.width, shape.columns)
     d_states[:, (plan.pieces - 1) % plan.side] = d_after.flatten(0, 1)
-    given = x.given("gradients")
-    blocks = shape.width // given["BLOCK"]
-    parts = x.beta.new_empty((blocks, *x.beta.shape), dtype=torch.float32)
     for i in reversed(range(triton.cdiv(shape.tiles, size))):
         first = i * size
         tiles = min(size, shape.tiles - first)
         x.prepare(factors, first, tiles)
         between = (states, transitions, d_states)
-        scan_backward(x, plan, factors, between, (d_o, s, ds, y, d_v), i, tiles)
-        kda_gradients[(shape.lines * triton.cdiv(tiles, given["PER"]) * blocks,)](
-            x.q,
-            x.k,
-            x.g,
-            x.beta,
-            x.ids,
-            x.stop,
-            d_o,
-            s,
-            ds,
-            y,
-            d_v,
-            d_q,
-            d_k,
-            d_g,
-            parts,
-            shape.tokens,
-            first,
-            tiles,
-            x.q.shape[0],
-            **given,
-        )
-    d_before = d_states[:, 0].unflatten(0, before.shape[:2]).to(before.dtype)
-    grads = (d_q, d_k, d_v, d_g, parts.sum(0).to(x.beta.dtype), d_before)
-    return tuple(z.unflatten(0, (shape.groups, shape.rows)) for z in grads)
+        scanned = (d_o, s, ds, y, d_v)
+        scan_backward(x, plan, factors, between, scanned, i, tiles)
+        of_segment(factors, scanned, first, tiles)
+    d_before = d_states[:, 0].unflatten(0, (before.shape[0], shape.heads)).to(before.dtype)
+    return d_v, d_before.unflatten(0, (shape.groups, shape.rows))

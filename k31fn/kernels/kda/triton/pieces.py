@@ -33,7 +33,7 @@ def scan_forward(
     written, and the one after the last again; transitions of the pieces, where there are several a
     segment.
     """
-    wq, kf, u, p, _, d = factors
+    wq, kf, u, p, _, d, _ = factors
     shape = x.shape
     at = first // plan.piece
     count = triton.cdiv(tiles, plan.piece)
@@ -100,7 +100,7 @@ def scan_backward(
     before the segment, where an earlier one finds it as its last. ``per_tile``: dO, and what is
     written.
     """
-    wq, kf, u, p, inverse, d = factors
+    wq, kf, u, p, inverse, d, _ = factors
     states, transitions, d_states = between
     d_o, s, ds, y, d_v = per_tile
     columns = x.shape.columns

@@ -1,5 +1,6 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 """The factors of every tile of C tokens, which need no state. With b = beta::
 
     L, P = <k_i e^(G_i), k_j e^(-G_j)>, <q_i e^(G_i), k_j e^(-G_j)>         lower, within a document
@@ -8,6 +9,9 @@
 
 R keeps the rows of the document that the incoming state belongs to. Nothing is divided by b, so
 b = 0 is fine.
+
+GATED: ``q k g beta`` are projections, and norms, gates and beta are made here. ``norm``: the
+factors of queries and of keys, which the gradients by blocks of features cannot make.
 """
 
 from __future__ import annotations
@@ -15,9 +19,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k31fn.kernels.kda.triton.shared import documents, log2_decay, product, running
+from k31fn.kernels.kda.triton.shared import documents, log2_decay, opened, product, running
 
 __all__ = ["kda_prepare"]
+
+
+@triton.jit
+def _factor(x, last, eps, scale, TWO: tl.constexpr):
+    """``scale / sqrt(sum x^2 + eps)`` of rows in one block or two."""
+    i = tl.arange(0, x.shape[0])
+    # as diagonals of products: sums of rows would need the rows in another layout
+    square = tl.dot(x, tl.trans(x), input_precision="ieee")
+    if TWO:
+        square = product(last, tl.trans(last), square)
+    square = tl.sum(tl.where(i[:, None] == i[None, :], square, 0.0), 1)
+    return (scale / tl.sqrt(square + eps))[:, None]
 
 
 @triton.jit
@@ -29,15 +45,21 @@ def kda_prepare(
     beta_ptr,
     ids_ptr,
     stop_ptr,
+    rate_ptr,
+    bias_ptr,
     wq_ptr,
     kf_ptr,
     u_ptr,
     p_ptr,
     inverse_ptr,
     d_ptr,
+    norm_ptr,
     tokens,
     first,
     tiles,
+    bound,
+    eps,
+    scale,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -49,9 +71,10 @@ def kda_prepare(
     LEAST: tl.constexpr,
     LOW: tl.constexpr,
     HALF: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """PER tiles of one head; BLOCK is K or half of it, VBLOCK divides V. ``first``: the tile that
-    the segment begins with.
+    the segment begins with. ``rate`` is A_log.
     """
     programs = tl.cdiv(tiles, PER)
     line = tl.program_id(0) // programs
@@ -66,6 +89,11 @@ def kda_prepare(
     c = tl.arange(0, BLOCK)
     cv = tl.arange(0, VBLOCK)
     none = tl.zeros([C, BLOCK], LOW)
+    if GATED:
+        rate = tl.exp(tl.load(rate_ptr + line).to(tl.float32))
+        bias = tl.load(bias_ptr + line * K + c).to(tl.float32)
+        bias_last = tl.load(bias_ptr + line * K + K - BLOCK + c).to(tl.float32)
+        bound *= 1.4426950408889634
     for n in tl.range(start, tl.minimum(start + PER, tiles), num_stages=STAGES):
         t0 = (first + n) * C
         valid = t0 + i < stop
@@ -78,6 +106,17 @@ def kda_prepare(
         leaves = (doc == goes) & valid
         see = (I >= J) & (doc[:, None] == doc[None, :]) & here
         b = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)
+        if GATED:
+            b = tl.where(valid, opened(b)[0], 0.0)
+            at = token * K + (I * (H * K) + c[None, :])
+            q = tl.load(q_ptr + at, mask=here, other=0.0).to(LOW)
+            k = tl.load(k_ptr + at, mask=here, other=0.0).to(LOW)
+            q_last = tl.load(q_ptr + at + (K - BLOCK), mask=here, other=0.0).to(LOW)
+            k_last = tl.load(k_ptr + at + (K - BLOCK), mask=here, other=0.0).to(LOW)
+            q_norm = _factor(q, q_last, eps, scale, BLOCK < K)
+            k_norm = _factor(k, k_last, eps, 1.0, BLOCK < K)
+            tl.store(norm_ptr + tile * (2 * C) + I, q_norm)
+            tl.store(norm_ptr + tile * (2 * C) + C + I, k_norm)
         low = tl.zeros([C, C], tl.float32)
         p = tl.zeros([C, C], tl.float32)
         # of the two blocks; the compiler for Ascend has no tuples that grow
@@ -86,9 +125,20 @@ def kda_prepare(
         for x in tl.static_range(0, K, BLOCK):
             at = token * K + x + (I * (H * K) + c[None, :])
             g = tl.load(g_ptr + at, mask=here, other=0.0).to(tl.float32)
-            k = tl.load(k_ptr + at, mask=here, other=0.0).to(tl.float32)
-            q = tl.load(q_ptr + at, mask=here, other=0.0).to(tl.float32)
-            g = log2_decay(g, LEAST)
+            if GATED:
+                if x > 0:
+                    q = q_last
+                    k = k_last
+                    g += bias_last[None, :]
+                else:
+                    g += bias[None, :]
+                q = q.to(tl.float32) * q_norm
+                k = k.to(tl.float32) * k_norm
+                g = tl.where(here, opened(rate * g)[0] * bound, 0.0)
+            else:
+                k = tl.load(k_ptr + at, mask=here, other=0.0).to(tl.float32)
+                q = tl.load(q_ptr + at, mask=here, other=0.0).to(tl.float32)
+                g = log2_decay(g, LEAST)
             G, behind, total = running(g, C, HALF)
             tl.store(d_ptr + tile * K + x + c, tl.where(goes == came, tl.exp2(total), 0.0))
             e = tl.exp2(G)
@@ -113,6 +163,8 @@ def kda_prepare(
             tl.store(kf_ptr + to, kf, mask=leaves[:, None])
             tl.store(kf_ptr + to, none, mask=~leaves[:, None])
         bj = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            bj = tl.where(valid[None, :], opened(bj)[0], 0.0)
         square = tile * (C * C) + (I * C + J)
         tl.store(p_ptr + square, tl.where(see, -p * bj, 0.0).to(LOW))
         # blocks of 2 are I - N; then blocks double. Every operand is the inverse of a part of

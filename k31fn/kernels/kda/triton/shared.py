@@ -1,13 +1,15 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""What the kernels of KDA share: products, sums by a 0/1 matrix, and who reads which state."""
+"""What the kernels of KDA share: products, sums by a 0/1 matrix, gates, and who reads which
+state.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["documents", "log2_decay", "product", "running", "sums"]
+__all__ = ["documents", "log2_decay", "opened", "product", "running", "sums"]
 
 
 @triton.jit
@@ -36,6 +38,15 @@ def sums(mask, x, acc, HALF: tl.constexpr):
 def log2_decay(g, LEAST: tl.constexpr):
     """Log-decays to base 2, none stronger than LEAST; a NaN stays one, a maximum would hide it."""
     return tl.where(g < LEAST, LEAST, g) * 1.4426950408889634
+
+
+@triton.jit
+def opened(x):
+    """``sigmoid(x)`` and ``1 - sigmoid(x)``, each to its own last bit; a NaN stays one."""
+    x *= -1.4426950408889634
+    e = tl.exp2(tl.where(x > 126.0, 126.0, x))
+    s = 1.0 / (1.0 + e)
+    return s, e * s
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from k31fn.kernels.kda.triton.fragment_gradients import (
     kda_fragment_adjoint,
     kda_fragment_gradients,
 )
+from k31fn.kernels.kda.triton.gated_gradients import kda_gated_gradients
 from k31fn.kernels.kda.triton.gradients import kda_gradients
 from k31fn.kernels.kda.triton.prepare import kda_prepare
 from k31fn.kernels.kda.triton.relay import kda_relay
@@ -39,6 +40,7 @@ class _Tiles(NamedTuple):
     states: Tile
     adjoint: Tile
     gradients: Tile
+    gated_gradients: Tile
     relay: Tile
     fragment_gradients: Tile
 
@@ -49,6 +51,7 @@ class _Tiles(NamedTuple):
 
 # kernels that are another form of one, or of a size with one
 _FORM_OF = {
+    "gated_prepare": "prepare",
     "pieces": "states",
     "pieces_back": "adjoint",
     "relay_back": "relay",
@@ -70,6 +73,7 @@ TILES = {
         states=Tile(warps=4, columns=64, stages=4),
         adjoint=Tile(warps=4, columns=64, stages=4),
         gradients=Tile(warps=1, per_core=8, rows=8, columns=32, stages=2),
+        gated_gradients=Tile(warps=1, per_core=8, rows=8, columns=32, stages=3),
         relay=Tile(warps=4, columns=64, stages=2),
         fragment_gradients=Tile(warps=1, per_core=8, rows=8, columns=32, stages=2),
     ),
@@ -79,6 +83,7 @@ TILES = {
         states=Tile(warps=4, columns=32, stages=1),
         adjoint=Tile(warps=4, columns=32, stages=1),
         gradients=Tile(warps=4, columns=32, stages=1),
+        gated_gradients=Tile(warps=4, columns=32, stages=1),
         relay=Tile(warps=8, columns=32, stages=1),
         fragment_gradients=Tile(warps=4, columns=32, stages=1),
     ),
@@ -88,10 +93,11 @@ TILES = {
         states=Tile(columns=16, stages=1),
         adjoint=Tile(columns=16, stages=1),
         gradients=Tile(rows=4, columns=32, stages=1),
+        gated_gradients=Tile(rows=4, columns=32, stages=1),
         relay=Tile(columns=8, stages=1),
         fragment_gradients=Tile(rows=4, columns=32, stages=1),
     ),
-    "cpu": _Tiles(*(Tile(rows=2, columns=16, stages=1),) * 7),
+    "cpu": _Tiles(*(Tile(rows=2, columns=16, stages=1),) * 8),
 }
 
 
@@ -126,8 +132,10 @@ def kind_of(q: Tensor) -> str:
 _STATES = "K V N WIDE C BLOCK STAGES FRESH INNER PARTS LOW"
 _ADJOINT = "H K V C BLOCK STAGES FRESH LOW"
 _RELAY = "K WIDE ADDED BLOCK STAGES BACK PARTS LOW"
+_PREPARE = "H K V C BLOCK VBLOCK PER STAGES LEAST LOW HALF GATED"
 _KERNELS = {
-    "prepare": (kda_prepare, "H K V C BLOCK VBLOCK PER STAGES LEAST LOW HALF"),
+    "prepare": (kda_prepare, _PREPARE),
+    "gated_prepare": (kda_prepare, _PREPARE),
     "scan": (kda_scan, "H K V C BLOCK STAGES STACKED MARKS LOW"),
     "pieces": (kda_states, _STATES),
     "relay": (kda_relay, _RELAY),
@@ -136,6 +144,7 @@ _KERNELS = {
     "pieces_back": (kda_adjoint, _ADJOINT),
     "relay_back": (kda_relay, _RELAY),
     "gradients": (kda_gradients, "H K V C BLOCK PER STAGES LEAST LOW HALF"),
+    "gated_gradients": (kda_gated_gradients, "H K V C BLOCK STEP PER STAGES LOW HALF"),
     "fragment": (kda_states, _STATES),
     "fragment_relay": (kda_relay, _RELAY),
     "fragment_states": (kda_states, _STATES),
@@ -153,7 +162,7 @@ _TWINS = ("fragment_states", "fragment_relay", "fragment_relay_back")
 # of a kind, and not of the device at hand: so each launch, and with it each bit, follows from the
 # shape alone. H200; Ascend runs one program a core and is full with any head
 _CORES = {"cuda": 132, "cuda32": 132, "npu": 0, "cpu": 0}
-_FORWARD = ("prepare", "scan", "pieces", "relay", "fragment", "fragment_relay")
+_FORWARD = ("prepare", "gated_prepare", "scan", "pieces", "relay", "fragment", "fragment_relay")
 
 
 def _per(kind: str, shape: Shape, tile: Tile, blocks: int) -> int:
@@ -176,11 +185,12 @@ def constants(kind: str, name: str, shape: Shape, dtype: torch.dtype) -> dict[st
     columns = shape.columns
     # the columns of a fragment are those of V, then those of the transition
     of_fragment = name.startswith("fragment")
+    gated = name.startswith("gated")
     both = of_fragment or name == "pieces"
     block = min(tile.columns, columns, width) if both else min(tile.columns, columns)
     if name.endswith("gradients"):
         block = min(tile.columns, width)
-    elif name == "prepare":  # It holds what it needs again of two blocks of K, and no more.
+    elif name.endswith("prepare"):  # It holds what it needs again of two blocks of K, and no more.
         block = max(min(tile.columns, width), width // 2)
     known = {
         "H": shape.heads,
@@ -195,13 +205,14 @@ def constants(kind: str, name: str, shape: Shape, dtype: torch.dtype) -> dict[st
         "C": TILE,
         "BLOCK": block,
         "VBLOCK": min(tile.columns, columns),
-        "STEP": min(columns, width),
+        "STEP": min(columns, 32) if gated else min(columns, width),
         "PER": _per(kind, shape, tile, width // block if name.endswith("gradients") else 1),
         "STAGES": tile.stages,
         "STACKED": kind.startswith("cuda"),
         "MARKS": tile.rows,
         "LEAST": MIN_LOG_DECAY,
         "PARTS": 2 if matrix_units else 1,
+        "GATED": gated,
         "LOW": tl.bfloat16 if matrix_units else tl.float32,
         "HALF": tl.float16 if matrix_units else tl.float32,
     }
@@ -209,9 +220,10 @@ def constants(kind: str, name: str, shape: Shape, dtype: torch.dtype) -> dict[st
 
 
 _WIDE = (
-    *("g_ptr", "beta_ptr", "d_ptr", "state_ptr", "after_ptr", "d_state_ptr", "d_g_ptr"),
-    "part_ptr",
+    *("d_ptr", "state_ptr", "after_ptr", "d_state_ptr", "part_ptr"),
+    *("rate_ptr", "bias_ptr", "norm_ptr", "d_rate_ptr", "d_bias_ptr"),
 )
+_GATES = ("g_ptr", "beta_ptr", "d_g_ptr")  # where gated they are projections
 _ALIGNED = ("line_step", "state_step", "transition_step")
 
 
@@ -231,19 +243,23 @@ def builds(kind: str, *, fragment: bool = False) -> list[Build]:
             # float32 of the other forms compiles for minutes, and says what bfloat16 says
             if of == "cuda32" and (fragment or name in _PIECES):
                 continue
+            gated = name.startswith("gated")
+            if gated and kind != "cuda":  # nobody runs them elsewhere
+                continue
             given = constants(of, name, shape, dtype)
             direction = "forward" if name in _FORWARD else "backward"
-            types = {n: _type(n, dtype) for n in kernel.arg_names if n not in given}
+            types = {n: _type(n, dtype, gated) for n in kernel.arg_names if n not in given}
             title = f"kda_{name} {str(dtype).removeprefix('torch.')}"
             tile = TILES[of].of(name)
             listed.append(Build(title, kernel, types, given, direction, tile, _ALIGNED))
     return listed
 
 
-def _type(name: str, dtype: torch.dtype) -> str:
+def _type(name: str, dtype: torch.dtype, gated: bool) -> str:
     """Triton's type of a kernel's argument, as the layer calls the op."""
     if not name.endswith("_ptr"):
-        return "i32"
+        return "fp32" if name in ("bound", "eps", "scale") else "i32"
     if name in ("ids_ptr", "stop_ptr"):
         return "*i64" if name == "ids_ptr" else "*i32"
-    return "*fp32" if dtype == torch.float32 or name in _WIDE else "*bf16"
+    wide = dtype == torch.float32 or name in _WIDE or (name in _GATES and not gated)
+    return "*fp32" if wide else "*bf16"
