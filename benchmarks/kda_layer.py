@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from benchmarks.kda import peak as peak_bytes
 from benchmarks.measure import Row, cuda_device, error, graphed, print_rows, take_turns, write_json
 from k31fn import device as devices
 from k31fn import params, random, tree
-from k31fn.kernels.registry import record_impls
+from k31fn.kernels.registry import record_impls, use_impl
 from k31fn.layers import kda
 from k31fn.segments import Segments, from_lengths, whole
 
@@ -34,9 +34,18 @@ HIDDEN, HEADS, WIDTH = 7168, 96, 128
 Layer = Callable[[kda.Params[Tensor], Tensor], Tensor]
 
 
-def ours(cfg: kda.Config, packing: Segments) -> Layer:
-    """The layer as a model runs it."""
-    return lambda p, x: kda.apply(p, x, cfg, segments=packing).y
+# What a layer on CUDA runs on request only.
+ASKED = {"short_conv": "triton"}
+
+
+def ours(cfg: kda.Config, packing: Segments, impls: Mapping[str, str]) -> Layer:
+    """The layer as a model runs it with ``--kernels`` of ``impls``."""
+
+    def layer(p: kda.Params[Tensor], x: Tensor) -> Tensor:
+        with use_impl(**impls):
+            return kda.apply(p, x, cfg, segments=packing).y
+
+    return layer
 
 
 def of_fla(cfg: kda.Config) -> Layer:
@@ -99,11 +108,11 @@ def errors(where: torch.device) -> dict[str, float]:
     """
     cfg = kda.Config(512, 4, WIDTH)
     p, x, ct = drawn(cfg, 700, torch.bfloat16, where)
-    layer = ours(cfg, from_lengths([[301, 64, 315]], 700, device=where))
+    packing = from_lengths([[301, 64, 315]], 700, device=where)
     with record_impls() as ran:
-        found = with_gradients(layer, p, x, ct)
+        found = with_gradients(ours(cfg, packing, ASKED), p, x, ct)
     assert all(name != "reference" for _, name in ran), ran
-    exact = with_gradients(layer, *tree.map(lambda a: a.double(), (p, x, ct)))
+    exact = with_gradients(ours(cfg, packing, {}), *tree.map(lambda a: a.double(), (p, x, ct)))
     names = ["y", *tree.paths(p), "x"]
     return {name: error(a, b) for name, a, b in zip(names, found, exact, strict=True)}
 
@@ -213,7 +222,8 @@ def main() -> int:
     assert max(off.values()) < 0.03, off  # bfloat16 through some twenty roundings
     cfg = kda.Config(HIDDEN, HEADS, WIDTH)
     p, x, ct = drawn(cfg, args.tokens, torch.bfloat16, where)
-    layers = {"fused": ours(cfg, whole(1, args.tokens, device=where)), "fla": of_fla(cfg)}
+    packing = whole(1, args.tokens, device=where)
+    layers = {"fused": ours(cfg, packing, ASKED), "fla": of_fla(cfg)}
     apart = [
         error(a, b.double())
         for a, b in zip(*(with_gradients(f, p, x, ct) for f in layers.values()), strict=True)

@@ -1,4 +1,4 @@
-"""Output norm of KDA: RMSNorm per head, gated.
+"""Output norm of KDA and Gated DeltaNet: RMSNorm per head, gated.
 
 ``gated_norm(o, gate, weight, eps)``::
 
