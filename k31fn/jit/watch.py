@@ -159,6 +159,9 @@ class Watch(TorchDispatchMode):
             # a device tells of the copy, and a number written into a slice of a GPU needs none
             is_copied = given[0].device.type == self._kind and not self._is_filled
             return _MADE if is_copied and not self.device_tells else ""
+        if name == "copy_" and self._is_filled:
+            # torch fills several elements, but copies to a single one
+            return "copies from the host; x[i].fill_(number) does not"
         if name in ("_to_copy", "copy_") and made:
             source = given[-1].device.type
             if source != self._kind == made[0].device.type:
