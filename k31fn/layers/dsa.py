@@ -17,7 +17,8 @@ exactly zero.
 
 On a mesh a rank's index scores, choices and loss are those of its own tokens. The sets are then
 gathered over ``sh.sequence``, since its heads attend for the queries of its neighbours too, and the
-heads' probabilities are summed over the ranks that hold them and scattered back. Of a token, other
+heads' probabilities, which are made for the loss alone, are summed over the ranks that hold them
+and scattered back. Of a token, other
 ranks of the context see ``[c ; kr ; k_index]`` only: 704 values at the sizes of K3.1, gathered in
 one piece.
 """
@@ -38,7 +39,7 @@ from k31fn.kernels.attention import attention
 from k31fn.kernels.indexer import index_topk
 from k31fn.kernels.indexer_kl import indexer_kl
 from k31fn.kernels.max_logits import max_chosen_logits, max_logits
-from k31fn.kernels.sparse_attention import sparse_attention
+from k31fn.kernels.sparse_attention import head_probs, sparse_attention
 from k31fn.kernels.tiling import map_query_tiles, visible_keys
 from k31fn.layers import indexer, mla
 from k31fn.layers.kind import Aux, Flops, Output, TokenMixer
@@ -150,8 +151,9 @@ def apply(
         local_stop = pslice(stop, sh.sequence, 1)
         local_chosen = _choose(index, local_start, local_stop, cfg)
         chosen = all_gather(local_chosen, sh.sequence, 1)
-        o, probs = sparse_attention(*heads, chosen, cfg.attn.scale)
+        o, lse = sparse_attention(*heads, chosen, cfg.attn.scale)
         # The teacher is the mean over the heads of all ranks, of this rank's own tokens.
+        probs = head_probs(*heads[:3], lse, chosen, cfg.attn.scale)
         kl = _loss(index, psum_scatter(probs, sh.heads, 1), local_chosen, cfg)
         if cfg.attn.report_logits:
             # A report: an optimiser reads it, no loss does.
@@ -242,13 +244,14 @@ def _attend_to_all(
         v: Tensor,
         ik: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        # The same op as in the sparse stage, with all visible keys for the set: it is what gives
-        # the probabilities.
+        # The same ops as in the sparse stage, with all visible keys for the set: they are what
+        # gives the probabilities.
         seen = visible_keys(start[..., None], stop[..., None], ik.shape[1])
         chosen = torch.where(seen, torch.arange(ik.shape[1], device=ik.device), -1)
         rows = rearrange(q, "b t rank h k -> b (t rank) h k")
         sets = rearrange(chosen, "b t rank m -> b (t rank) m")
-        o, probs = sparse_attention(rows, k, kr, v, sets, cfg.attn.scale)
+        o, lse = sparse_attention(rows, k, kr, v, sets, cfg.attn.scale)
+        probs = head_probs(rows, k, kr, lse, sets, cfg.attn.scale)
         probs = rearrange(probs, "b (t rank) m -> b t rank m", rank=ranks)
         teacher = psum_scatter(probs, sh.heads, 2).squeeze(2)
         local_chosen = pslice(chosen, sh.sequence, 2).squeeze(2)

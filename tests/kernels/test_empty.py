@@ -38,7 +38,7 @@ NUMBERS |= {"k": 3}
 WITH_TOKENS = ("kda", "gdn", "short_conv")
 REFUSED = {"fp8_encode", "scaled_matmul"}  # by their contract, which has no scale for no number
 WITHOUT_GRADIENT = {"topk", "index_topk", "required_bias_histogram", "max_logits", "fp8_encode"}
-WITHOUT_GRADIENT |= {"max_chosen_logits", "scaled_matmul"}
+WITHOUT_GRADIENT |= {"max_chosen_logits", "scaled_matmul", "head_probs"}
 
 
 def made(annotation: str, sizes: dict[str, int], dtype: torch.dtype) -> torch.Tensor:

@@ -45,6 +45,9 @@ def test_chooses_the_best_visible_keys(topk: int, dtype: torch.dtype):
         oracle.index_scores(q.double(), k.double(), w.double(), SCALE), seen, topk
     )
     assert oracle.as_sets(chosen) == expected
+    # by position, and -1 after them
+    slots = torch.where(chosen < 0, T, chosen)
+    assert torch.equal(slots, slots.sort(-1).values)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0], ids=["every ReLU closed", "equal"])

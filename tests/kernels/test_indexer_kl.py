@@ -129,7 +129,7 @@ def test_golden_values():
 
 
 def test_a_position_that_is_there_twice_counts_once():
-    """With the shares of the teacher that ``sparse_attention`` gives its slots."""
+    """With the shares of the teacher that ``head_probs`` gives its slots."""
     args, teacher, slots, expected = problem(4)
     half = teacher[..., :1] / 2
     twice = torch.cat([half, teacher[..., 1:], half], -1)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from k31fn.kernels.attention import attention
-from k31fn.kernels.sparse_attention import sparse_attention
+from k31fn.kernels.sparse_attention import head_probs, sparse_attention
 from tests.kernels import attention_oracles as oracle
 
 ROWS, T = [[3, 5, 1], [4, 2]], 9
@@ -30,14 +30,39 @@ def test_equals_attention_one_query_at_a_time(dtype: torch.dtype):
     args, sets = inputs(), some_keys(3)
     expected, probs = oracle.attention(*args, sets, SCALE)
     slots = oracle.as_slots(sets, 3)
-    result = sparse_attention(*args, slots.to(dtype), SCALE)
-    torch.testing.assert_close(result.out, expected, rtol=0, atol=1e-12)
+    out, lse = sparse_attention(*args, slots.to(dtype), SCALE)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     summed = torch.where(slots < 0, 0.0, probs.sum(2).gather(-1, slots.clamp(min=0)))
-    torch.testing.assert_close(result.probs, summed, rtol=0, atol=1e-12)
-    assert torch.equal(result.out[1, 6:], torch.zeros_like(result.out[1, 6:]))
+    mine = head_probs(*args[:3], lse, slots.to(dtype), SCALE)
+    torch.testing.assert_close(mine, summed, rtol=0, atol=1e-12)
+    assert torch.equal(out[1, 6:], torch.zeros_like(out[1, 6:]))
 
 
-def test_gradients_equal_those_of_the_oracle_and_none_flow_through_probs():
+def test_log_sum_exp_of_the_chosen_scores():
+    args, sets = inputs(), some_keys(3)
+    lse = sparse_attention(*args, oracle.as_slots(sets, 3), SCALE).lse
+    q, k, k_shared, _ = args
+    whole = torch.cat([k, k_shared[:, :, None].expand(-1, -1, 3, -1)], -1)
+    scores = SCALE * torch.einsum("bthk,bshk->bths", q, whole)
+    for b, row in enumerate(sets):
+        for t, keys in enumerate(row):
+            expected = scores[b, t][:, keys].exp().sum(-1).log()
+            if not keys:
+                expected = torch.full((3,), 1e30, dtype=torch.float64)
+            torch.testing.assert_close(lse[b, t], expected, rtol=0, atol=1e-12)
+
+
+def test_probabilities_of_other_statistics_are_noticed():
+    """Those of the heads in another order, or without the logarithm of the sum."""
+    args, sets = inputs(), some_keys(3)
+    slots = oracle.as_slots(sets, 3)
+    lse = sparse_attention(*args, slots, SCALE).lse
+    right = head_probs(*args[:3], lse, slots, SCALE)
+    for wrong in (lse.roll(1, -1), lse - 1e-6):
+        assert (head_probs(*args[:3], wrong, slots, SCALE) - right).abs().max() > 1e-7
+
+
+def test_gradients_equal_those_of_the_oracle_and_none_flow_through_statistics():
     args, sets = inputs(), some_keys(3)
     upstream = torch.randn(2, T, 3, 5, dtype=torch.float64)
 
@@ -49,19 +74,24 @@ def test_gradients_equal_those_of_the_oracle_and_none_flow_through_probs():
     torch.testing.assert_close(
         mine, grads(lambda a: oracle.attention(*a, sets, SCALE)[0]), rtol=0, atol=1e-12
     )
-    of_probs = torch.func.grad(
-        lambda q: sparse_attention(q, *args[1:], oracle.as_slots(sets, 3), SCALE).probs.sum()
-    )
-    assert torch.equal(of_probs(args[0]), torch.zeros_like(args[0]))
+    slots = oracle.as_slots(sets, 3)
+
+    def teacher(q: torch.Tensor) -> torch.Tensor:
+        lse = sparse_attention(q, *args[1:], slots, SCALE).lse
+        return lse.sum() + head_probs(q, *args[1:3], lse, slots, SCALE).sum()
+
+    assert torch.equal(torch.func.grad(teacher)(args[0]), torch.zeros_like(args[0]))
 
 
 def test_all_visible_keys_is_dense_attention():
     args, seen = inputs(), oracle.seen_keys(ROWS, T)
     dense = attention(*args, *oracle.bounds(seen), SCALE)
-    result = sparse_attention(*args, oracle.as_slots(seen, T), SCALE)
-    torch.testing.assert_close(result.out, dense, rtol=0, atol=1e-12)
+    slots = oracle.as_slots(seen, T)
+    out, lse = sparse_attention(*args, slots, SCALE)
+    torch.testing.assert_close(out, dense, rtol=0, atol=1e-12)
     valid = oracle.bounds(seen)[1] > 0
-    torch.testing.assert_close(result.probs.sum(-1), 3.0 * valid.double(), rtol=0, atol=1e-12)
+    probs = head_probs(*args[:3], lse, slots, SCALE)
+    torch.testing.assert_close(probs.sum(-1), 3.0 * valid.double(), rtol=0, atol=1e-12)
 
 
 def test_absorbed_form_is_the_same():
@@ -78,7 +108,10 @@ def test_absorbed_form_is_the_same():
     absorbed = sparse_attention(absorbed_q, c[:, :, None], k_shared, c[:, :, None], slots, SCALE)
     out = torch.einsum("bthr,rhv->bthv", absorbed.out, w_v)
     torch.testing.assert_close(out, expanded.out, rtol=0, atol=1e-12)
-    torch.testing.assert_close(absorbed.probs, expanded.probs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(absorbed.lse, expanded.lse, rtol=0, atol=1e-12)
+    of_latents = head_probs(absorbed_q, c[:, :, None], k_shared, absorbed.lse, slots, SCALE)
+    of_heads = head_probs(q, k, k_shared, expanded.lse, slots, SCALE)
+    torch.testing.assert_close(of_latents, of_heads, rtol=0, atol=1e-12)
 
 
 def test_golden_values():
@@ -95,9 +128,8 @@ def test_golden_values():
     whole = oracle.as_slots(oracle.seen_keys([[32], [32]], 32), 32)
     everything = sparse_attention(q, k, none, v, whole, 24**-0.5)
     torch.testing.assert_close(everything.out, g["fla.o_topk_ge_T"], rtol=0, atol=5e-6)
-    sums = torch.zeros(2, 32, 33).scatter(-1, torch.where(whole < 0, 32, whole), everything.probs)[
-        ..., :32
-    ]
+    probs = head_probs(q, k, none, everything.lse, whole, 24**-0.5)
+    sums = torch.zeros(2, 32, 33).scatter(-1, torch.where(whole < 0, 32, whole), probs)[..., :32]
     torch.testing.assert_close(sums, g["kl.dense_head_sum_probs_of_fla_q_k"], rtol=0, atol=5e-6)
 
 
@@ -120,8 +152,11 @@ def test_a_position_that_is_there_twice_counts_once():
     again = torch.cat([slots, slots[..., :1], slots[..., :1]], -1)
     twice = sparse_attention(*args, again, SCALE)
     assert torch.equal(twice.out, once.out)
-    torch.testing.assert_close(twice.probs.sum(-1), once.probs.sum(-1), rtol=0, atol=1e-12)
-    third = once.probs[..., :1] / 3
-    expected = torch.cat([third, once.probs[..., 1:], third, third], -1)
-    torch.testing.assert_close(twice.probs, expected, rtol=0, atol=1e-12)
-    assert (once.probs.sum(-1)[slots[..., 0] >= 0] - args[0].shape[2]).abs().max() < 1e-12
+    assert torch.equal(twice.lse, once.lse)
+    of_once = head_probs(*args[:3], once.lse, slots, SCALE)
+    of_twice = head_probs(*args[:3], twice.lse, again, SCALE)
+    third = of_once[..., :1] / 3
+    expected = torch.cat([third, of_once[..., 1:], third, third], -1)
+    torch.testing.assert_close(of_twice, expected, rtol=0, atol=1e-12)
+    sums = of_twice.sum(-1)[slots[..., 0] >= 0]
+    assert (sums - args[0].shape[2]).abs().max() < 1e-12

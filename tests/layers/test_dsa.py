@@ -251,7 +251,7 @@ def test_recomputation_does_not_choose_again(cfg: dsa.Config):
 
     with record_impls() as calls:
         recomputed = value_and_grad(remat(loss), (0, 1))(p, x)
-    assert calls["sparse_attention", "reference"] == 2
+    assert calls["sparse_attention", "reference"] == calls["head_probs", "reference"] == 2
     assert calls["index_topk", "reference"] == (1 if cfg.stage == "sparse" else 0)
     kept = value_and_grad(loss, (0, 1))(p, x)
     assert all(
@@ -343,8 +343,10 @@ def test_golden_sets_probabilities_and_kl():
     chosen = dsa.index_topk(
         *index, *mla.visible_range(g["hf.x"], None), cfg.topk, cfg.indexer.scale
     )
-    assert torch.equal(chosen.sort(-1).values, g["hf.indices_sorted"])
-    probs = dsa.sparse_attention(*heads, chosen, cfg.attn.scale).probs
+    as_golden = chosen.sort(-1).values  # where -1 comes first
+    assert torch.equal(as_golden, g["hf.indices_sorted"])
+    lse = dsa.sparse_attention(*heads, chosen, cfg.attn.scale).lse
+    probs = dsa.head_probs(*heads[:3], lse, chosen, cfg.attn.scale)
     slot = torch.where(chosen < 0, 32, chosen).long()
     spread = torch.zeros(2, 32, 33).scatter(-1, slot, probs)[..., :32]
     torch.testing.assert_close(spread, g["hf.head_sum_probs"], rtol=0, atol=5e-6)

@@ -9,8 +9,8 @@ Source: DeepSeek-V3.2, arXiv 2512.02556. ``w`` may be negative; any scale of it 
 caller.
 
 Shapes: ``q [B T J I]``, ``k [B S I]``, ``w [B T J]``; scores in float32 (float64 for float64
-inputs). The result is int32 ``[B T M]`` with M = min(topk, S), in any order, with -1 in the slots
-left over where fewer keys are visible.
+inputs). The result is int32 ``[B T M]`` with M = min(topk, S), in ascending order of position, and
+-1 at the end where fewer keys are visible. It is the same set in every run.
 
 Mask: ``start, stop [B T]`` as in :mod:`k31fn.kernels.attention`; a key outside is never chosen, a
 padding query (``start == stop``) chooses none.
@@ -26,7 +26,7 @@ from k31fn.kernels.vendor import declined
 
 __all__ = ["index_scores", "index_topk"]
 
-index_topk = Op("index_topk", _reference)
+index_topk = Op("index_topk", _reference, differentiable=False)
 index_topk.register(
     declined("npu_lightning_indexer", "which of equal scores it takes is not documented")
 )

@@ -44,7 +44,7 @@ def index_topk(
     topk: int,
     scale: float,
 ) -> Int[Tensor, "B T M"]:
-    """The ``min(topk, visible)`` best keys of each query in any order, -1 where there are fewer."""
+    """The ``min(topk, visible)`` best keys of each query by position, then -1."""
     queries = upcast(q).flatten(-2) * scale, upcast(w), start[..., None], stop[..., None]
     choose = functools.partial(_tile, num=min(topk, k.shape[-2]))
     width = w.shape[0] * w.shape[-1]
@@ -60,4 +60,8 @@ def _tile(q: Tensor, w: Tensor, start: Tensor, stop: Tensor, k: Tensor, *, num: 
         chosen = torch.nn.functional.pad(chosen, (0, num - k.shape[-2]), value=-1)
     else:
         chosen = best(head_weighted_scores(q, w, k), num, eligible=eligible, ordered=False)
-    return chosen.to(torch.int32)  # half the memory of int64; kept between forward and backward
+    # by position, with -1 at the end: neighbouring keys are read together
+    last = torch.iinfo(torch.int32).max
+    chosen = torch.where(chosen < 0, last, chosen).to(torch.int32).sort(dim=-1).values
+    # int32 is half the memory of int64; kept between forward and backward
+    return torch.where(chosen == last, -1, chosen)

@@ -11,8 +11,10 @@ Source: DeepSeek-V3.2, arXiv 2512.02556, equations 3 and 4. No epsilon inside th
 0 = 0), and slots of -1 take no part in the softmax.
 
 Shapes: ``q [B T J I]``, ``k [B S I]``, ``w [B T J]``, ``teacher [B T M]`` (p on the slots of
-``topk_idx [B T M]``; each row sums to 1). The result is a scalar, a plain sum over queries: the
-caller divides by its own denominator. float32 (float64 for float64 inputs).
+``topk_idx [B T M]``; each row sums to 1), which :func:`~k31fn.kernels.sparse_attention.head_probs`
+makes: under tensor parallelism its sums over the heads of each rank are added between the two. The
+result is a scalar, a plain sum over queries: the caller divides by its own denominator. float32
+(float64 for float64 inputs).
 
 A position in several slots is in the set once, with an even share of its probability in each.
 
@@ -31,6 +33,6 @@ indexer_kl = Op("indexer_kl", _reference)
 indexer_kl.register(
     declined(
         "npu_sparse_lightning_indexer_grad_kl_loss",
-        "it makes the teacher from the attention's queries and keys itself",
+        "it makes the teacher from one rank's heads itself, so no sum over tp can be taken",
     )
 )

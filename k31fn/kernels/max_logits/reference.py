@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from k31fn.kernels.attention.reference import by_head
+from k31fn.kernels.attention.reference import by_head, heads_first
 from k31fn.kernels.sparse_attention.reference import as_mask
 from k31fn.kernels.tiling import map_query_tiles, visible_keys
-from k31fn.precision import upcast
 from k31fn.typing import Bool, Float, Int, Tensor
 
 __all__ = ["max_chosen_logits", "max_logits"]
@@ -58,12 +57,10 @@ def _over_tiles(
     k_shared: Float[Tensor, "B S P"],
     scale: float,
 ) -> Float[Tensor, "H"]:
-    k = upcast(k).transpose(1, 2)
-    k_shared = upcast(k_shared)[:, None]
-    keys = torch.cat([k, k_shared.expand(-1, k.shape[1], -1, -1)], dim=-1)
-    queries = upcast(q).transpose(1, 2) * scale, *of_queries
+    queries, keys = heads_first(q, k, k_shared, scale)
     # tiled as the attention is: all logits at once are what the attention avoids too
-    largest = map_query_tiles(tile, queries, (keys,), width=q.shape[0] * q.shape[2], gradient=False)
+    width = q.shape[0] * q.shape[2]
+    largest = map_query_tiles(tile, (queries, *of_queries), (keys,), width=width, gradient=False)
     return torch.stack(largest).amax(0)
 
 

@@ -1,40 +1,48 @@
-"""Attention over a chosen set of keys per query, and the probabilities it gave them.
+"""Attention over a chosen set of keys per query, and the probabilities that it gave them.
 
-``sparse_attention(q, k, k_shared, v, topk_idx, scale) -> (out, probs)``::
+``sparse_attention(q, k, k_shared, v, topk_idx, scale) -> (out, lse)`` and
+``head_probs(q, k, k_shared, lse, topk_idx, scale) -> probs``::
 
-    p[t, h, s] = softmax over s in S_t of scale <q[t, h], [k[s, h] ; k_shared[s]]>
-                 S_t = topk_idx[t] without -1
-    out[t, h]  = sum_{s in S_t} p[t, h, s] v[s, h]
-    probs[t, m] = sum_h p[t, h, topk_idx[t, m]]
+    z[t, h, s] = scale <q[t, h], [k[s, h] ; k_shared[s]]>
+    lse[t, h]  = log sum_{s in S_t} exp z[t, h, s]          S_t = topk_idx[t] without -1
+    out[t, h]  = sum_{s in S_t} exp(z[t, h, s] - lse[t, h]) v[s, h]
+    probs[t, m] = sum_h exp(z[t, h, s] - lse[t, h])         s = topk_idx[t, m]
 
 Source: DeepSeek-V3.2, arXiv 2512.02556 (one set for all heads; the head-summed probabilities teach
-the indexer).
+the indexer). The attention keeps one number per query and head, from which ``head_probs`` makes the
+teacher again, tile by tile, where the indexer's loss is made.
 
 Shapes: ``q [B T H K]``, ``k [B S Hk N]``, ``k_shared [B S P]`` with K = N + P, ``v [B S Hk V]``, Hk
 = H or 1 (one
 head for all: the absorbed form, where ``k`` and ``v`` are both the latent and ``q`` carries the
 absorbed weight); ``topk_idx [B T M]`` positions, -1 where there are fewer. ``out [B T H
-V]`` and ``probs [B T M]`` in float32 (float64 for float64 inputs). Under tensor parallelism
-``probs`` sums over the local heads.
+V]``, ``lse [B T H]`` and ``probs [B T M]`` in float32 (float64 for float64 inputs). Under tensor
+parallelism ``probs`` sums over the local heads.
 
-A position that is there twice counts once, in ``out`` and in the softmax; its slots share its
+A position that is there twice counts once, in ``out`` and in ``lse``; its slots share its
 probability evenly, so that ``probs`` still sums to the number of heads.
 
 Mask: the set says all; it must hold visible keys only, and if T == S, ``topk_idx[t] <= t``. A query
-with none (all -1) has output 0 and probs 0; slots of -1 have probs 0.
+with none (all -1) has output 0, probs 0 and the finite ``lse`` 1e30, of which every probability is
+0; slots of -1 have probs 0.
 
-Gradients: of ``out`` to ``q, k, k_shared, v``, to any order; none through ``probs`` or
+Gradients: of ``out`` to ``q, k, k_shared, v``, to any order; none through ``lse``, ``probs`` or
 ``topk_idx``.
 """
 
 from k31fn.kernels.registry import Op
 from k31fn.kernels.sparse_attention.reference import SparseAttentionOut
+from k31fn.kernels.sparse_attention.reference import head_probs as _head_probs
 from k31fn.kernels.sparse_attention.reference import sparse_attention as _reference
 from k31fn.kernels.vendor import declined
 
-__all__ = ["SparseAttentionOut", "sparse_attention"]
+__all__ = ["SparseAttentionOut", "head_probs", "sparse_attention"]
 
 sparse_attention = Op("sparse_attention", _reference)
 sparse_attention.register(
-    declined("npu_sparse_flash_attention", "it does not give the probabilities")
+    declined(
+        "npu_sparse_flash_attention",
+        "not bound yet; it takes the absorbed form of 512 and 64 dims with 2^n heads only",
+    )
 )
+head_probs = Op("head_probs", _head_probs, differentiable=False)

@@ -9,18 +9,23 @@ from typing import NamedTuple
 import torch
 
 from k31fn.autodiff.custom_vjp import stop_gradient
-from k31fn.kernels.attention.reference import by_head, heads_first, probabilities
+from k31fn.kernels.attention.reference import by_head, heads_first, masked_scores
 from k31fn.kernels.tiling import map_query_tiles
+from k31fn.precision import upcast
 from k31fn.typing import Bool, Float, Int, Tensor
 
-__all__ = ["SparseAttentionOut", "as_mask", "multiplicity", "sparse_attention"]
+__all__ = ["SparseAttentionOut", "as_mask", "head_probs", "multiplicity", "sparse_attention"]
+
+
+# Of a query that chose no key: finite, and no score less it has an exponential above 0.
+_NO_KEYS = 1e30
 
 
 class SparseAttentionOut(NamedTuple):
-    """Attention output, and the head-summed probability of each chosen key (no gradient)."""
+    """Attention output, and the log-sum-exp of each head's scores (no gradient)."""
 
     out: Float[Tensor, "B T H V"]
-    probs: Float[Tensor, "B T M"]
+    lse: Float[Tensor, "B T H"]
 
 
 def sparse_attention(
@@ -31,28 +36,59 @@ def sparse_attention(
     topk_idx: Int[Tensor, "B T M"],
     scale: float,
 ) -> SparseAttentionOut:
-    """Softmax attention over the keys ``topk_idx[t]`` of each query, and the head-summed
-    probabilities.
-    """
-    queries, keys, values = heads_first(q, k, k_shared, v, scale)
+    """Softmax attention over the keys ``topk_idx[t]`` of each query, and its statistics."""
+    queries, keys = heads_first(q, k, k_shared, scale)
+    values = upcast(v).transpose(1, 2).contiguous()
     tiles = map_query_tiles(
-        _tile, (queries, topk_idx), (keys, values), width=q.shape[0] * q.shape[2]
+        _attended, (queries, topk_idx), (keys, values), width=q.shape[0] * q.shape[2]
     )
-    outs, probs = zip(*tiles, strict=True)
+    outs, statistics = zip(*tiles, strict=True)
     out = torch.cat(outs, dim=-2).transpose(1, 2)
+    lse = torch.cat(statistics, dim=-1).transpose(1, 2)
     # a query that chose no key has a mean over all of them, which is no result
-    has_keys = (topk_idx >= 0).any(dim=-1)
-    out = torch.where(has_keys[..., None, None], out, 0.0)
-    return SparseAttentionOut(out=out, probs=torch.cat(probs, dim=-2))
+    has_keys = (topk_idx >= 0).any(dim=-1)[..., None]
+    return SparseAttentionOut(
+        out=torch.where(has_keys[..., None], out, 0.0), lse=torch.where(has_keys, lse, _NO_KEYS)
+    )
 
 
-def _tile(q: Tensor, topk_idx: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _attended(q: Tensor, topk_idx: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # dense and masked: to gather the chosen keys would copy topk x 576 numbers for each query
-    p = probabilities(q, k, as_mask(topk_idx, k.shape[-2]))
+    scores = masked_scores(q, k, as_mask(topk_idx, k.shape[-2]))
+    # the statistics teach the indexer, and its loss must not reach the attention through them
+    lse = torch.logsumexp(stop_gradient(scores), dim=-1)
+    return by_head(torch.softmax(scores, dim=-1), v), lse
+
+
+def head_probs(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B S Hk N"],
+    k_shared: Float[Tensor, "B S P"],
+    lse: Float[Tensor, "B T H"],
+    topk_idx: Int[Tensor, "B T M"],
+    scale: float,
+) -> Float[Tensor, "B T M"]:
+    """Probabilities that :func:`sparse_attention` gave the keys ``topk_idx[t]``, summed over the
+    heads.
+    """
+    q, k, k_shared, lse = stop_gradient((q, k, k_shared, lse))
+    queries, keys = heads_first(q, k, k_shared, scale)
+    statistics = lse.transpose(1, 2)[..., None]
+    tiles = map_query_tiles(
+        _taught,
+        (queries, statistics, topk_idx),
+        (keys,),
+        width=q.shape[0] * q.shape[2],
+        gradient=False,
+    )
+    return torch.cat(tiles, dim=-2)
+
+
+def _taught(q: Tensor, lse: Tensor, topk_idx: Tensor, k: Tensor) -> Tensor:
+    scores = masked_scores(q, k, as_mask(topk_idx, k.shape[-2]))
     index = topk_idx.to(torch.int64)
-    # the probabilities teach the indexer, and its loss must not reach the attention through them
-    summed = stop_gradient(p).sum(dim=1).gather(-1, index.clamp(min=0))
-    return by_head(p, v), torch.where(index < 0, 0.0, summed / multiplicity(topk_idx, k.shape[-2]))
+    summed = (scores - lse).exp().sum(dim=1).gather(-1, index.clamp(min=0))
+    return torch.where(index < 0, 0.0, summed / multiplicity(topk_idx, k.shape[-2]))
 
 
 def as_mask(topk_idx: Int[Tensor, "B t M"], num_keys: int) -> Bool[Tensor, "B t S"]:
