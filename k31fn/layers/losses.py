@@ -13,26 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from k31fn.autodiff.remat import remat
-from k31fn.kernels.cross_entropy import cross_entropy
-from k31fn.kernels.cross_entropy.reference import Statistics
+from k31fn.kernels.head_cross_entropy import head_cross_entropy
+from k31fn.kernels.head_cross_entropy.reference import of_pieces, piece_widths
 from k31fn.layers.linear import linear, scale_columns, use_products
 from k31fn.parallel.axis import active
 from k31fn.parallel.collectives import all_gather, axis_index, pmax, psum
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import LowRank, Quantized
-from k31fn.precision import island, upcast
+from k31fn.precision import island
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["IGNORED", "LOGITS_BYTES", "linear_cross_entropy", "mean"]
+__all__ = ["IGNORED", "linear_cross_entropy", "mean"]
 
 IGNORED = -100
 """The label of a token that is not trained: padding, a document's last token, an image."""
-
-LOGITS_BYTES = 256 * 2**20
-"""What the float32 logits of one piece of the vocabulary may take; about four such tensors live at
-the peak.
-"""
 
 
 class _LossSum(NamedTuple):
@@ -49,27 +43,28 @@ def linear_cross_entropy(
     w_head: Any,
     labels: Int[Tensor, "B S"],
     *,
-    logits_bytes: int = LOGITS_BYTES,
+    logits_bytes: int = 0,
+    z_loss: float = 0.0,
     sh: Sharding = UNSHARDED,
 ) -> _LossSum:
     """``sum_t [label_t valid] (logsumexp(hidden_t w) - hidden_t w[:, label_t])``.
 
-    The vocabulary is cut into as few pieces of equal width as keep one piece's logits within
-    ``logits_bytes``. With one piece its log-softmax is kept for the backward. With more, the
-    backward computes each piece's logits again; the weight gradient of a piece is one product over
-    all tokens, and that of ``hidden`` is summed in float32.
+    A dense head is multiplied by :mod:`k31fn.kernels.head_cross_entropy`, which bounds the logits
+    that are alive. Other leaves are multiplied piece by piece of the vocabulary, by ``linear``.
 
     On a mesh a rank has some columns of the vocabulary, and all tokens of its slice of the context:
     two numbers per token are joined over the ranks.
 
     Args:
         hidden: the normed last hidden state, of this rank's tokens; its dtype is that of the
-            products, the softmax is float32.
+            products, the softmax is float32. Of a token without a label it is not read: it may be
+            NaN.
         w_head: weight leaf ``[D, Z]``, this rank's columns.
         labels: of all tokens of the slice; in ``[0, Z)``, or :data:`IGNORED`. Any other value
             cannot be seen inside a transform and is undefined:
             :func:`k31fn.layers.embedding.check_tokens` checks a batch where it is made.
-        logits_bytes: bound of one piece.
+        logits_bytes: bound of the logits that are alive; 0: that of the implementation.
+        z_loss: weight of ``logsumexp(hidden_t w)^2``, added for each token with a label.
         sh: sharding.
 
     Returns:
@@ -78,38 +73,35 @@ def linear_cross_entropy(
     """
     dtype = hidden.dtype
     num_columns = _num_columns(w_head)
-    # Its gradient is a sum over the ranks' columns, taken in float32 as over the pieces below.
+    # Its gradient is a sum over the ranks' columns, taken in float32 as over pieces of them.
     hidden = all_gather(hidden, sh.sequence, 1, grad_dtype=island(dtype))
-    widths = _piece_widths(num_columns, labels.numel(), island(dtype).itemsize, logits_bytes)
-    # A label outside of this rank's columns, or of a piece, picks nothing.
+    valid = labels != IGNORED
+    # Its cotangent is 0, but the weight's gradient has the product of both: 0 times NaN.
+    hidden = torch.where(valid[..., None], hidden, 0)
+    # A label outside of this rank's columns picks nothing.
     column = labels - axis_index(sh.vocab) * num_columns
-
-    def statistics(x: Tensor, w: Any, piece_labels: Tensor) -> Statistics:
-        # Logits are not to be rounded to the three bits of FP8, whatever the layers' products are.
-        with use_products("exact"):
-            return cross_entropy(linear(x.to(dtype), w), piece_labels)
-
-    if len(widths) == 1:
-        lse, picked = statistics(hidden, w_head, column)
+    if isinstance(w_head, Tensor):
+        lse, picked = head_cross_entropy(hidden, w_head, column, logits_bytes)
     else:
-        # Wide outside of the pieces and narrow inside: the pieces' gradients are added in float32.
-        wide = upcast(hidden)
-        start = 0
-        parts: list[Statistics] = []
-        for width, w in zip(widths, _columns(w_head, widths), strict=True):
-            # remat: else the logits of all pieces would live on to the backward together.
-            parts.append(remat(statistics)(wide, w, column - start))
-            start += width
-        lse = torch.logsumexp(torch.stack([part.lse for part in parts]), 0)
-        picked = torch.stack([part.picked for part in parts]).sum(0)
+        widths = piece_widths(num_columns, labels.numel(), dtype, logits_bytes)
+        pieces = _columns(w_head, widths) if len(widths) > 1 else [w_head]
+        lse, picked = of_pieces(_logits, hidden, pieces, widths, column)
     if active(sh.vocab):
         # log-sum-exp over the ranks by hand; the greatest is a constant of the derivative, whose
         # value it does not change. Both sums travel together.
         top = pmax(lse, sh.vocab)
         total, picked = psum(torch.stack([torch.exp(lse - top), picked]), sh.vocab)
         lse = top + torch.log(total)
-    valid = labels != IGNORED
-    return _LossSum(total=torch.where(valid, lse - picked, 0).sum(), num_tokens=valid.sum())
+    token_losses = lse - picked
+    if z_loss:
+        token_losses = token_losses + z_loss * lse.square()
+    return _LossSum(total=torch.where(valid, token_losses, 0).sum(), num_tokens=valid.sum())
+
+
+def _logits(x: Tensor, w: Any) -> Tensor:
+    # Logits are not to be rounded to the three bits of FP8, whatever the layers' products are.
+    with use_products("exact"):
+        return linear(x, w)
 
 
 def mean(total: Float[Tensor, ""], denominator: Tensor | int | float) -> Float[Tensor, ""]:
@@ -118,15 +110,6 @@ def mean(total: Float[Tensor, ""], denominator: Tensor | int | float) -> Float[T
     some = denominator != 0
     # Two `where`: the inner one keeps 0 / 0 out of the derivative, which the outer one cannot.
     return torch.where(some, total / torch.where(some, denominator, 1), 0)
-
-
-def _piece_widths(num_columns: int, num_tokens: int, itemsize: int, logits_bytes: int) -> list[int]:
-    """As few widths as the bound allows; they differ by at most one and add up to
-    ``num_columns``.
-    """
-    most = max(1, logits_bytes // max(1, num_tokens * itemsize))
-    pieces = -(-num_columns // most)
-    return [num_columns // pieces + (i < num_columns % pieces) for i in range(pieces)]
 
 
 def _num_columns(w: Any) -> int:

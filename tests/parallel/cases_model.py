@@ -13,6 +13,7 @@ from torch import Tensor
 
 from k31fn import balance, model, params, random, segments, tree
 from k31fn.autodiff import value_and_grad
+from k31fn.kernels.registry import use_impl
 from k31fn.layers import (
     attn_res,
     block,
@@ -252,6 +253,13 @@ def cross_entropy_in_pieces(axes: MeshAxes, hidden: Tensor, head: Any, labels: T
     return cross_entropy(
         axes, hidden, head, labels, logits_bytes=3 * labels.numel() * hidden.element_size()
     )
+
+
+def fused_cross_entropy(axes: MeshAxes, hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
+    """``cross_entropy`` by the fused kernels, in two chunks of the tokens."""
+    bound = -(-labels.numel() // 2) * head.shape[1] * hidden.element_size()
+    with use_impl(head_cross_entropy="triton"):
+        return cross_entropy(axes, hidden, head, labels, logits_bytes=bound)
 
 
 def replicated_cross_entropy(

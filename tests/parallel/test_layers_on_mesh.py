@@ -137,6 +137,29 @@ def check_cross_entropy(fn: Any, head: str, mesh: Mesh, ranks: Ranks, **kwargs: 
     check(fn, args, (TOKENS, HEAD_SPECS[head], SLICE), P(), mesh, ranks, counts, **kwargs)
 
 
+def test_fused_cross_entropy_equals_plain_torch_on_one_device(request: pytest.FixtureRequest):
+    """float32, two chunks on each rank: as many collectives as of one. On a GPU the ranks are
+    threads; Triton's interpreter takes one thread.
+    """
+    pytest.importorskip("triton")
+    on_gpu = torch.cuda.is_available()
+    args = drawn(1, ROWS, T, D).float(), drawn(2, D, VOCAB).float(), cases.batch().labels
+    assert_sharded_equals_dense(
+        cases.fused_cross_entropy,
+        tree.map(lambda t: t.cuda(), args) if on_gpu else args,
+        (TOKENS, COLUMNS, SLICE),
+        P(),
+        Mesh(tp=2),
+        dense=cases.cross_entropy,
+        collectives={"all_gather": 1, "pmax": 1, "psum": 1, "psum_scatter": 1},
+        impls={"head_cross_entropy": "triton"},
+        rtol=1e-5,
+        atol=1e-5,
+        backends=("threads",) if on_gpu else ("processes",),
+        ranks=None if on_gpu else request.getfixturevalue("two_ranks"),
+    )
+
+
 def test_logits_of_all_tokens_on_every_rank_are_found(two_ranks: Ranks):
     """Right numbers at the work of one device."""
     f = functools.partial(

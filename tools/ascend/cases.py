@@ -96,6 +96,12 @@ def _gated_norm() -> tuple[Any, ...]:
     return torch.randn(1, 37, 2, 128), torch.randn(1, 37, 2, 128), torch.randn(128), 1e-5
 
 
+def _head() -> tuple[Any, ...]:
+    """Columns of three tiles, the last one short; labels of no column."""
+    labels = torch.tensor([0, 4999, -100, 2048, 5003])
+    return torch.randn(5, 16), torch.randn(16, 5000) / 4, labels
+
+
 def _short_conv(history: bool) -> tuple[Any, ...]:
     """Three documents and padding; inputs of unlike widths, that no tile divides."""
     ids = torch.tensor([[1] * 5 + [2] + [3] * 9 + [0] * 2])
@@ -116,6 +122,7 @@ CASES = {
     "kda_fragment": (Case(_kda_fragment, 2e-5),),
     "kda_gates": (Case(_kda_gates, 2e-5),),
     "gated_norm": (Case(_gated_norm, 2e-5),),
+    "head_cross_entropy": (Case(_head, 2e-5),),
     "short_conv": tuple(
         Case(functools.partial(_short_conv, history), 2e-5) for history in (False, True)
     ),
