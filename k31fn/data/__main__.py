@@ -35,7 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
     default = images.Config()
     command.add_argument(
         "source",
-        nargs="?",
         help="text, .jsonl or .parquet files, a folder of them, or a saved HF dataset",
     )
     command.add_argument("folder", help="where the stores train and heldout go")

@@ -284,21 +284,33 @@ def test_a_source_that_changed_is_refused_by_name(tmp_path: Path):
     for name in ("b.jsonl", "c.txt"):
         (tmp_path / "d" / name).write_text('{"text": "a"}')
     prepare(Config(str(tmp_path / "d")), tmp_path / "out2")
-    for name in ("b.jsonl", "c.txt"):
-        before = (tmp_path / "d" / name).stat()
-        (tmp_path / "d" / name).write_text('{"text": "b"}')
-        assert before.st_size == (tmp_path / "d" / name).stat().st_size
-        with pytest.raises(
-            ValueError, match=rf"was prepared from other files: '.*d/{name}' change"
-        ):
-            prepare(Config(str(tmp_path / "d")), tmp_path / "out2")
-        os.utime(tmp_path / "d" / name, ns=(before.st_atime_ns, before.st_mtime_ns))
-        prepare(Config(str(tmp_path / "d")), tmp_path / "out2")  # as far as a stamp can tell
     (tmp_path / "d" / "c.txt").unlink()
     with pytest.raises(
         ValueError, match=r"was prepared from other files: '.*c\.txt' changed since"
     ):
         prepare(Config(str(tmp_path / "d")), tmp_path / "out2")
+
+
+@pytest.mark.parametrize("lines", [1, 300_000], ids=["small", "sampled"])
+def test_a_source_whose_time_was_put_back_is_refused(lines: int, tmp_path: Path):
+    """Size and time are as before. New rights alone are no change, nor is a plan without more than
+    size and time, as earlier versions wrote them.
+    """
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_text("alpha\n" * lines)
+    before = text.stat()
+    prepare(Config(str(text)), out)
+    text.chmod(0o600)
+    prepare(Config(str(text)), out)
+    text.write_text("beta.\n" * lines)
+    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (text.stat().st_size, text.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(ValueError, match=r"was prepared from other files: '.*a\.txt' changed"):
+        prepare(Config(str(text)), out)
+    plan = json.loads((out / "plan.json").read_text())
+    plan["files"] = {name: stamp[:2] for name, stamp in plan["files"].items()}
+    (out / "plan.json").write_text(json.dumps(plan))
+    prepare(Config(str(text)), out)
 
 
 def test_a_source_that_changes_meanwhile(lines: Path, tmp_path: Path):
@@ -458,6 +470,10 @@ def test_the_command(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "60 documents" in out
     assert "documents left out: none" in out
     assert "1 of 1 shards" in progress
+    assert main(["prepare", str(lines), "--workers", "1", str(tmp_path / "out")]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main(["prepare", str(lines)])
+    assert capsys.readouterr().err.endswith("the following arguments are required: folder\n")
     assert main(["prepare", str(tmp_path / "absent"), str(tmp_path / "out2")]) == 2
     assert capsys.readouterr().err.startswith(
         f"k31fn.data: source '{tmp_path / 'absent'}' does not exist"
