@@ -115,8 +115,16 @@ def _import(args: argparse.Namespace) -> int:
     recipe = dataclasses.replace(recipe, model=hf.config_from_hf(args.folder))
     # Before the weights are read: the run would be made, and could not be trained on.
     tokenizer = data.open_tokenizer(recipe.data.tokenizer, end=recipe.data.end)
-    fix = f"the checkpoint is of another tokenizer: set data.tokenizer in {args.config} to its own"
-    check_vocabulary(recipe, tokenizer, fix)
+    fix = f"set data.tokenizer in {args.config} to its own"
+    check_vocabulary(recipe, tokenizer, f"the checkpoint is of another tokenizer: {fix}")
+    if tokenizer.vocab_size < recipe.model.vocab_size:
+        # Not refused: a vocabulary is often padded, and a wrong tokenizer's ids all have a row.
+        print(
+            f"k31fn.hf: model.vocab_size={recipe.model.vocab_size} of {args.folder} is more than "
+            f"the {tokenizer.vocab_size} tokens of data.tokenizer={recipe.data.tokenizer!r}: it is "
+            f"padded, or the checkpoint is of another tokenizer; then {fix}",
+            file=sys.stderr,
+        )
     weights, biases = hf.load(args.folder, recipe.model, dtype=recipe.precision.param)
     # The state before step 0: training goes on from it as from any checkpoint.
     state = trainer.first_state(trainer.lay_out(recipe), weights, biases)

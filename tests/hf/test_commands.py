@@ -56,8 +56,15 @@ def same_files(a: Path, b: Path) -> None:
 
 @pytest.fixture
 def run(checkpoint: Path, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The vocabulary of 264 rows is padded for the 257 tokens of bytes, or is of other tokens."""
     assert main(["import", str(checkpoint), recipe, "--runs", str(tmp_path / "runs")]) == 0
-    assert "train on: python train.py" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "train on: python train.py" in printed.out
+    assert printed.err == (
+        f"k31fn.hf: model.vocab_size=264 of {checkpoint} is more than the 257 tokens of "
+        "data.tokenizer='bytes': it is padded, or the checkpoint is of another tokenizer; then set "
+        f"data.tokenizer in {recipe} to its own\n"
+    )
     return runs.only_run(tmp_path / "runs", "given")
 
 
