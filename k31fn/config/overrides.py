@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import re
 import typing
 from collections.abc import Sequence
@@ -26,11 +28,11 @@ def override(config: _T, args: Sequence[str], *, prog: str, description: str = "
     default values: ``--model.residual mhc``. The name of its own class changes nothing. A part that
     is absent (the vision of a model of text) stays so. A field declared with
     ``field(metadata={"flat": True})`` adds its own fields without its name before them. ``--help``
-    in ``args`` prints every field with its value and exits. An unknown or mistyped field prints
-    what is wrong and the nearest names, and exits with status 2.
+    in ``args`` prints every field with its value and exits.
 
     Raises:
-        ValueError: a value that the config refuses.
+        ValueError: a field that there is not, with the nearest names; a value that is not of its
+            type, or that the config refuses.
         ImportError: tyro is not installed (the ``train`` extra).
     """
     if not args:
@@ -46,10 +48,24 @@ def override(config: _T, args: Sequence[str], *, prog: str, description: str = "
     # Through a mirror of the config: tyro would offer subcommands where a field allows several
     # classes, and build each part by itself, whose checks would see half of the changes.
     plain = _plain(config, flat)
-    changed = tyro.cli(
-        type(plain), default=plain, args=list(args), prog=prog, description=description
-    )
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            changed = tyro.cli(
+                type(plain), default=plain, args=list(args), prog=prog, description=description
+            )
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        raise ValueError(_in_one_line(errors.getvalue())) from None
     return _like(config, changed)
+
+
+def _in_one_line(box: str) -> str:
+    """What a frame of tyro's says, without its title; its sections apart by semicolons."""
+    # drawn in ASCII where the output is not UTF-8
+    rows = [row.strip("│ ") for row in box.splitlines()[1:]]
+    return re.sub(r"(^| )╰?(─|-){3,}╯?( |$)", "; ", " ".join(rows)).strip("; ")
 
 
 def _choose(config: _T, args: Sequence[str]) -> tuple[_T, list[str]]:
@@ -192,15 +208,34 @@ def _plain(config: Any, flat: Any) -> Any:
     return mirror(**values)
 
 
-def _like(config: Any, plain: Any) -> Any:
-    """A config of the class of ``config``, and so on inside, with the values of ``plain``."""
+def _like(config: Any, plain: Any, at: str = "") -> Any:
+    """A config of the class of ``config``, and so on inside, with the values of ``plain``.
+
+    Args:
+        config: or a part of one, or the value of a field.
+        plain: as :func:`_plain` makes it.
+        at: the option of the part, without ``--``; errors of its class name it.
+    """
     if isinstance(config, Sublayers):
-        layers = {name: _like(old, getattr(plain, name)) for name, old in config.items()}
+        layers = {}
+        for name, old in config.items():
+            layers[name] = _like(old, getattr(plain, name), _option(at, name))
         return Sublayers(**layers)
     if not dataclasses.is_dataclass(config):
         return plain
     values = {}
     for f in dataclasses.fields(config):
         old = getattr(config, f.name)
-        values[f.name] = _like(old, getattr(plain, f.name, old))  # old: an absent part
-    return type(config)(**values)
+        inner = at if f.metadata.get("flat") else _option(at, f.name)
+        values[f.name] = _like(old, getattr(plain, f.name, old), inner)  # old: an absent part
+    try:
+        return type(config)(**values)
+    except ValueError as e:
+        # most classes name themselves, as whoever builds them in code knows them
+        if not at or str(e).startswith(at):
+            raise
+        raise ValueError(f"--{at}: {e}") from e
+
+
+def _option(at: str, name: str) -> str:
+    return ".".join([*filter(None, [at]), name.replace("_", "-")])

@@ -34,7 +34,7 @@ def call(tmp_path, capsys):
         argv = [str(a) for a in args]
         try:
             got = trainer.main([*argv, "--runs", str(tmp_path / "runs")] if argv else [])
-        except SystemExit as end:  # tyro's way out
+        except SystemExit as end:  # after --help
             got = end.code
         captured = capsys.readouterr()
         assert got == status, captured
