@@ -17,7 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 MEMORY = 24 << 30  # address space, of which torch alone takes some
 
 

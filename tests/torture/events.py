@@ -42,7 +42,7 @@ def _ends(victim: Victim, run: Started, **within: float) -> list[int]:
 
 def kill(victim: Victim, draw: random.Random) -> str:
     """SIGKILL to a rank, a writer, the launcher, or some of them at once."""
-    run = _started(victim, draw, launcher=_launcher(victim, draw), timeout=6.0)
+    run = _started(victim, draw, launcher=_launcher(victim, draw), timeout=10.0)
     ranks, writers = run.trainers(), run.writers()
     launcher = [p.pid for p in run.processes if p.pid not in ranks]
     chosen = draw.choice(["ranks", "rank", "writers", "all", "launcher"])

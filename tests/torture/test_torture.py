@@ -1,15 +1,18 @@
 """Random harm to runs that are started again and again: whatever happens, the newest complete step
 is found, intact, and the run that goes on is the run that nothing disturbed, bit for bit.
 
-The events are drawn from a seed. ``K31FN_TORTURE_EVENTS`` (100), ``K31FN_TORTURE_SEED`` (0) and
-``K31FN_TORTURE_MINUTES`` (60) change how many, which, and for how long.
+Each event is drawn from the seed and its number. ``K31FN_TORTURE_EVENTS`` (100, on one rank and on
+two), ``K31FN_TORTURE_SEED`` (0) and ``K31FN_TORTURE_MINUTES`` (60) change how many, which, and for
+how long.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from k31fn.checkpoint import checkpointer
+from tests.checkpoint.direct import Direct
 from tests.torture import events
 from tests.torture.victims import Straight, Victim
 from tests.trainer import runs
@@ -27,6 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(4500)]
 EVENTS = int(os.environ.get("K31FN_TORTURE_EVENTS", "100"))
 SEED = int(os.environ.get("K31FN_TORTURE_SEED", "0"))
 MINUTES = float(os.environ.get("K31FN_TORTURE_MINUTES", "60"))
+# Two ranks cost twice as much: the two tests, beside each other, take about the same time.
+SHARE = {1: 0.7, 2: 0.3}
 # How often each comes, of those on one rank; on two, some events would only repeat these.
 ON_ONE = {
     events.kill: 5,
@@ -55,37 +62,46 @@ def small_disk(tmp_path: Path) -> Iterator[Path | None]:
     subprocess.run(["umount", "-l", str(where)], check=True)
 
 
-def test_torture(tmp_path: Path, small_disk: Path | None, capsys: pytest.CaptureFixture[str]):
+@pytest.fixture(autouse=True)
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved is checked in this process: the start of a reader costs as much as that of the
+    run itself.
+    """
+    monkeypatch.setattr(checkpointer, "WriterSession", Direct)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torture(
+    ranks: int, tmp_path: Path, small_disk: Path | None, capsys: pytest.CaptureFixture[str]
+):
     began = time.monotonic()
-    text = runs.write_text(tmp_path / "text")
-    draw = random.Random(SEED)
-    straight: dict[int, Straight] = {}
+    straight = Straight(tmp_path, runs.write_text(tmp_path / "text"), ranks)
     victims: dict[str, Victim] = {}
     counts: Counter[str] = Counter()
-    completed = number = 0
-    while number < EVENTS and time.monotonic() - began < 60 * MINUTES:
-        where = draw.choices(["one", "disk", "two"], [6, 2 if small_disk else 0, 3])[0]
-        ranks = 2 if where == "two" else 1
-        if ranks not in straight:
-            (tmp_path / f"of {ranks}").mkdir()
-            straight[ranks] = Straight(tmp_path / f"of {ranks}", text, ranks)
+    completed = 0
+    number_of_events = round(EVENTS * SHARE[ranks])
+
+    def told(line: str) -> None:
+        minutes = (time.monotonic() - began) / 60
+        progress = f"torture, ranks {ranks}, seed {SEED}, {minutes:.1f} min: {line}"
+        with capsys.disabled():  # not on stdout, which a worker of pytest-xdist does not show
+            print(progress, file=sys.stderr, flush=True)
+
+    for number in range(number_of_events):
+        assert time.monotonic() - began < 60 * MINUTES, f"only {number} events in {MINUTES} minutes"
+        draw = random.Random(f"{SEED} {ranks} {number}")
+        on_disk = ranks == 1 and small_disk is not None and draw.random() < 0.3
+        where = "disk" if on_disk else "folder"
         if where not in victims:
-            folder = small_disk if where == "disk" and small_disk else tmp_path / f"of {ranks}"
-            victims[where] = Victim(folder, straight[ranks], ranks, numbers=number)
+            place = small_disk if on_disk else tmp_path
+            victims[where] = Victim(place, straight, ranks, numbers=number)
         victim = victims[where]
-        table = {"one": ON_ONE, "disk": ON_A_DISK, "two": ON_TWO}[where]
+        table = ON_TWO if ranks == 2 else ON_A_DISK if on_disk else ON_ONE
         (event,) = draw.choices(list(table), list(table.values()))
         did = event(victim, draw)
         newest = victim.check()
-        counts[f"{event.__name__} on {where}"] += 1
-        number += 1
-        with capsys.disabled():
-            minutes = (time.monotonic() - began) / 60
-            print(
-                f"torture {number}/{EVENTS} seed {SEED}, {minutes:.1f} min: {where}: {did}; step "
-                f"{newest}",
-                flush=True,
-            )
+        counts[f"{event.__name__} ({where})"] += 1
+        told(f"{number + 1}/{number_of_events}, {where}: {did}; step {newest}")
         if victim.complete or draw.random() < 0.1:
             # what is left goes on to its end, where every state has been compared
             if not victim.complete:
@@ -94,13 +110,5 @@ def test_torture(tmp_path: Path, small_disk: Path | None, capsys: pytest.Capture
                 victim.check()
             assert victim.complete
             completed += 1
-            _remove(victims.pop(where))
-    with capsys.disabled():
-        print(f"torture: {dict(sorted(counts.items()))}, {completed} runs to their end", flush=True)
-    assert number == EVENTS, f"{number} of {EVENTS} events in {MINUTES} minutes"
-
-
-def _remove(victim: Victim) -> None:
-    import shutil
-
-    shutil.rmtree(victim.root, ignore_errors=True)
+            shutil.rmtree(victims.pop(where).root)
+    told(f"{dict(sorted(counts.items()))}, {completed} runs to their end")

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import os
 import queue
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,13 +25,13 @@ from k31fn.checkpoint import Checkpointer
 from k31fn.parallel import Mesh
 from tests.trainer import meshes, runs
 
-LONGEST_S = 150.0  # that any process may take to end, on a busy machine
+LONGEST_S = 300.0  # that any process may take to end, on a busy machine
 
 
 def recipe(text: Path, ranks: int) -> config.Recipe:
     """Steps of some tenth of a second, evaluations and checkpoints between them."""
     base = runs.recipe(text) if ranks == 1 else meshes.recipe(text, mesh=Mesh(fsdp=ranks))
-    steps = 90 if ranks == 1 else 40
+    steps = 45 if ranks == 1 else 30
     return dataclasses.replace(
         base, name="victim", steps=steps, eval_every=25, checkpoint_every=3, keep=3
     )
@@ -123,7 +122,7 @@ class Started:
     """``train.py`` in one process or more; output is read as it comes."""
 
     def __init__(
-        self, config: str, root: Path, ranks: int, *, launcher: str = "", timeout: float = 20.0
+        self, config: str, root: Path, ranks: int, *, launcher: str = "", timeout: float = 60.0
     ) -> None:
         self._root = str(root).encode()
         arguments = ["train.py", config, "--runs", str(root), "--resume", "auto"]
@@ -285,8 +284,3 @@ def _descendants(roots: set[int]) -> set[int]:
         grown = bool(more)
         found |= more
     return found
-
-
-def reset(folder: Path) -> None:
-    """Removes what a victim left."""
-    shutil.rmtree(folder, ignore_errors=True)
