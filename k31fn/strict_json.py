@@ -93,7 +93,8 @@ def parse(data: bytes | str, where: str, *, not_finite: bool = False) -> Any:
     """
     hooks = _Hooks(not_finite)
     try:
-        text = data if isinstance(data, str) else data.decode("utf-8")
+        # "-sig": programs on Windows write a mark before the text, which is no part of it
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
         value = json.loads(
             text,
             object_pairs_hook=hooks.fields,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,6 +214,27 @@ class TestLoad:
             ValueError, match=r"model\(\) returned builtins\.dict, not k31fn\.model\.Config"
         ):
             config.load(file)
+
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            (b"def model(:", r"a\.py' is not Python: invalid syntax \(a\.py, line 1\)"),
+            (b"x = '\xff'", r"a\.py' is not Python: .*utf-8"),
+            (b"x = 1\0", r"a\.py' is not Python: .*null bytes"),
+            (b"def model(size): ...", r"model\(\) must need no argument: missing .*'size'"),
+        ],
+    )
+    def test_what_is_no_config_is_one_line(self, tmp_path, source, message):
+        file = tmp_path / "a.py"
+        file.write_bytes(source)
+        with pytest.raises(ValueError, match=message) as error:
+            config.load(file)
+        assert "\n" not in str(error.value)
+
+    def test_no_regular_file(self, tmp_path):
+        os.mkfifo(tmp_path / "a.py")
+        with pytest.raises(ValueError, match="it is a named pipe, not a regular file"):
+            config.load(tmp_path / "a.py")
 
     def test_an_error_of_the_file_comes_through(self, tmp_path):
         file = tmp_path / "a.py"

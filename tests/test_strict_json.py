@@ -23,6 +23,8 @@ def test_what_is_json_comes_back():
     value = {"a": [1, -2.5, 1e300, True, None, "ü\n"], "b": {"c": [[], {}]}, "": "x"}
     assert strict_json.parse(json.dumps(value).encode(), "x") == value
     assert strict_json.parse('"\\ud800"', "x") == "\ud800"  # whose text it is must say more
+    # with the mark that programs on Windows put in front
+    assert strict_json.parse(json.dumps(value).encode("utf-8-sig"), "x") == value
 
 
 @pytest.mark.parametrize(

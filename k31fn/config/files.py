@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from k31fn import model, strict_json
+from k31fn import model, regular_files, strict_json
 from k31fn.config.codec import from_dict
 from k31fn.config.earlier import with_named_layers
 from k31fn.config.recipe import Recipe
@@ -82,6 +84,12 @@ def _call(path: str | Path, function: str, cls: type[_T]) -> _T:
             f"config file {str(file)!r} defines no {function}(); add `def {function}() -> "
             f"{_full_name(cls)}:`"
         )
+    try:
+        inspect.signature(build).bind()
+    except TypeError as e:
+        raise ValueError(
+            f"config file {str(file)!r}: {function}() must need no argument: {e}"
+        ) from e
     config = build()
     if not isinstance(config, cls):
         raise ValueError(
@@ -98,14 +106,18 @@ def _run(file: Path) -> ModuleType:
     defines are looked up: the configs of a layer of the user's.
     """
     name = f"recipe {file}"
-    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=None)
+    loader = SourceFileLoader(name, str(file))
+    try:
+        loader.get_code(name)  # before it runs, so that these are not errors of what it does
+    except (SyntaxError, ValueError) as e:  # ValueError: a zero byte
+        raise ValueError(f"config file {str(file)!r} is not Python: {e}") from e
+    spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None, f"{file} is no Python file"
-    assert spec.loader is not None, f"{file} is no Python file"
     # there before it runs: a dataclass in it looks its own module up
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     sys.path.append(str(file.parent))  # last: a neighbour hides no installed package
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     finally:
         sys.path.remove(str(file.parent))
     return module
@@ -123,6 +135,8 @@ def _must_exist(file: Path) -> None:
             f"{str(file)!r} is a folder; name a config in it, such as "
             f"{str(file / 'RUN' / 'config.json')!r}"
         )
+    if file.exists():
+        regular_files.check(file)  # which it is not
     folder = file.parent
     neighbours = sorted(folder.glob("*.py"))
     # configs/ too: who types a name alone most likely means one of those

@@ -6,6 +6,7 @@ A run writes ``config.json``, ``metrics.jsonl``, ``loss.png``, ``checkpoints/``,
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -46,13 +47,18 @@ def new(root: Path, recipe: Recipe) -> Path:
     """
     text = json.dumps(to_dict(recipe), indent=2) + "\n"  # what cannot be written leaves no folder
     folder = parent = root / recipe.name
+    absent: list[Path] = []
     try:
+        absent = [outer for outer in (parent, *parent.parents) if not outer.exists()]
         parent.mkdir(parents=True, exist_ok=True)
         folder = _make_new(parent)
         write(folder / CONFIG, text)
     except OSError as error:
         if folder != parent:  # else none was made, and the parent has the other runs
             shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run may have begun in one
+            for outer in absent:
+                outer.rmdir()
         raise ValueError(
             f"run folder {folder} cannot be made: {error.strerror}; give runs another place than "
             f"{str(root)!r}"

@@ -269,8 +269,8 @@ class TestRunFolders:
         with pytest.raises(
             ValueError, match=r"small/\d+-\d+ cannot be made: No space left on device; "
         ):
-            folder.new(tmp_path, runs.recipe(text))
-        assert not list((tmp_path / "small").iterdir())
+            folder.new(tmp_path / "new" / "runs", runs.recipe(text))
+        assert not list(tmp_path.iterdir())
 
     def test_another_mesh_is_the_same_run(self, text, tmp_path):
         recipe = dataclasses.replace(runs.recipe(text), batch_size=8)
