@@ -138,13 +138,20 @@ def _unreadable(path: str | Path, error: OSError) -> ValueError:
     return ValueError(f"cannot read {str(path)!r}: {error.strerror}")
 
 
-def shown(message: object) -> str:
+def shown(message: object, place: str | Path = "") -> str:
     """The text of a message with what a terminal would obey as escapes: names that files give may
     hold codes that erase a screen, or bytes that are not UTF-8. Of a line without an end, which a
     file's value may be, its beginning and its end.
+
+    Args:
+        message: or an error.
+        place: what was written, for an error of the system that does not say it, as of a full disk.
     """
+    text = str(message)
+    if place and isinstance(message, OSError) and message.filename is None:
+        text = f"{place}: {text}"
     lines = []
-    for line in str(message).split("\n"):  # of a list of problems each has its own
+    for line in text.split("\n"):  # of a list of problems each has its own
         escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
         if len(escaped) > _LONGEST_LINE:
             # what is wrong stands at the beginning, what to do at the end

@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m k31fn.data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
-        "prepare", help="tokenise text and cut images; call it again to go on"
+        "prepare",
+        help="tokenise text and cut images; call it again to go on",
+        usage="python -m k31fn.data prepare SOURCE FOLDER [--OPTION VALUE ...]",
     )
     default = images.Config()
     command.add_argument(
@@ -81,11 +83,13 @@ def main(arguments: list[str] | None = None) -> int:
     command.set_defaults(verify=True)
     args = parser.parse_args(arguments)
     try:
+        if args.workers < 1:
+            raise ValueError(f"workers={args.workers} must be at least 1")
         if args.command == "prepare":
             _prepare(args)
         return _verify(args) if args.verify else 0
     except (ValueError, ImportError, OSError) as e:
-        print(f"k31fn.data: {regular_files.shown(e)}", file=sys.stderr)
+        print(f"k31fn.data: {regular_files.shown(e, args.folder)}", file=sys.stderr)
         return 2
 
 

@@ -72,9 +72,11 @@ def keep_plan(root: Path, cfg: Any, work: list[Unit], tokenizer: Tokenizer) -> S
         return files
     # Earlier versions noted less, which is all that can be compared then.
     if before != {name: plan.get(name) for name in before}:
-        raise ValueError(
-            f"{root} was prepared {_difference(before, plan)}; use another folder, or remove it"
-        )
+        if any(root.glob("shard-*")):
+            raise ValueError(
+                f"{root} was prepared {_difference(before, plan)}; use another folder, or remove it"
+            )
+        write_json(file, plan)  # of a call that failed before it made a shard nothing is kept
     for shard in root.glob(f"shard-*/{IMAGES}"):
         seen = strict_json.load_object(shard, most=_MOST)
         check_unchanged(seen, f"{root} was prepared")
@@ -136,7 +138,11 @@ def _sampled(file: str, size: int) -> int:
 def write_json(file: Path, data: Any) -> None:
     """Writes a file of its own name at once: a reader finds the old one or the new one, whole."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    try:
+        temporary.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        raise OSError(e.errno, e.strerror, str(file)) from e
     os.replace(temporary, file)
 
 

@@ -123,8 +123,8 @@ def prepare(
 
     Raises:
         ValueError: the source cannot be read, a record or an image is bad (and ``cfg.image.on_bad``
-            says refuse), the folder cannot be made, or it was prepared with other settings or from
-            other files (:mod:`k31fn.data.plan`).
+            says refuse), there is no document, the folder cannot be made, or it was prepared with
+            other settings or from other files (:mod:`k31fn.data.plan`).
         OSError: it cannot be written.
     """
     root = regular_files.path(folder, "folder")
@@ -147,6 +147,12 @@ def prepare(
             report(PrepareProgress(done, len(work), counts))
     # Also while it was read: half of one file and half of another would be no data set.
     plan.check_unchanged(files, f"{root} is being prepared")
+    if not counts["documents"]:
+        left_out = sum(count for name, count in counts.items() if name.startswith(_SKIPPED))
+        raise ValueError(
+            f"source {cfg.source!r} holds no document to learn from: all of it is empty, or left "
+            f"out ({left_out} records)"
+        )
     # Last, since a store without its index is none: nobody trains on half of the data by mistake.
     for split in SPLITS:
         _write_index(root / split, split, names, cfg, tokenizer)

@@ -113,7 +113,7 @@ def stdlib() -> Iterator[Document]:
             f"data.path='stdlib': no source files in {root}; give a file or folder of text"
         )
     for name in names:
-        yield from _document(name, _bytes(root / name))
+        yield from _document(name, regular_files.read(root / name, most=_MOST))
 
 
 def _not_in_stdlib_corpus(name: str) -> bool:
@@ -150,9 +150,7 @@ def file_names(
     """
 
     def refuse(e: OSError) -> None:
-        raise ValueError(
-            f"data.path={str(root)!r}: cannot read folder {e.filename!r}: {e.strerror}"
-        ) from e
+        raise ValueError(f"cannot read folder {e.filename!r}: {e.strerror}") from e
 
     names: list[str] = []
     endings = tuple(suffix.lower() for suffix in suffixes)
@@ -182,10 +180,10 @@ def _file(
     elif suffix == ".parquet":
         yield from _parquet(path, name, field)
     elif not alone:
-        yield from _document(name, _bytes(path))
+        yield from _document(name, regular_files.read(path, most=_MOST))
     elif suffix in (".txt", *map(str.lower, suffixes)):
         # A file that is all of the data: else it could not be split, nor its documents mixed.
-        for index, section in enumerate(_sections(_bytes(path))):
+        for index, section in enumerate(_sections(regular_files.read(path, most=_MOST))):
             yield from _document(f"{name}#{index}", section)
     else:
         raise ValueError(
@@ -204,14 +202,7 @@ def _check(path: Path) -> None:
     try:
         regular_files.check(path)
     except ValueError as e:
-        raise ValueError(f"data.path: {e}; remove it") from e
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return regular_files.read(path, most=_MOST)
-    except ValueError as e:
-        raise ValueError(f"data.path: {e}") from e
+        raise ValueError(f"{e}; remove it") from e
 
 
 def _sections(data: bytes) -> Iterator[bytes]:
@@ -226,19 +217,12 @@ def _sections(data: bytes) -> Iterator[bytes]:
 
 def _jsonl(path: Path, name: str, field: str) -> Iterator[Document]:
     number = 0
-    with _opened(path) as file:
+    with regular_files.open_file(path) as file:
         while line := read_line(file, f"{path}:{number + 1}"):
             number += 1
             if line.strip():
                 text = _line_text(f"{path}:{number}", line, field)
                 yield from _document(f"{name}:{number}", text)
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return regular_files.open_file(path)
-    except ValueError as e:
-        raise ValueError(f"data.path: {e}") from e
 
 
 def read_line(file: BinaryIO, where: str) -> bytes:
@@ -313,7 +297,7 @@ def arrow_files(root: Path) -> list[str]:
             regular_files.contained(root, name)
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
-            f"data.path: {str(root / 'state.json')!r} does not list the files of a dataset: {e!r}"
+            f"{str(root / 'state.json')!r} does not list the files of a dataset: {e!r}"
         ) from e
     return names
 
@@ -345,13 +329,13 @@ def columnar(path: Path) -> Iterator[Any]:
     try:
         str(path).encode()
     except UnicodeEncodeError as e:
-        raise ValueError(f"data.path: the name {str(path)!r} is not UTF-8; rename it") from e
+        raise ValueError(f"the name {str(path)!r} is not UTF-8; rename it") from e
     try:
         yield pa
     except (OSError, pa.ArrowException) as e:
         # its reasons may have several lines
         reason = " ".join(str(e).split())
-        raise ValueError(f"data.path: cannot read {str(path)!r}: {reason}") from e
+        raise ValueError(f"cannot read {str(path)!r}: {reason}") from e
 
 
 def pyarrow(path: Path) -> Any:
@@ -359,7 +343,5 @@ def pyarrow(path: Path) -> Any:
     try:
         import pyarrow as pa  # pyright: ignore[reportMissingImports]  # optional: the extra `data`
     except ImportError as e:
-        raise ImportError(
-            f"data.path: {str(path)!r} needs pyarrow; pip install 'k31fn[data]'"
-        ) from e
+        raise ImportError(f"{str(path)!r} needs pyarrow; pip install 'k31fn[data]'") from e
     return pa

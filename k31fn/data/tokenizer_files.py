@@ -48,6 +48,10 @@ def open_tokenizer(path: str | Path, *, end: str = "") -> Tokenizer:
     """
     kinds = str(path).split("+")
     if kinds[0] == "bytes" and kinds[1:] in ([], ["media"], ["chat"], ["media", "chat"]):
+        if end:
+            raise ValueError(
+                f"end={end!r}: the end token of tokenizer {str(path)!r} has no name; leave it out"
+            )
         return ByteTokenizer(media="media" in kinds, chat="chat" in kinds)
     file = _file(regular_files.path(path, "tokenizer"))
     config = file.parent / _CONFIG

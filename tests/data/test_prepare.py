@@ -313,6 +313,40 @@ def test_a_source_whose_time_was_put_back_is_refused(lines: int, tmp_path: Path)
     prepare(Config(str(text)), out)
 
 
+def test_a_folder_of_a_call_that_failed_is_used_again(lines: Path, tmp_path: Path):
+    """Nothing of it was prepared: a mistyped option costs no second folder."""
+    with pytest.raises(ValueError, match="no field"):
+        prepare(Config(str(lines), text="txt"), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("shard-*"))
+    assert prepare(Config(str(lines)), tmp_path / "out").counts["documents"] == 60
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert plan["config"]["text"] == "text"
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.txt", ""), ("a.jsonl", '{"text": ""}\n')])
+def test_a_source_without_a_document_is_refused(tmp_path: Path, name: str, text: str):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"a\.\w+' holds no document to learn from: all of it is"):
+        prepare(Config(str(tmp_path / name)), tmp_path / "out")
+    assert not list(tmp_path.glob("out/*/index.json"))
+
+
+def test_a_full_disk_leaves_no_half_plan(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def full(file: Path, *args: Any, **kwargs: Any) -> None:
+        file.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["prepare", str(lines), str(tmp_path / "out")]) == 2
+    place = tmp_path / "out" / "plan.json"
+    assert capsys.readouterr().err == (
+        f"k31fn.data: [Errno 28] No space left on device: '{place}'\n"
+    )
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_a_source_that_changes_meanwhile(lines: Path, tmp_path: Path):
     def change(progress: PrepareProgress) -> None:
         if progress.done == progress.total:
@@ -486,6 +520,8 @@ def test_the_command(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         ("file/out", [], "folder '{}' cannot be made: Not a directory; give one that can be"),
         ("out", ["--max-length", "-1"], "max_length=-1 must be at least 0"),
         ("out", ["--tokenizer", "nope"], "tokenizer 'nope': neither 'bytes'"),
+        ("out", ["--end", "x"], "end='x': the end token of tokenizer 'bytes' has no name"),
+        ("out", ["--workers", "-1"], "workers=-1 must be at least 1"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(
