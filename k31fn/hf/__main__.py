@@ -23,6 +23,7 @@ from k31fn import data, hf, lora, model, params, regular_files, sample, trainer
 from k31fn.checkpoint.checkpointer import Checkpointer
 from k31fn.commands import outlives_output, print_own_traceback
 from k31fn.config.files import load_recipe
+from k31fn.hf_format.config import describe
 from k31fn.hf_format.leaves import check_new
 from k31fn.trainer import folder
 from k31fn.trainer.corpus import check_vocabulary
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         # A line instead of a traceback: what these say is meant for the one who typed the command.
         print_own_traceback(error)
-        print(f"k31fn.hf: {regular_files.shown(error)}", file=sys.stderr)
+        print(f"k31fn.hf: {regular_files.shown(error, args.folder)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
 
 
@@ -138,14 +139,14 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    # The target is looked at before the model is read, which may take an hour.
+    # What can be refused is refused before the model is read, which may take an hour.
     run, step = folder.resolve_step(args.run)
     check_new(args.folder)
+    dtype = getattr(torch, args.dtype)
+    describe(folder.recipe_of(run).model, dtype, quantised=args.quantise)
     recipe, weights, biases = sample.load(run, where=torch.device("cpu"), step=step)
     # Adapters are merged in float32, then rounded once; what the specs keep wide stays so.
-    weights = params.cast(
-        lora.merge(weights), model.specs(recipe.model), getattr(torch, args.dtype)
-    )
+    weights = params.cast(lora.merge(weights), model.specs(recipe.model), dtype)
     hf.export(weights, biases, recipe.model, args.folder, quantise=args.quantise)
     print(f"{args.run if step is not None else run} written to {args.folder}")
     return 0

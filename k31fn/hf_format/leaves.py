@@ -118,13 +118,16 @@ def write_folder(
 
 
 def check_new(target: Path) -> None:
-    """Refuses a folder in which there is something.
+    """Refuses a folder in which there is something, or that cannot be written.
 
     Raises:
         ValueError: names it.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not empty; use another directory")
+    nearest = next(outer for outer in (target, *target.absolute().parents) if outer.exists())
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"{target}: {nearest} cannot be written; use another directory")
 
 
 def _nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import jaxtyping
@@ -94,6 +95,16 @@ def test_a_folder_in_use_is_refused_before_the_model_is_read(
     monkeypatch.setattr(sample, "load", lambda *_, **__: pytest.fail("the model was read"))
     assert main(["export", str(run), str(run)]) == 2
     assert capsys.readouterr().err == f"k31fn.hf: {run} is not empty; use another directory\n"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert main(["export", str(run), str(tmp_path / "a" / "b")]) == 2
+    assert f"/a/b: {tmp_path} cannot be written; use" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(sample, "load", lambda *_, **__: pytest.fail("the model was read"))
+    made = json.loads((run / "config.json").read_text())
+    made["model"]["sublayers"]["moe"]["shared_size"] += 1
+    (run / "config.json").write_text(json.dumps(made))
+    assert main(["export", str(run), str(tmp_path / "a")]) == 2
+    assert "cannot say: moe.shared_size=193, read back as 192" in capsys.readouterr().err
 
 
 @pytest.mark.slow
