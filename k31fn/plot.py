@@ -370,15 +370,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "runs/tiny: the newest of them",
     )
     parser.add_argument(
-        "--out", default="loss.png", metavar="FILE", help="the picture (default: %(default)s)"
+        "--out",
+        metavar="FILE",
+        help="the picture (default: loss.png in the run's folder, of several beside the first)",
     )
     options = parser.parse_args(arguments)
     try:
         runs = [_newest(regular_files.path(run, "RUN")) for run in options.runs]
-        picture = _compare(runs, regular_files.path(options.out, "out"))
-        print("\n".join([*_table(runs), str(picture)]))
+        out = (runs[0] if len(runs) == 1 else runs[0].parent) / "loss.png"
+        if options.out is not None:
+            out = regular_files.path(options.out, "out")
+        print("\n".join([*_table(runs), str(_compare(runs, out))]))
     except (ValueError, ImportError, OSError) as error:
-        print(f"k31fn.plot: {regular_files.shown(error)}", file=sys.stderr)
+        print(f"k31fn.plot: {regular_files.shown(error, options.out or '')}", file=sys.stderr)
         return 2
     return 0
 

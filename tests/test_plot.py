@@ -3,6 +3,7 @@ each.
 """
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -97,6 +98,33 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     made = tmp_path / "a" / "folder" / "that is missing.svg"
     assert plot.main([str(runs[0]), "--out", str(made)]) == 0
     assert "<svg" in made.read_text()
+
+
+def test_the_picture_is_beside_the_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    runs = [make_run(tmp_path / "tiny" / name, [3.0, 2.0]) for name in ("t0", "t1")]
+    for given, place in ((runs[:1], runs[0]), (runs, tmp_path / "tiny")):
+        assert plot.main([*map(str, given)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == str(place / "loss.png")
+        assert (place / "loss.png").exists()
+    assert not list(here.iterdir())
+
+
+def test_a_full_disk_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = make_run(tmp_path / "tiny", [3.0, 2.0])
+    monkeypatch.setattr(os, "replace", full)
+    assert plot.main([str(run), "--out", str(tmp_path / "x.png")]) == 2
+    text = f"k31fn.plot: {tmp_path}/x.png: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == text
 
 
 def test_of_a_folder_of_runs_the_newest_is_shown(
