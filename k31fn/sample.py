@@ -93,10 +93,7 @@ def _choose(
     Raises:
         ValueError: ``temperature`` is negative or ``top_p`` outside (0, 1].
     """
-    if not temperature >= 0 or not 0 < top_p <= 1:
-        raise ValueError(
-            f"temperature={temperature} must be at least 0 and top_p={top_p} in (0, 1]"
-        )
+    _check_draw(temperature, top_p)
     if temperature == 0:
         return logits.argmax(dim=-1)
     # float64: probabilities of a large vocabulary add up to 1 closely enough for top_p. The largest
@@ -229,11 +226,19 @@ def _bytes(file: str | Path) -> bytes:
     return regular_files.read(regular_files.path(file, "image"), most=1 << 30)
 
 
+def _check_draw(temperature: float, top_p: float) -> None:
+    if not temperature >= 0 or not 0 < top_p <= 1:
+        raise ValueError(
+            f"temperature={temperature} must be at least 0 and top_p={top_p} in (0, 1]"
+        )
+
+
 @commands.outlives_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a prompt and what the model makes of it, token by token; returns the exit status."""
     parser = argparse.ArgumentParser(
         "python -m k31fn.sample",
+        usage="python -m k31fn.sample RUN [--OPTION VALUE ...]",
         description="Text from a trained run, up to the end of the document.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
@@ -295,6 +300,10 @@ def _run(args: argparse.Namespace) -> None:
     for name, most in (("count", _MOST_SAMPLES), ("threads", _MOST_THREADS)):
         if not 1 <= getattr(args, name) <= most:
             raise ValueError(f"{name}={getattr(args, name)} must be at least 1 and at most {most}")
+    # before the model is read
+    if args.tokens < 1:
+        raise ValueError(f"tokens={args.tokens} must be at least 1")
+    _check_draw(args.temperature, args.top_p)
     # one by default: products of a token are too small to share, and waiting costs more
     torch.set_num_threads(args.threads)
     where = device.parse(args.device) if args.device else device.default()

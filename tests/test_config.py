@@ -231,6 +231,13 @@ class TestLoad:
             config.load(file)
         assert "\n" not in str(error.value)
 
+    def test_a_config_of_hugging_face_is_named(self, tmp_path):
+        (tmp_path / "config.json").write_text('{"model_type": "kimi_k3"}')
+        with pytest.raises(
+            ValueError, match=r"not of a run; python -m k31fn\.hf import \S+ CONFIG"
+        ):
+            config.load(tmp_path / "config.json")
+
     def test_no_regular_file(self, tmp_path):
         os.mkfifo(tmp_path / "a.py")
         with pytest.raises(ValueError, match="it is a named pipe, not a regular file"):

@@ -319,7 +319,7 @@ class TestCommandLine:
         ("args", "message"),
         [
             (["--prompt", ""], "prompt of 0 tokens, num_tokens=400: both must be at least 1"),
-            (["--tokens", "0"], "num_tokens=0: both must be at least 1"),
+            (["--tokens", "0"], "tokens=0 must be at least 1"),
             (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
             (["--top-p", "0"], "top_p=0.0 in (0, 1]"),
             (["--seed", "-1"], "seed=-1 must be in"),

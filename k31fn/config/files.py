@@ -48,6 +48,11 @@ def load_recipe(path: str | Path) -> Recipe:
     _must_exist(file)
     # Infinity may stand in a config: a norm that does not clip. NaN is each field's to refuse.
     data = strict_json.load_object(file, not_finite=True)
+    if "architectures" in data or "model_type" in data:
+        raise ValueError(
+            f"config file {str(file)!r} is of a checkpoint in Hugging Face's format, not of a run; "
+            f"python -m k31fn.hf import {file.parent} CONFIG makes a run of it"
+        )
     try:
         return from_dict(Recipe, with_named_layers(data))
     except ValueError as error:  # with the file's name, which it does not know
