@@ -12,7 +12,7 @@ ARGS   ?=
 test test-slow: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env train train-vision lint types imports test test-slow ascend-check format clean
+.PHONY: help env train train-vision lint types imports test test-slow cuda-check ascend-check format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ train-vision: env ## teach it to read mosaics of handwritten digits, scored on s
 
 test-slow: env ## the slow tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
+
+cuda-check: env ## compile the Triton kernels for sm_90, without a GPU
+	$(BIN)/python -m tools.compile_cuda $(ARGS)
 
 ascend-check: $(ASCEND)/.k31fn-installed ## compile the Triton kernels for Ascend, run their IR on the CPU, find torch_npu's operators (x86 Linux)
 	$(ASCEND)/bin/python -m tools.ascend.check $(ARGS)

@@ -170,6 +170,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 class TestARun:
     def test_it_went_on_and_learnt_on_every_layer(self, run: Path):
         records = metrics.read(run / "metrics.jsonl")

@@ -208,6 +208,7 @@ def unchecked():
 
 
 class TestOnAMesh:
+    @pytest.mark.slow
     def test_what_a_rank_holds_and_sends(self, capsys):
         """The rows of the table, and in them sizes that follow by hand."""
         path = str(CONFIGS / "tiny.py")

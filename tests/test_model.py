@@ -227,7 +227,9 @@ def test_later_tokens_do_not_reach_earlier_ones():
     assert not torch.allclose(a[:, 13:], b[:, 13:])
 
 
-@pytest.mark.parametrize("kind", ["dsa", "mla", pytest.param("mhc", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["dsa", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mla", "mhc"))]
+)
 def test_prefill_and_decode_equal_the_forward(kind):
     cfg = small.config()
     if kind == "mla":

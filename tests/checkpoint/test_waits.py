@@ -58,6 +58,7 @@ def test_notes_come_after_twice_as_long_each_time(monkeypatch):
     assert seconds == ["0 s", "0 s", "1 s", "2 s", "3 s"]
 
 
+@pytest.mark.slow
 def test_a_frozen_writer_is_told_of_and_left_once_the_run_is_to_end(tmp_path):
     """It goes on by itself: what it was asked to save is complete when it wakes up."""
     said, frozen = [], []
@@ -103,6 +104,7 @@ def test_a_writer_that_is_frozen_with_nothing_to_do_holds_up_no_end(tmp_path):
     thaw_and_end(pid)
 
 
+@pytest.mark.slow
 def test_a_read_that_does_not_come_is_broken_off_by_a_run_that_is_to_end(tmp_path):
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1))

@@ -69,6 +69,7 @@ def run(checkpoint: Path, recipe: str, tmp_path: Path, capsys: pytest.CaptureFix
     return runs.only_run(tmp_path / "runs", "given")
 
 
+@pytest.mark.slow
 def test_there_and_back(
     checkpoint: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -25,7 +25,14 @@ from k31fn.parallel.partition import tiles
 CONFIGS = Path(__file__).parents[2] / "configs"
 CFG: model.Config = config.load(CONFIGS / "tiny.py")
 SPECS = model.specs(CFG)
-MESHES = [Mesh(fsdp=2), Mesh(tp=2), Mesh(fsdp=2, ep=2), Mesh(dp=2, tp=2, ep=2)]
+MESHES = [
+    Mesh(tp=2),
+    Mesh(fsdp=2, ep=2),
+    *(
+        pytest.param(mesh, marks=pytest.mark.slow)
+        for mesh in (Mesh(fsdp=2), Mesh(dp=2, tp=2, ep=2))
+    ),
+]
 
 
 def values() -> tuple[Any, balance.State]:

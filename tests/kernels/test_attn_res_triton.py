@@ -115,6 +115,7 @@ def test_bfloat16(n: int) -> None:
     assert_bfloat16(inputs(n, dtype=torch.bfloat16), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("streamed")
 def test_streamed_bfloat16() -> None:
     assert_bfloat16(inputs(3, dtype=torch.bfloat16), 1e-5)
@@ -297,7 +298,7 @@ def test_a_wrong_gradient_is_found(form: str, monkeypatch: pytest.MonkeyPatch) -
         assert_op_matches(attn_res, "triton", inputs(2), **FLOAT32)
 
 
-@pytest.mark.parametrize("factor", [0.0, 1.1])
+@pytest.mark.parametrize("factor", [pytest.param(0.0, marks=pytest.mark.slow), 1.1])
 @pytest.mark.usefixtures("streamed")
 def test_a_wrong_mean_term_is_found_in_bfloat16(
     factor: float, monkeypatch: pytest.MonkeyPatch

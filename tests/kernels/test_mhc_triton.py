@@ -160,7 +160,9 @@ def round_gradients(impl: str, *args: Tensor) -> tuple[Tensor, ...]:
     return torch.func.grad(loss, argnums=(0, 1, 2, 3))(*args)
 
 
-@pytest.mark.parametrize("batched", [(0,), (1,), (0, 1, 2, 3)])
+@pytest.mark.parametrize(
+    "batched", [(0,), (1,), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)]
+)
 def test_vmap_over_any_argument(batched: tuple[int, ...]) -> None:
     """Whichever argument alone is batched, gradients are those of a loop; of a shared weight, one
     per sample.
@@ -190,6 +192,7 @@ def test_jacobian() -> None:
         torch.testing.assert_close(ours, theirs, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.slow
 def test_twenty_runs_are_bit_identical() -> None:
     args = [
         a for a in pre_inputs(4, tokens=600 if DEVICE == "cuda" else 5) if isinstance(a, Tensor)

@@ -155,7 +155,17 @@ def equal(x: TrainState, y: TrainState) -> bool:
     return all(p.dtype == q.dtype and torch.equal(p, q) for p, q in pairs)
 
 
-@pytest.mark.parametrize("field", [*OPTIMIZER, *OTHERS])
+# three fields of the optimiser and three others; the rest takes a minute
+_QUICK = {"kind", "peak_lr", "qk_clip", "master", "remat", "micro_batches"}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        pytest.param(field, marks=() if field in _QUICK else pytest.mark.slow)
+        for field in [*OPTIMIZER, *OTHERS]
+    ],
+)
 def test_a_side_trains_as_it_would_alone(field: str, text: Path, dataset: Any) -> None:
     """Side b with the field of its own ends where that recipe ends, which is elsewhere than
     side a.

@@ -129,7 +129,11 @@ def test_on_four_ranks(mesh: Mesh):
     check(mesh, backends=ON_TWO)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2, cp=2), Mesh(dp=2, cp=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(fsdp=2, cp=2), pytest.param(Mesh(dp=2, cp=2, tp=2), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_with_weights_spread_over_the_data_ranks(mesh: Mesh):
     check(mesh, cases.spread, backends=ON_TWO)
 

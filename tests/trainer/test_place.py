@@ -63,6 +63,7 @@ def change(where: list[Path], tmp_path: Path, what: str):
     return action
 
 
+@pytest.mark.slow
 @ON_LINUX
 @pytest.mark.usefixtures("no_plot", "direct")
 @pytest.mark.parametrize("what", ["renamed", "removed"])

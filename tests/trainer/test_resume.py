@@ -82,14 +82,9 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("direct")
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(o, id=name, marks=[pytest.mark.slow] * (name != "muon"))
-        for name, o in OPTIMIZERS.items()
-    ],
-)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_case_d29_on_the_same_mesh_bit_for_bit(recipe, tmp_path, optimizer):
     """Inside an epoch; step, data, optimiser, biases and key all go on: each tensor of the state
     and each loss.

@@ -145,6 +145,7 @@ def test_ended_by_signals_it_goes_on_by_the_printed_command(
     assert same_run(runs.only_run(tmp_path), straight)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_plot")
 def test_killed_between_checkpoints(config, straight, tmp_path):
     """What was after the last checkpoint is done again, and its records are written once."""

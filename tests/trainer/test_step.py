@@ -331,7 +331,10 @@ class TestHostWaits:
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("num_steps", "remat"),
-    [(20, "none"), pytest.param(200, "layer", marks=[pytest.mark.slow, pytest.mark.timeout(300)])],
+    [
+        pytest.param(20, "none", marks=pytest.mark.slow),
+        pytest.param(200, "layer", marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
+    ],
 )
 def test_live_memory_does_not_grow(recipe, num_steps, remat):
     recipe = dataclasses.replace(recipe, remat=remat)

@@ -117,6 +117,7 @@ def test_on_a_device_without_kernels_a_warm_up_says_so(
     assert "warmup_processes=-1 must be at least 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_first_step_is_timed_without_its_rehearsal(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
 ) -> None:

@@ -151,6 +151,7 @@ def test_gradients_and_norm_of_a_step(kind, micro, backend):
     assert len(replicas) == {"DDP": 1, "FSDP": 1, "HSDP": 2, "FSDP and TP": 1}[kind]
 
 
+@pytest.mark.slow
 def test_gradients_of_a_step_on_processes(four_ranks: Ranks):
     mesh, x = Mesh(dp=2, fsdp=2), cases.inputs(rows=12)
     part = partition(cases.SPECS, AxisRules(), mesh)

@@ -19,18 +19,18 @@ from tests.parallel.pipeline.model_cases import Setup
 
 SETUPS = {
     "pp2": Setup(),
-    "pp4": Setup(pp=4, micro_batches=4),
     "cuts inside a block, the head alone": Setup(pp=4, cuts=(1, 3, 4), remat="layer"),
     "interleaved": Setup(kind="interleaved", chunks=2),
-    "fsdp2": Setup(fsdp=2, remat="layer"),
-    "tp2 ep2": Setup(tp=2, ep=2),
     "zero bubble fsdp2": Setup(fsdp=2, kind="zero_bubble", remat="layer"),
     "mhc": Setup(name="mhc"),
+}
+SLOW_SETUPS = {
     "mhc, interleaved fsdp2, carries rebuilt": Setup(
         name="mhc", fsdp=2, kind="interleaved", chunks=2, remat="cross_layer"
     ),
-}
-SLOW_SETUPS = {
+    "pp4": Setup(pp=4, micro_batches=4),
+    "tp2 ep2": Setup(tp=2, ep=2),
+    "fsdp2": Setup(fsdp=2, remat="layer"),
     "pp2 remat": Setup(remat="layer"),
     "plain residual": Setup(name="plain"),
     "one micro-batch": Setup(micro_batches=1),
@@ -102,6 +102,7 @@ def check_processes(setup: Setup, ranks: Ranks) -> None:
             assert torch.equal(a, b), path
 
 
+@pytest.mark.slow
 def test_fp32_on_two_processes(two_ranks: Ranks):
     check_processes(Setup(double=False), two_ranks)
 
@@ -223,7 +224,9 @@ def drop_arrived(deposits, blocks, cotangents):
         deposits[j] = ct
 
 
-@pytest.mark.parametrize("mutant", [drop_second, drop_arrived])
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(drop_second, marks=pytest.mark.slow), drop_arrived]
+)
 def test_a_dropped_gradient_of_a_block_is_found(mutant, monkeypatch):
     monkeypatch.setattr(engine, "_deposit", mutant)
     with pytest.raises(AssertionError, match="leaves differ"):

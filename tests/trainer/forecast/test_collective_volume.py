@@ -57,7 +57,7 @@ def of_threads(made):
     ("mesh", "pipeline"),
     [
         (Mesh(fsdp=2, tp=2, ep=2), config.Pipeline()),
-        (Mesh(pp=2, cp=2), config.Pipeline()),
+        pytest.param(Mesh(pp=2, cp=2), config.Pipeline(), marks=pytest.mark.slow),
         pytest.param(Mesh(dp=2, fsdp=2), config.Pipeline(), marks=pytest.mark.slow),
         pytest.param(Mesh(pp=2), config.Pipeline("zero_bubble"), marks=pytest.mark.slow),
     ],

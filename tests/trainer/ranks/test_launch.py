@@ -78,6 +78,7 @@ def test_stopped_by_a_signal_to_one_rank_it_goes_on_on_another_mesh(
     assert_close_trees(final(folder, recipe), final(straight, recipe), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_the_others_end(config, tmp_path):
     with launched.processes(
         2, config, "--runs", str(tmp_path), "--timeout", "60", harm="SIGKILL:1:4"
