@@ -27,7 +27,8 @@ sees receives zero.
 import torch
 
 from k31fn.kernels.attention.reference import attention as _reference
-from k31fn.kernels.registry import Op
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
+from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.vendor import adapter
 
 __all__ = ["attention"]
@@ -42,5 +43,19 @@ attention.register(
         *_OPERATORS,
         dtypes=(torch.bfloat16, torch.float32),
         no_capture="CANN's operator takes the lengths of documents from the host",
+    )
+)
+_TRITON = "k31fn.kernels.attention.triton.op"
+attention.register(
+    Implementation(
+        "triton",
+        (),
+        lazily(_TRITON, "attention"),
+        lazily(_TRITON, "accepts"),
+        dtypes=(torch.bfloat16, torch.float32),
+        # not chosen by itself: it has run in the interpreter and on no device yet
+        on_request=("cuda", *ON_REQUEST),
+        missing=missing_triton,
+        kernels=_TRITON,
     )
 )

@@ -20,7 +20,8 @@ V]``, ``lse [B T H]`` and ``probs [B T M]`` in float32 (float64 for float64 inpu
 parallelism ``probs`` sums over the local heads.
 
 A position that is there twice counts once, in ``out`` and in ``lse``; its slots share its
-probability evenly, so that ``probs`` still sums to the number of heads.
+probability evenly, so that ``probs`` still sums to the number of heads. The sets of
+:mod:`k31fn.kernels.indexer` have none, and ``triton`` refuses it: that query's ``probs`` are NaN.
 
 Mask: the set says all; it must hold visible keys only, and if T == S, ``topk_idx[t] <= t``. A query
 with none (all -1) has output 0, probs 0 and the finite ``lse`` 1e30, of which every probability is
@@ -30,7 +31,10 @@ Gradients: of ``out`` to ``q, k, k_shared, v``, to any order; none through ``lse
 ``topk_idx``.
 """
 
-from k31fn.kernels.registry import Op
+import torch
+
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
+from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.sparse_attention.reference import SparseAttentionOut
 from k31fn.kernels.sparse_attention.reference import head_probs as _head_probs
 from k31fn.kernels.sparse_attention.reference import sparse_attention as _reference
@@ -46,3 +50,18 @@ sparse_attention.register(
     )
 )
 head_probs = Op("head_probs", _head_probs, differentiable=False)
+for _op, _file in ((sparse_attention, "op"), (head_probs, "probs")):
+    _module = f"k31fn.kernels.sparse_attention.triton.{_file}"
+    _op.register(
+        Implementation(
+            "triton",
+            (),
+            lazily(_module, _op.name),
+            lazily(_module, "accepts"),
+            dtypes=(torch.bfloat16, torch.float32),
+            # not chosen by itself: it has run in the interpreter and on no device yet
+            on_request=("cuda", *ON_REQUEST),
+            missing=missing_triton,
+            kernels=_module,
+        )
+    )

@@ -1,0 +1,1 @@
+"""Triton kernels of attention over intervals of keys or chosen sets: tiles that are seen, only."""
