@@ -19,9 +19,12 @@ Gradients: none. The layer wraps the call in :func:`k31fn.autodiff.decision`; th
 differentiated by :mod:`k31fn.kernels.indexer_kl`.
 """
 
+import torch
+
 from k31fn.kernels.indexer.reference import index_scores
 from k31fn.kernels.indexer.reference import index_topk as _reference
-from k31fn.kernels.registry import Op
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
+from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.vendor import declined
 
 __all__ = ["index_scores", "index_topk"]
@@ -29,4 +32,18 @@ __all__ = ["index_scores", "index_topk"]
 index_topk = Op("index_topk", _reference, differentiable=False)
 index_topk.register(
     declined("npu_lightning_indexer", "which of equal scores it takes is not documented")
+)
+_TRITON = "k31fn.kernels.indexer.triton"
+index_topk.register(
+    Implementation(
+        "triton",
+        (),
+        lazily(_TRITON, "index_topk"),
+        lazily(_TRITON, "accepts"),
+        dtypes=(torch.bfloat16, torch.float32),
+        # not chosen by itself: it has run in the interpreter and on no device yet
+        on_request=("cuda", *ON_REQUEST),
+        missing=missing_triton,
+        kernels=_TRITON,
+    )
 )
