@@ -16,15 +16,19 @@ makes: under tensor parallelism its sums over the heads of each rank are added b
 result is a scalar, a plain sum over queries: the caller divides by its own denominator. float32
 (float64 for float64 inputs).
 
-A position in several slots is in the set once, with an even share of its probability in each.
+A position in several slots is in the set once, with an even share of its probability in each
+(``triton`` takes sets without, as ``index_topk`` makes them, and passes on the teacher's NaN).
 
 Mask: a query with an empty set (padding) adds 0. If T == S, ``topk_idx[t] <= t``.
 
 Gradients: ``dL/dI = softmax(I) - p`` to ``q, k, w``, to any order; none to ``teacher``.
 """
 
+import torch
+
 from k31fn.kernels.indexer_kl.reference import indexer_kl as _reference
-from k31fn.kernels.registry import Op
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
+from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.vendor import declined
 
 __all__ = ["indexer_kl"]
@@ -34,5 +38,19 @@ indexer_kl.register(
     declined(
         "npu_sparse_lightning_indexer_grad_kl_loss",
         "it makes the teacher from one rank's heads itself, so no sum over tp can be taken",
+    )
+)
+_TRITON = "k31fn.kernels.indexer_kl.triton"
+indexer_kl.register(
+    Implementation(
+        "triton",
+        (),
+        lazily(_TRITON, "indexer_kl"),
+        lazily(_TRITON, "accepts"),
+        dtypes=(torch.bfloat16, torch.float32),
+        # not chosen by itself: it has run in the interpreter and on no device yet
+        on_request=("cuda", *ON_REQUEST),
+        missing=missing_triton,
+        kernels=_TRITON,
     )
 )
