@@ -70,12 +70,16 @@ def _line(op: str, shape: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _share(milliseconds: float, floor: float) -> str:
+    if not milliseconds:
+        return "-"  # a step has no backward
     return f"{milliseconds:.3f} ms, {floor / milliseconds:.0%}"
 
 
 def _peer(row: Mapping[str, Any] | None) -> str:
     if row is None or row["both"] is None:
         return "-"
+    if row["both"] == row["forward"]:
+        return f"{row['forward']:.2f}"  # of one pass
     return " / ".join(f"{t:.3f}" if t < 0.1 else f"{t:.2f}" for t in (row["forward"], row["both"]))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal
 
@@ -39,6 +39,7 @@ __all__ = [
     "draw",
     "init",
     "leaf_key",
+    "leaf_keys",
     "select",
 ]
 
@@ -313,11 +314,29 @@ def select(params: Any, specs: Any, where: Callable[[str, ParamSpec], bool]) -> 
 
 def leaf_key(key: Tensor, path: str) -> Tensor:
     """The key of the leaf at ``path``."""
+    return random.fold_in(key, _path_digest(path))
+
+
+def leaf_keys(key: Tensor, paths: Sequence[str]) -> dict[str, Tensor]:
+    """The keys of many leaves by path, made at once: each alone costs a device a hundred
+    launches.
+    """
+    if not paths:
+        return {}
+    # filled, not copied: a step that makes keys waits for nothing, and can be captured
+    words = [
+        torch.full((), _path_digest(path), dtype=torch.int64, device=key.device) for path in paths
+    ]
+    keys = torch.func.vmap(random.fold_in, (None, 0))(key, torch.stack(words))
+    return dict(zip(paths, keys.unbind(), strict=True))
+
+
+def _path_digest(path: str) -> int:
     # of Python's own hash no two processes have the same
     digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
     # 63 bits, which int64 holds: with 32, two of a model's thousands of leaves would share a key
     # once in a few hundred models
-    return random.fold_in(key, int.from_bytes(digest, "little") >> 1)
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _leaf_dtype(spec: ParamSpec, dtype: torch.dtype | None) -> torch.dtype:

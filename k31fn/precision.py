@@ -9,13 +9,16 @@ run silently.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import torch
 
 from k31fn.typing import Float, Tensor
 
-__all__ = ["Precision", "Products", "island", "storage_dtype", "upcast"]
+__all__ = ["Precision", "Products", "island", "slices", "storage_dtype", "upcast"]
 
 Products = Literal["exact", "fp8_rows", "fp8_blocks"]
 """Products of linear layers: in the dtype of compute, or in FP8 with scales by row or by blocks.
@@ -85,6 +88,27 @@ def upcast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     The gradient comes back in ``x.dtype``.
     """
     return x.to(island(x.dtype))
+
+
+def slices(shape: Sequence[int], most: int = 2**22) -> Iterator[tuple[slice, ...]]:
+    """Slices that cover a tensor in order, of at most ``most`` elements, contiguous if it is.
+
+    What is done to narrow values in a wide dtype is done slice by slice, so that no wide copy of
+    the whole is made: a dozen slices of 4 Mi elements in float32, as a step of an optimiser has at
+    once, are 192 MiB. They cut along the first dimension that allows it: experts, heads or rows.
+    """
+    if not shape:
+        yield ()
+        return
+    dim = 0
+    while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) > most:
+        dim += 1
+    whole = [slice(0, n) for n in shape[dim + 1 :]]
+    step = max(1, most // max(1, math.prod(shape[dim + 1 :])))
+    for outer in itertools.product(*map(range, shape[:dim])):
+        one = [slice(i, i + 1) for i in outer]
+        for start in range(0, shape[dim], step):
+            yield (*one, slice(start, min(start + step, shape[dim])), *whole)
 
 
 def storage_dtype(declared: torch.dtype, requested: torch.dtype) -> torch.dtype:

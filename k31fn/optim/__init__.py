@@ -6,18 +6,22 @@
     transform = combine(specs, muon(specs), rest)
     state = transform.init(params)
 
-    grads, norm = clip_by_global_norm(grads, 1.0, specs=specs)
+    norm = global_norm(grads, specs)
+    scale = clip_factor(norm, 1.0)
     lr = warmup_cosine(step, peak=5e-3, num_steps=1000, warmup_steps=10)
-    params, state = transform.update(grads, state, params, lr=lr, skip=non_finite(norm))
+    params, state = transform.update(
+        grads, state, params, lr=lr, scale=scale, skip=non_finite(norm)
+    )
 
 On a mesh each rank steps its own parts, with a state of their size: ``muon(specs,
-placements=places)`` and ``clip_by_global_norm(grads, 1.0, placements=places)``, whose places are
-those of :mod:`k31fn.parallel.fsdp`.
+placements=places)`` and ``global_norm(grads, placements=places)``, whose places are those of
+:mod:`k31fn.parallel.fsdp`.
 """
 
 from k31fn.optim.adamw import adamw
-from k31fn.optim.clip import clip_by_global_norm, global_norm
-from k31fn.optim.muon import muon, orthogonalize
+from k31fn.optim.clip import clip_by_global_norm, clip_factor, global_norm
+from k31fn.optim.muon import muon
+from k31fn.optim.newton_schulz import orthogonalize
 from k31fn.optim.rounding import rounded
 from k31fn.optim.schedule import warmup_cosine, warmup_stable_decay
 from k31fn.optim.spikes import SpikeState, init_spikes, is_spike, update_spikes
@@ -30,6 +34,7 @@ __all__ = [
     "Transform",
     "adamw",
     "clip_by_global_norm",
+    "clip_factor",
     "combine",
     "global_norm",
     "init_spikes",

@@ -12,7 +12,9 @@ from k31fn.parallel.collectives import pmax, psum
 from k31fn.parallel.fsdp.placement import Placements
 from k31fn.typing import Float, Tensor
 
-__all__ = ["clip_by_global_norm", "global_norm"]
+__all__ = ["clip_by_global_norm", "clip_factor", "global_norm"]
+
+_WIDENED = 2**26  # elements of a narrow leaf whose norm is taken at once: 256 MiB in float32
 
 
 def global_norm(
@@ -56,8 +58,7 @@ def global_norm(
         if path in frozen:
             continue
         axes = places[path].axes if placements else ()
-        # In float32 at least: a sum of squares in bfloat16 stops growing after some hundred terms.
-        norm = torch.linalg.vector_norm(g, ord=p, dtype=precision.island(g.dtype))
+        norm = _leaf_norm(g, p)
         key = tuple(sorted(axes, key=lambda axis: axis.name))  # in whatever order it is split
         norms_by_axes.setdefault(key, []).append(norm)
     norms: list[Tensor] = []
@@ -68,6 +69,19 @@ def global_norm(
     if not norms:
         raise ValueError("grads: no leaf to take the norm of")
     return _over_ranks(active(stages), _joined(norms, p), p)
+
+
+def _leaf_norm(g: Tensor, p: float | int) -> Float[Tensor, ""]:
+    """The norm of one leaf, in one pass."""
+    # In float32 at least: a sum of squares in bfloat16 stops growing after some hundred terms.
+    dtype = precision.island(g.dtype)
+    if g.dtype == dtype or g.numel() <= _WIDENED:
+        return torch.linalg.vector_norm(g, ord=p, dtype=dtype)
+    # a CPU widens what it is given
+    norms: list[Tensor] = []
+    for index in precision.slices(g.shape, _WIDENED):
+        norms.append(torch.linalg.vector_norm(g[index], ord=p, dtype=dtype))
+    return _joined(norms, p)
 
 
 def _joined(norms: list[Tensor], p: float | int) -> Float[Tensor, ""]:
@@ -86,6 +100,19 @@ def _over_ranks(axes: tuple[Axis, ...], norm: Tensor, p: float | int) -> Float[T
     return pmax(norm.nan_to_num(nan=float("inf"), posinf=float("inf")), axes)
 
 
+def clip_factor(norm: Float[Tensor, ""], max_norm: float) -> Float[Tensor, ""]:
+    """``min(1, max_norm / (norm + 1e-6))``: what clipping multiplies gradients of this norm with,
+    as an update takes it (``scale=``).
+
+    Raises:
+        ValueError: ``max_norm`` is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} must be positive; inf does not clip")
+    # 1e-6, torch's: a gradient of zeros is not divided by zero.
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
 def clip_by_global_norm(
     grads: Any,
     max_norm: float,
@@ -101,15 +128,12 @@ def clip_by_global_norm(
     If a gradient is infinite or NaN so is the norm, and the returned gradients are useless: skip
     the step (``skip=non_finite(norm)``). Keywords as in :func:`global_norm`. Not in place: two
     leaves of a gradient tree may be one tensor (those of a and b in a + b), which would be scaled
-    twice.
+    twice. Without a second tree of gradients: give :func:`clip_factor` to the update.
 
     Raises:
         ValueError: ``max_norm`` is not positive.
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm} must be positive; inf does not clip")
     norm = global_norm(grads, specs, placements=placements, stages=stages, p=p, empty=empty)
-    # 1e-6, torch's: a gradient of zeros is not divided by zero.
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = clip_factor(norm, max_norm)
     # Multiplied also by 1: whether to clip is known on the device only.
     return tree.map(lambda g: g * scale, grads), norm

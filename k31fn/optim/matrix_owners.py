@@ -6,7 +6,8 @@ most expensive first, each to the rank of its group with the least to do (Graham
 more than the mean and one block). :mod:`k31fn.optim.matrix_work` moves the parts and does the work,
 round by round.
 
-A round has at most the elements of the model's largest matrix (or a million).
+A round has at most the elements of the model's largest matrix, but a million at least and 64
+million at most, unless one matrix has more: 128 MiB of them in bfloat16.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from k31fn.parallel.collectives import own_index
 __all__ = ["GroupRounds", "MatrixOwners"]
 
 _LEAST = 2**20  # elements of a round at least: many small matrices would each cost an exchange
+_MOST = 2**26  # at most: Newton-Schulz holds some four tensors of that size
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class MatrixOwners:
         leaves_of: dict[tuple[Axis, ...], list[int]] = defaultdict(list)
         for number, leaf in enumerate(self.leaves):
             leaves_of[leaf.group].append(number)
-            self._limit = max(self._limit, math.prod(leaf.shape))
+            self._limit = max(self._limit, min(math.prod(leaf.shape), _MOST))
         # Small groups first: their blocks have few owners to choose from, and the large ones level
         # out what that leaves uneven. Names make the order the same on every rank.
         for group in sorted(leaves_of, key=lambda g: (num_ranks(g), [axis.name for axis in g])):

@@ -6,14 +6,16 @@ Round by round, with the owners of :mod:`k31fn.optim.matrix_owners`::
     y = f(whole matrices)                               while the parts of the next round travel
     parts of y travel back to all ranks that hold them  ragged_all_to_all
 
-So a rank has one round in work and another arriving. In the simulated mesh, where a program cannot
-differ by rank, every rank does the work of all matrices (:func:`on_every_rank`).
+So a rank has one round in work and another arriving; parts are made when they are sent. In the
+simulated mesh, where a program cannot differ by rank, every rank does the work of all matrices
+(:func:`on_every_rank`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -24,37 +26,52 @@ from k31fn.parallel.collectives import all_gather_invariant, pslice, ragged_all_
 from k31fn.parallel.overlap import Pending, start, wait
 from k31fn.typing import Float, Tensor
 
-__all__ = ["on_every_rank", "on_owners"]
+__all__ = ["Part", "Piece", "joined", "on_every_rank", "on_owners"]
+
+Part = Callable[[int, tuple[slice, ...]], Tensor]
+"""``part(leaf, index)``: a slice of what this rank has of a leaf, ``[batch rows columns]``. Slices
+that cover the leaf are asked for once each.
+"""
 
 _Work = Callable[[Tensor], Tensor]
 """A function of a batch of matrices ``[matrices rows columns]`` that treats each alone."""
 
 
-def on_owners(
-    f: _Work, parts: Sequence[Tensor], owners: MatrixOwners
-) -> Iterator[tuple[int, Float[Tensor, "batch rows columns"]]]:
-    """``f`` of all matrices: for each leaf its number and this rank's part of the result, as they
-    come.
+class Piece(NamedTuple):
+    """A slice of this rank's part of a leaf, and what became of it."""
+
+    leaf: int
+    place: tuple[slice, ...]
+    y: Float[Tensor, "batch rows columns"]
+
+
+def on_owners(f: _Work, part: Part, like: Tensor, owners: MatrixOwners) -> Iterator[Piece]:
+    """``f`` of all matrices: this rank's pieces of the result, as they come.
 
     Args:
         f: what is done; keeps shape and dtype.
-        parts: of this rank, ``[batch rows columns]`` as :class:`Matrices` says, all of one dtype
-            and device.
+        part: of this rank, all of the dtype and device of ``like``.
+        like: any tensor of these.
         owners: of the matrices of these leaves.
     """
-    results: dict[int, dict[int, Tensor]] = defaultdict(dict)
     for rounds in owners.groups:
-        results_of = _exchange if rounds.axes else _stay
-        for block, piece in results_of(f, parts, owners, rounds):
-            matrices = owners.leaves[block.leaf]
-            of_leaf = results[block.leaf]
-            of_leaf[block.start] = piece
-            dim, size = (2, matrices.columns) if matrices.head_dim else (0, matrices.batch)
-            # A leaf is handed out as soon as its last piece is there, so that the caller can step
-            # it and let go of the result before the next one.
-            if sum(p.shape[dim] for p in of_leaf.values()) == size:
-                del results[block.leaf]
-                yield block.leaf, _cat([p for _, p in sorted(of_leaf.items()) if p.numel()], dim)
+        if rounds.axes:
+            yield from _exchange(f, part, like, owners, rounds)
+        else:
+            yield from _stay(f, part, owners, rounds)
+
+
+def joined(pieces: Iterable[Piece], leaves: Sequence[Matrices]) -> Iterator[tuple[int, Tensor]]:
+    """Each leaf's number and the whole of its pieces, once the last of them is there."""
+    results: dict[int, dict[int, Tensor]] = defaultdict(dict)
+    for leaf, index, y in pieces:
+        matrices = leaves[leaf]
+        dim, size = (2, matrices.columns) if matrices.head_dim else (0, matrices.batch)
+        if y.numel():
+            results[leaf][index[dim].start] = y
+        if sum(part.shape[dim] for part in results[leaf].values()) == size:
+            of_leaf = results.pop(leaf)
+            yield leaf, _cat([part for _, part in sorted(of_leaf.items())], dim)
 
 
 def on_every_rank(
@@ -74,35 +91,33 @@ def on_every_rank(
     return y
 
 
-def _stay(
-    f: _Work, parts: Sequence[Tensor], owners: MatrixOwners, rounds: GroupRounds
-) -> Iterator[tuple[MatrixBlock, Tensor]]:
+def _stay(f: _Work, part: Part, owners: MatrixOwners, rounds: GroupRounds) -> Iterator[Piece]:
     """Blocks that no other rank has anything of, and what becomes of them."""
     for owned in rounds.blocks[0]:
-        blocks = []
-        for block in owned:
-            blocks.append(parts[block.leaf][owners.leaves[block.leaf].piece(block, {})])
-        yield from zip(owned, _work(f, blocks, owners, owned), strict=True)
+        places = [owners.leaves[block.leaf].piece(block, {}) for block in owned]
+        blocks = [part(b.leaf, index) for b, index in zip(owned, places, strict=True)]
+        results = _work(f, blocks, owners, owned)
+        yield from map(Piece, [block.leaf for block in owned], places, results)
 
 
 def _exchange(
-    f: _Work, parts: Sequence[Tensor], owners: MatrixOwners, rounds: GroupRounds
-) -> Iterator[tuple[MatrixBlock, Tensor]]:
+    f: _Work, part: Part, like: Tensor, owners: MatrixOwners, rounds: GroupRounds
+) -> Iterator[Piece]:
     """All blocks of a group, and this rank's pieces of what becomes of them."""
-    arriving = _send_parts(parts, owners, rounds, 0)
+    arriving = _send_parts(part, like, owners, rounds, 0)
     for k in range(rounds.count):
         owned = rounds.owned(rounds.rank, k)
         blocks = _assemble(wait(arriving), owners, rounds, owned)
         # Only now: two rounds under way are the memory that a rank has for this.
         if k + 1 < rounds.count:
-            arriving = _send_parts(parts, owners, rounds, k + 1)
+            arriving = _send_parts(part, like, owners, rounds, k + 1)
         results = _work(f, blocks, owners, owned)
-        returned = wait(_send_back(results, parts[0], owners, rounds, k))
+        returned = wait(_send_back(results, like, owners, rounds, k))
         yield from _receive_back(returned, owners, rounds, k)
 
 
 def _send_parts(
-    parts: Sequence[Tensor], owners: MatrixOwners, rounds: GroupRounds, k: int
+    part: Part, like: Tensor, owners: MatrixOwners, rounds: GroupRounds, k: int
 ) -> Pending:
     """Starts the exchange that brings the parts of round ``k`` to their owners."""
     coordinate = rounds.coordinate
@@ -111,8 +126,10 @@ def _send_parts(
         sent = received = 0
         for block in rounds.owned(rank, k):
             matrices = owners.leaves[block.leaf]
+            # asked for also where another rank sends the same part: each slice once, on all ranks
+            piece = part(block.leaf, matrices.piece(block, coordinate))
             if matrices.sends(coordinate, member):
-                pieces.append(parts[block.leaf][matrices.piece(block, coordinate)].flatten())
+                pieces.append(piece.flatten())
                 sent += matrices.piece_size(block, coordinate)
         for block in rounds.owned(rounds.rank, k):
             matrices = owners.leaves[block.leaf]
@@ -120,7 +137,7 @@ def _send_parts(
                 received += matrices.piece_size(block, member)
         send.append(sent)
         recv.append(received)
-    return start(ragged_all_to_all, _flat(pieces, parts[0]), rounds.axes, send, recv)
+    return start(ragged_all_to_all, _flat(pieces, like), rounds.axes, send, recv)
 
 
 def _assemble(
@@ -197,7 +214,7 @@ def _send_back(
 
 def _receive_back(
     received: Tensor, owners: MatrixOwners, rounds: GroupRounds, k: int
-) -> Iterator[tuple[MatrixBlock, Tensor]]:
+) -> Iterator[Piece]:
     """This rank's pieces of all blocks of a round."""
     blocks: list[MatrixBlock] = []
     sizes: list[int] = []
@@ -206,9 +223,10 @@ def _receive_back(
         for block in rounds.owned(rank, k):
             blocks.append(block)
             sizes.append(owners.leaves[block.leaf].piece_size(block, rounds.coordinate))
-    for block, piece in zip(blocks, received.split(sizes), strict=True):
-        shape = owners.leaves[block.leaf].piece_shape(block, rounds.coordinate)
-        yield block, piece.view(shape)
+    for block, y in zip(blocks, received.split(sizes), strict=True):
+        matrices = owners.leaves[block.leaf]
+        index = matrices.piece(block, rounds.coordinate)
+        yield Piece(block.leaf, index, y.view(matrices.piece_shape(block, rounds.coordinate)))
 
 
 def _flat(pieces: list[Tensor], like: Tensor) -> Tensor:

@@ -7,28 +7,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from k31fn import precision, tree
+from k31fn.kernels.adamw.reference import rates
+from k31fn.kernels.philox import stochastic_round
+from k31fn.kernels.philox.reference import Draws
 from k31fn.optim.matrices import Matrices
 from k31fn.optim.matrix_owners import MatrixOwners
-from k31fn.optim.matrix_work import on_every_rank, on_owners
+from k31fn.optim.matrix_work import Part, Piece, joined, on_every_rank, on_owners
+from k31fn.optim.newton_schulz import orthogonalize, working_dtype
 from k31fn.optim.storage import Storage
-from k31fn.optim.transform import Leaves, Transform, rates
+from k31fn.optim.transform import Leaves, Transform
 from k31fn.parallel.axis import Axis
 from k31fn.parallel.fsdp.placement import Placement, Placements
 from k31fn.params import ParamSpec
 from k31fn.typing import Bool, Float, Tensor
 
-__all__ = ["muon", "orthogonalize"]
+__all__ = ["muon"]
 
-# Jordan's: the steepest slope at 0 for which five steps still end near 1. They do not converge; an
-# update needs no singular values closer to each other than that.
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _RMS = 0.2  # root mean square of an update: that of AdamW, so both share learning rate and decay
 
 
@@ -71,7 +72,8 @@ def muon(
     leaves are dealt out among the ranks that hold them, whole or in part: each is put together on
     its owner (:mod:`k31fn.optim.matrix_owners`) and its result cut again, in the dtype of
     Newton-Schulz. So the work is split evenly, replicas get equal bits, and no rank has more than
-    one matrix in work, the largest, and another arriving.
+    one round in work, and another arriving: matrices of equal shape at once, up to 128 MiB of them
+    in bfloat16, or one that is larger. Everything else is done in slices.
 
     Args:
         specs: the tree of ParamSpecs.
@@ -103,7 +105,16 @@ def muon(
 
 @dataclass(frozen=True, eq=False)
 class _Muon:
-    """The two functions of :func:`muon`, whose arguments these are."""
+    """The two functions of :func:`muon`.
+
+    Attributes:
+        leaves: that it steps.
+        momentum: b.
+        decays: of each leaf.
+        storage: of the momentum.
+        ns_dtype: of :func:`orthogonalize`.
+        orthogonal: orthogonalises and scales.
+    """
 
     leaves: Leaves
     momentum: float
@@ -112,10 +123,11 @@ class _Muon:
     ns_dtype: torch.dtype | None
     orthogonal: _Orthogonal
 
-    def init(self, params: Any) -> _MuonState:
-        copies = self.leaves.init_masters(params)
-        masters = self.leaves.masters(params, copies)
-        return _MuonState(self.leaves.to_tree(list(map(self.storage.zeros, masters))), copies)
+    def init(self, params: Any, *, masters: bool = True) -> _MuonState:
+        """The state before the first step."""
+        momenta = list(map(self.storage.zeros, self.leaves.of_params(params)))
+        copies = self.leaves.init_masters(params, masters)
+        return _MuonState(self.leaves.to_tree(momenta), copies)
 
     def update(
         self,
@@ -124,45 +136,136 @@ class _Muon:
         params: Any,
         *,
         lr: float | Tensor,
+        scale: Float[Tensor, ""] | None = None,
         skip: Bool[Tensor, ""] | None = None,
+        draws: Mapping[str, Draws] | None = None,
         donate: bool = True,
     ) -> tuple[Any, _MuonState]:
-        leaves = self.leaves
-        masters = leaves.masters(params, state.master)
-        stored_momenta = tree.leaves(state.momentum)
+        """See :class:`~k31fn.optim.transform.Update`."""
         # A pipeline stage may have no matrix.
-        if not masters:
+        if not self.leaves.paths:
             return params, state
-        # A donated step writes in place, which autograd must not see.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not donate):
-            new_momenta, directions = [], []
-            for p, g, stored in zip(masters, leaves.of_grads(grads), stored_momenta, strict=True):
-                g = g.to(p.dtype)
-                old = self.storage.fetch(stored, p)
-                m = _unless(skip, old, self.momentum * old + g)
-                new_momenta.append(self.storage.store(stored, m, donate=donate))
-                # From ``m`` with the digits that storage may drop. Rounded here already to the
-                # dtype of Newton-Schulz, so that ranks exchange half the bytes.
-                directions.append((g + self.momentum * m).to(_working_dtype(p, self.ns_dtype)))
-            new_masters = list(masters)
-            factors: dict[Any, tuple[float | Tensor, float | Tensor]] = {}
-            for i, y in self.orthogonal(directions):
-                p = masters[i]
-                kind = (self.decays[i], p.dtype)
-                # once for all leaves alike: a rate on a device costs a launch for each operation
-                if kind not in factors:
-                    factors[kind] = rates(lr, *kind)
-                shrunk, rate = factors[kind]
-                new_p = _unless(skip, p, shrunk * p - rate * y.to(p.dtype))
-                new_masters[i] = p.copy_(new_p) if donate else new_p
-            params, copies = leaves.with_masters(params, new_masters, donate=donate)
-            self.storage.settle(masters[0].device)
-        return params, _MuonState(leaves.to_tree(new_momenta), copies)
+        values = self.leaves.masters(params, state.master, draws)
+        factors: list[tuple[float | Tensor, float | Tensor]] = []
+        # once for all leaves alike: a rate on a device costs a launch for each operation
+        known: dict[Any, tuple[float | Tensor, float | Tensor]] = {}
+        for p, decay in zip(values, self.decays, strict=True):
+            kind = (decay, precision.island(p.dtype))
+            if kind not in known:
+                known[kind] = rates(lr, *kind)
+            factors.append(known[kind])
+        step = _MuonStep(self, self.leaves.of_grads(grads), values, factors, scale, skip)
+        momenta = tree.leaves(state.momentum)
+        if donate:
+            step.in_place(
+                momenta, [draws.get(path) if draws else None for path in self.leaves.paths]
+            )
+            params, copies = self.leaves.with_masters(params, state.master, values)
+            self.storage.settle(values[0].device)
+        else:
+            params, copies = self.leaves.with_new(params, step.apart(momenta), draws)
+        return params, _MuonState(self.leaves.to_tree(momenta), copies)
+
+
+@dataclass(frozen=True, eq=False)
+class _MuonStep:
+    """One step.
+
+    Attributes:
+        rule: whose it is.
+        grads: of the leaves.
+        values: that are stepped: parameters or their masters.
+        factors: of each: what it shrinks by, and the learning rate.
+        scale: of the gradients.
+        skip: true: nothing changes.
+    """
+
+    rule: _Muon
+    grads: list[Tensor]
+    values: list[Tensor]
+    factors: list[tuple[float | Tensor, float | Tensor]]
+    scale: Tensor | None
+    skip: Tensor | None
+
+    @torch.no_grad()
+    def in_place(self, momenta: list[Tensor], draws: list[Draws | None]) -> None:
+        """Writes into values and momenta, piece by piece: a momentum where its part is asked for, a
+        value where its result comes.
+        """
+        storage = self.rule.storage
+        for i, p in enumerate(self.values):
+            momenta[i] = storage.adopt(momenta[i], p)
+        grads = list(map(_as_matrices, self.grads))
+        values = list(map(_as_matrices, self.values))
+        stored = list(map(_as_matrices, momenta))
+        placed = [_of_matrices(x, draw) for x, draw in zip(self.values, draws, strict=True)]
+
+        def part(i: int, index: tuple[slice, ...]) -> Tensor:
+            g = grads[i][index]
+            direction = g.new_empty(g.shape, dtype=self._working(i))
+            m = stored[i][index]
+            for inner in precision.slices(g.shape):
+                old = storage.fetch(m[inner], values[i])
+                new, moved = self._momentum(i, g[inner], old)
+                storage.store(m[inner], new)
+                direction[inner] = moved
+            return direction
+
+        for i, index, y in self._orthogonal(part):
+            p = values[i][index]
+            draw = placed[i]
+            of_piece = draw.at(index) if draw is not None else None
+            for inner in precision.slices(y.shape):
+                new = self._value(i, precision.upcast(p[inner]), y[inner])
+                if of_piece is not None:
+                    new = stochastic_round(new, of_piece.at(inner))
+                p[inner] = new
+
+    def apart(self, momenta: list[Tensor]) -> list[Tensor]:
+        """New values; ``momenta`` become the new ones, nothing is written into."""
+        storage = self.rule.storage
+        directions: list[Tensor] = []
+        for i, p in enumerate(self.values):
+            m, direction = self._momentum(i, self.grads[i], storage.fetch(momenta[i], p))
+            momenta[i] = storage.keep(m)
+            directions.append(_as_matrices(direction))
+        pieces = self._orthogonal(lambda i, index: directions[i][index])
+        new_values = list(self.values)
+        for i, y in self.rule.orthogonal.joined(pieces):
+            p = precision.upcast(self.values[i])
+            new_values[i] = self._value(i, p, y.reshape(p.shape))
+        return new_values
+
+    def _orthogonal(self, part: Part) -> Iterator[Piece]:
+        shapes = [p.shape for p in self.values]
+        return self.rule.orthogonal(shapes, part, self.values[0], self._working(0))
+
+    def _working(self, i: int) -> torch.dtype:
+        p = self.values[i]
+        return working_dtype(precision.island(p.dtype), p.device, self.rule.ns_dtype)
+
+    def _momentum(self, i: int, g: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        """The new momentum, and the direction in the dtype of Newton-Schulz."""
+        wide = precision.island(self.values[i].dtype)
+        g = g.to(wide)
+        if self.scale is not None:
+            g = g * self.scale.to(wide)
+        old = old.to(wide)
+        m = _unless(self.skip, old, self.rule.momentum * old + g)
+        # From ``m`` with the digits that storage may drop. Rounded here already, so that ranks
+        # exchange half the bytes.
+        return m, (g + self.rule.momentum * m).to(self._working(i))
+
+    def _value(self, i: int, p: Tensor, y: Tensor) -> Tensor:
+        """The new value of a part, out of the orthogonal direction."""
+        shrunk, rate = self.factors[i]
+        change = self.rule.orthogonal.scale(i) * precision.upcast(y)
+        return _unless(self.skip, p, shrunk * p - rate * change.to(p.dtype))
 
 
 class _Orthogonal:
-    """Orthogonalises matrices of which ranks have parts, and scales them; who does which is settled
-    at the first call.
+    """Orthogonalises matrices of which ranks have parts; who does which is settled at the first
+    call.
 
     Args:
         heads: of each leaf, columns of one matrix, or 0.
@@ -179,33 +282,38 @@ class _Orthogonal:
         self._axes = _axes_of([place for place in places if place is not None])
         self._work = functools.partial(orthogonalize, steps=steps, dtype=dtype)
         self._owners: MatrixOwners | None = None
+        self._matrices: list[Matrices] = []
 
-    def __call__(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """``0.2 sqrt(max(rows, columns)) U V^T``: for each leaf its number and this rank's part, as
-        they come.
+    def __call__(
+        self, shapes: Sequence[torch.Size], part: Part, like: Tensor, dtype: torch.dtype
+    ) -> Iterator[Piece]:
+        """``U V^T`` of parts of these shapes: this rank's pieces, as they come.
+
+        ``like`` is any tensor of the device, ``dtype`` that of the parts.
         """
-        matrices: list[Matrices] = []
-        flat: list[Tensor] = []
-        for x, head_dim, place in zip(parts, self._heads, self._places, strict=True):
-            matrices.append(Matrices.of(x.shape, head_dim, place, self._axes))
-            flat.append(x.reshape(-1, *x.shape[-2:]))  # what comes before is a batch of matrices
-        for i, y in self._results(flat, matrices):
-            # The longer side of the whole matrix, not of this rank's part.
-            scale = _RMS * math.sqrt(max(matrices[i].shape))
-            yield i, scale * precision.upcast(y).reshape(parts[i].shape)
-
-    def _results(
-        self, flat: list[Tensor], matrices: list[Matrices]
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Parts of the orthogonalised matrices, by the number of their leaf."""
+        self._matrices = []
+        for shape, head_dim, place in zip(shapes, self._heads, self._places, strict=True):
+            self._matrices.append(Matrices.of(shape, head_dim, place, self._axes))
         if self._simulated:
-            for i, x in enumerate(flat):
-                yield i, on_every_rank(self._work, x, matrices[i])
-            return
+            return self._on_every_rank(part)
         # Once: parts have the same shapes at every step.
         if self._owners is None:
-            self._owners = MatrixOwners(matrices, self._axes)
-        yield from on_owners(self._work, flat, self._owners)
+            self._owners = MatrixOwners(self._matrices, self._axes)
+        return on_owners(self._work, part, like.new_empty(0, dtype=dtype), self._owners)
+
+    def _on_every_rank(self, part: Part) -> Iterator[Piece]:
+        for i, matrices in enumerate(self._matrices):
+            sizes = (matrices.batch, matrices.rows, matrices.columns)
+            whole = tuple(slice(0, n) for n in sizes)
+            yield Piece(i, whole, on_every_rank(self._work, part(i, whole), matrices))
+
+    def joined(self, pieces: Iterator[Piece]) -> Iterator[tuple[int, Tensor]]:
+        """Each leaf's number and the whole of its pieces."""
+        return joined(pieces, self._matrices)
+
+    def scale(self, i: int) -> float:
+        """``0.2 sqrt(max(rows, columns))``, of the whole matrix and not of this rank's part."""
+        return _RMS * math.sqrt(max(self._matrices[i].shape))
 
     @property
     def _simulated(self) -> bool:
@@ -216,41 +324,26 @@ class _Orthogonal:
         return False
 
 
-def orthogonalize(
-    x: Float[Tensor, "... rows columns"], *, steps: int = 5, dtype: torch.dtype | None = None
-) -> Float[Tensor, "... rows columns"]:
-    """About ``U V^T`` of ``x = U S V^T``: nonzero singular values end between 0.68 and 1.14.
-
-    Those below some 1e-3 of the Frobenius norm stay smaller. Newton-Schulz: ``X <- a X + (b A + c A
-    A) X`` with ``A = X X^T``, from X of norm 1 with the smaller side as rows. A zero matrix stays
-    zero.
-
-    Args:
-        x: matrices.
-        steps: of the iteration.
-        dtype: in which ``x`` is taken and iterated. None: that of ``x``, but for float32 on other
-            devices than the CPU (where bfloat16 is slow) bfloat16.
-    """
-    a, b, c = _COEFFICIENTS
-    y = x.to(_working_dtype(x, dtype))
-    # In float32 at least: a bfloat16 sum of a million squares would be wrong by percents.
-    norm = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True, dtype=precision.island(y.dtype))
-    y = (y / norm.clamp(min=1e-7)).to(y.dtype)
-    # The smaller side as rows: A is the smaller of the two products that would do.
-    tall = x.shape[-2] > x.shape[-1]
-    y = (y.mT if tall else y).reshape(-1, *sorted(x.shape[-2:]))
-    for _ in range(steps):
-        A = torch.bmm(y, y.mT)
-        y = torch.baddbmm(y, torch.baddbmm(A, A, A, beta=b, alpha=c), y, beta=a)
-    y = (y.mT if tall else y).reshape(x.shape)
-    return y.to(x.dtype)
+def _as_matrices(x: Tensor) -> Float[Tensor, "batch rows columns"]:
+    """A view: what comes before the last two dimensions is a batch of matrices."""
+    return x[None] if x.ndim == 2 else x.flatten(0, -3)
 
 
-def _working_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is not None:
-        return dtype
-    # Tensor cores are what Newton-Schulz is for; a float64 run stays float64.
-    return torch.bfloat16 if x.dtype == torch.float32 and not (x.is_cpu or x.is_meta) else x.dtype
+def _of_matrices(x: Tensor, draws: Draws | None) -> Draws | None:
+    """The draws of a leaf that is narrow, seen as :func:`_as_matrices` sees it."""
+    if draws is None:
+        return None
+    key, shape, starts = draws
+    # Rows are counted over all leading dimensions, so those can be one, but for a part that is cut
+    # inside of it.
+    if any(a != n for a, n in zip(x.shape[1:-2], shape[1:-2], strict=True)):
+        raise ValueError(
+            f"a part {list(x.shape)} of a weight {list(shape)}: a bfloat16 weight of more than "
+            "three dimensions is split along its first, or its last two"
+        )
+    batch = math.prod(shape[:-2])
+    first = starts[0] * math.prod(shape[1:-2]) if len(shape) > 2 else 0
+    return Draws(key, (batch, *shape[-2:]), (first, *starts[-2:]))
 
 
 def _unless(skip: Bool[Tensor, ""] | None, old: Tensor, new: Tensor) -> Tensor:

@@ -2,22 +2,22 @@
 
 A step is taken from them in float32 and rounded back stochastically
 (:func:`k31fn.random.stochastic_round`): steps far below 1/256 of a weight, which nearest rounding
-would lose, add up in expectation. So a parameter takes 2 bytes where it takes 4, or 6 with a copy;
-in the step, while no activations are there, float32 values of all of them are.
+would lose, add up in expectation. So a parameter takes 2 bytes where it takes 4, or 6 with a copy.
+The step itself rounds, leaf by leaf or inside a kernel: no float32 tree is ever there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from k31fn import params as declared
-from k31fn import precision, random, tree
+from k31fn import random, tree
+from k31fn.kernels.philox.reference import Draws
 from k31fn.optim.transform import Transform
-from k31fn.params import ParamSpec
-from k31fn.typing import Bool, Int, Tensor
+from k31fn.params import ParamSpec, leaf_keys
+from k31fn.typing import Bool, Float, Int, Tensor
 
 __all__ = ["rounded"]
 
@@ -54,15 +54,11 @@ def rounded(
     """
     by_path = dict(tree.flatten_with_paths(specs))
 
-    def widen(params: Any) -> Any:
-        return tree.map_with_path(
-            lambda path, p: precision.upcast(p) if path in inner.paths else p, params
-        )
-
-    def init(params: Any) -> _RoundedState:
+    def init(params: Any, *, masters: bool = False) -> _RoundedState:
+        del masters  # there are none, whatever is asked for
         device = tree.leaves(params)[0].device
         updates = torch.zeros((), dtype=torch.int64, device=device)
-        return _RoundedState(updates, inner.init(widen(params)))
+        return _RoundedState(updates, inner.init(params, masters=False))
 
     def update(
         grads: Any,
@@ -70,36 +66,41 @@ def rounded(
         params: Any,
         *,
         lr: float | Tensor,
+        scale: Float[Tensor, ""] | None = None,
         skip: Bool[Tensor, ""] | None = None,
+        draws: Mapping[str, Draws] | None = None,
         donate: bool = True,
     ) -> tuple[Any, _RoundedState]:
-        wide, inner_state = inner.update(
-            grads, state.inner, widen(params), lr=lr, skip=skip, donate=donate
-        )
+        del draws  # its own
         # A key of each update: with one for all, an element would be rounded the same way at every
         # step, and small steps would not add up.
         key = random.fold_in(random.key(seed, device=state.updates.device), state.updates)
-        stepped = dict(tree.flatten_with_paths(wide))
-
-        def narrow(path: str, p: Tensor) -> Tensor:
-            x = stepped[path]
-            if x.dtype == p.dtype:
-                return x  # float32 islands, which `inner` steps as they are
-            # Meta tensors have no values to draw for: only shapes are asked for.
-            new = x.to(p.dtype) if x.is_meta else _round(path, x, p.dtype)
-            return p.copy_(new) if donate else new
-
-        def _round(path: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-            spec = by_path[path]
-            place = None if tile is None else tile(path, spec)
-            shape = None if tile is None else spec.shape
-            leaf_key = declared.leaf_key(key, path)
-            return random.stochastic_round(x, dtype, leaf_key, shape=shape, tile=place)
-
+        params, inner_state = inner.update(
+            grads,
+            state.inner,
+            params,
+            lr=lr,
+            scale=scale,
+            skip=skip,
+            draws=draws_of(params, key),
+            donate=donate,
+        )
         # A skipped step is drawn from the same key again, which changes no bit: what is exactly a
         # bfloat16 number is rounded to itself.
         taken = torch.ones_like(state.updates) if skip is None else (~skip).to(torch.int64)
-        new_state = _RoundedState(state.updates + taken, inner_state)
-        return tree.map_with_path(narrow, params), new_state
+        return params, _RoundedState(state.updates + taken, inner_state)
+
+    def draws_of(params: Any, key: Tensor) -> dict[str, Draws]:
+        # float32 islands, which `inner` steps as they are, draw nothing
+        narrow: list[str] = []
+        for path, p in tree.flatten_with_paths(params):
+            if path in inner.paths and p.dtype == torch.bfloat16:
+                narrow.append(path)
+        draws: dict[str, Draws] = {}
+        for path, leaf_key in leaf_keys(key, narrow).items():
+            spec = by_path[path]
+            place = [slice(0, n) for n in spec.shape] if tile is None else tile(path, spec)
+            draws[path] = Draws(leaf_key, spec.shape, tuple(s.start or 0 for s in place))
+        return draws
 
     return Transform(init, update, inner.paths)

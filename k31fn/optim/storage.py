@@ -17,8 +17,7 @@ _SLOWEST = 0.98  # decay of a running mean that bfloat16 can follow
 
 @dataclass(frozen=True)
 class Storage:
-    """Moments and momenta between steps; a step itself works on the parameters' device in their
-    wide dtype.
+    """Moments and momenta between steps; a step itself works on the parameters' device.
 
     In bfloat16 a running mean with decay b stands still while what it follows is within ``2^-9 / (1
     - b)`` of it: 4% for b = 0.95, which is less than a step's noise. Rounding is to nearest, so it
@@ -28,7 +27,7 @@ class Storage:
     Attributes:
         dtype: float32 (float64 in a float64 run), or bfloat16.
         host: in the host's memory, pinned if the parameters are on another device. Each step
-            fetches and stores it, a leaf at a time, and waits for the last copy at its end.
+            fetches and stores it, slice by slice, and waits for the last copy at its end.
 
     Raises:
         ValueError: another dtype.
@@ -57,31 +56,37 @@ class Storage:
 
     def zeros(self, like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """What is stored before the first step, of a value like this one."""
-        if not self._away(like):
+        if not self.away(like):
             return torch.zeros_like(like, dtype=self._dtype(like))
         return self._empty(like).zero_()
 
-    def fetch(
-        self, stored: Float[Tensor, "..."], like: Float[Tensor, "..."]
-    ) -> Float[Tensor, "..."]:
-        """What was stored, where ``like`` is and in its dtype; itself if it is so already."""
-        # The copy is queued before the step that reads it, on the same stream.
-        return stored.to(like.device, like.dtype, non_blocking=True)
+    def adopt(self, stored: Float[Tensor, "..."], like: Tensor) -> Float[Tensor, "..."]:
+        """What was stored, to be written into: itself, or a copy as this storage keeps it.
 
-    def store(
-        self, stored: Float[Tensor, "..."], new: Float[Tensor, "..."], *, donate: bool
-    ) -> Float[Tensor, "..."]:
-        """Stores ``new``: in the place of ``stored`` if that is given up."""
-        dtype = self._dtype(new)
-        if not donate:
-            return new.to("cpu" if self._away(new) else new.device, dtype)
-        if stored is new:
+        A run resumed with another storage has its old one in the state: it is replaced once.
+        """
+        if stored.dtype == self._dtype(like) and stored.is_cpu == (like.is_cpu or self.away(like)):
             return stored
-        # A run resumed with another storage has its old one in the state: it is replaced once.
-        if stored.dtype != dtype or stored.is_cpu != (new.is_cpu or self._away(new)):
-            stored = self._empty(new) if self._away(new) else torch.empty_like(new, dtype=dtype)
-        # Without a wait for each leaf: `settle` waits once, at the end of the step.
-        return stored.copy_(new, non_blocking=True)
+        return self.zeros(like).copy_(stored)
+
+    def fetch(self, stored: Float[Tensor, "..."], like: Tensor) -> Float[Tensor, "..."]:
+        """What was stored, where ``like`` is; itself if it is there already."""
+        # The copy is queued before the step that reads it, on the same stream.
+        return stored.to(like.device, non_blocking=True)
+
+    def store(self, stored: Float[Tensor, "..."], new: Float[Tensor, "..."]) -> None:
+        """Puts ``new`` in the place of ``stored``."""
+        if stored is not new:
+            # Without a wait for each leaf: `settle` waits once, at the end of the step.
+            stored.copy_(new, non_blocking=True)
+
+    def keep(self, new: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """A new value as it is kept, of a step that writes into nothing."""
+        return new.to("cpu" if self.away(new) else new.device, self._dtype(new))
+
+    def away(self, x: Tensor) -> bool:
+        """Whether it is stored elsewhere than where it is used."""
+        return self.host and not (x.is_cpu or x.is_meta)
 
     def settle(self, device: torch.device | None) -> None:
         """Waits until what was stored has reached the host, so that anyone may read it."""
@@ -91,10 +96,6 @@ class Storage:
     def _dtype(self, x: Tensor) -> torch.dtype:
         # In a float64 run float32 means float64.
         return self.dtype if self.dtype == torch.bfloat16 else precision.island(x.dtype)
-
-    def _away(self, x: Tensor) -> bool:
-        """Whether it is stored elsewhere than where it is used."""
-        return self.host and not (x.is_cpu or x.is_meta)
 
     def _empty(self, like: Tensor) -> Tensor:
         # Pinned: only such memory is copied while the device computes.

@@ -17,22 +17,27 @@ knowing.
 
 State is at least float32. A parameter narrower than that has a float32 master copy in the state,
 which is stepped and then rounded into the parameter: in bfloat16 alone, steps below 1/256 of a
-weight would be lost.
+weight would be lost. With ``draws`` there are no copies: steps are rounded stochastically
+(:func:`k31fn.optim.rounded`).
+
+A donated step works leaf by leaf, and a large leaf in slices: at most 256 MiB are widened at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from k31fn import precision, tree
+from k31fn.kernels.philox import stochastic_round
+from k31fn.kernels.philox.reference import Draws
 from k31fn.params import ParamSpec
-from k31fn.typing import Bool, Tensor
+from k31fn.typing import Bool, Float, Tensor
 
-__all__ = ["Leaves", "Transform", "Update", "Where", "combine", "non_finite", "rates", "select"]
+__all__ = ["Leaves", "Transform", "Update", "Where", "combine", "non_finite", "select"]
 
 Where = Callable[[str, ParamSpec], bool]
 
@@ -48,7 +53,9 @@ class Update(Protocol):
         params: Any,
         *,
         lr: float | Tensor,
+        scale: Float[Tensor, ""] | None = None,
         skip: Bool[Tensor, ""] | None = None,
+        draws: Mapping[str, Draws] | None = None,
         donate: bool = True,
     ) -> tuple[Any, Any]:
         """``(params, state)`` after the step.
@@ -59,7 +66,9 @@ class Update(Protocol):
             state: from ``init`` or the step before; of the same structure.
             params: the whole parameter tree.
             lr: learning rate of this step; a float64 scalar has the bits of the Python float.
+            scale: factor of all gradients, such as :func:`k31fn.optim.clip_factor`; None: 1.
             skip: true: nothing changes (see :func:`non_finite`).
+            draws: by path, for the rounding of each narrow parameter that has no master.
             donate: write into ``params`` and ``state`` and return them.
         """
         ...
@@ -70,12 +79,13 @@ class Transform:
     """An optimiser.
 
     Attributes:
-        init: ``params -> state``; also on meta tensors, to know the state's shapes.
+        init: ``params -> state``; also on meta tensors, to know the state's shapes. With
+            ``masters=False`` no copies of narrow parameters are kept: updates have ``draws``.
         update: see :class:`Update`.
         paths: of the leaves that it steps.
     """
 
-    init: Callable[[Any], Any]
+    init: Callable[..., Any]
     update: Update
     paths: frozenset[str]
 
@@ -102,8 +112,8 @@ def combine(specs: Any, *transforms: Transform) -> Transform:
             "meant"
         )
 
-    def init(params: Any) -> tuple[Any, ...]:
-        return tuple(t.init(params) for t in transforms)
+    def init(params: Any, *, masters: bool = True) -> tuple[Any, ...]:
+        return tuple(t.init(params, masters=masters) for t in transforms)
 
     def update(
         grads: Any,
@@ -111,14 +121,23 @@ def combine(specs: Any, *transforms: Transform) -> Transform:
         params: Any,
         *,
         lr: float | Tensor,
+        scale: Float[Tensor, ""] | None = None,
         skip: Bool[Tensor, ""] | None = None,
+        draws: Mapping[str, Draws] | None = None,
         donate: bool = True,
     ) -> tuple[Any, Any]:
         # One after the other on the same tree: they step different leaves.
         new_states = []
         for transform, old_state in zip(transforms, state, strict=True):
             params, new_state = transform.update(
-                grads, old_state, params, lr=lr, skip=skip, donate=donate
+                grads,
+                old_state,
+                params,
+                lr=lr,
+                scale=scale,
+                skip=skip,
+                draws=draws,
+                donate=donate,
             )
             new_states.append(new_state)
         return params, tuple(new_states)
@@ -133,19 +152,6 @@ def non_finite(values: Any) -> Bool[Tensor, ""]:
     """
     # One flag per leaf, joined on the device: nobody waits for a leaf before the next is looked at.
     return torch.stack([~torch.isfinite(x).all() for x in tree.leaves(values)]).any()
-
-
-def rates(
-    lr: float | Tensor, decay: float, dtype: torch.dtype
-) -> tuple[float | Tensor, float | Tensor]:
-    """``(1 - lr decay, lr)`` as factors of a tensor of that dtype.
-
-    Each is rounded to it once, as a Python number is that meets such a tensor: a float64 scalar
-    gives the bits of the float.
-    """
-    if not isinstance(lr, Tensor):
-        return 1 - lr * decay, lr
-    return (1 - lr * decay).to(dtype), lr.to(dtype)
 
 
 def select(condition: Bool[Tensor, ""], on_true: Any, on_false: Any) -> Any:
@@ -237,37 +243,45 @@ class Leaves:
             full[i] = value
         return tree.unflatten(structure, full)
 
-    def init_masters(self, params: Any) -> Any:
+    def init_masters(self, params: Any, masters: bool) -> Any:
         """A float32 copy of each stepped leaf that is narrower, ``()`` for the others."""
         copies: list[Any] = []
         for p in self.of_params(params):
             # A wide leaf needs no second copy of itself.
-            copies.append(() if _wide(p) else precision.upcast(p))
+            copies.append(precision.upcast(p) if masters and not _wide(p) else ())
         return self.to_tree(copies)
 
-    def masters(self, params: Any, copies: Any) -> list[Tensor]:
+    def masters(
+        self, params: Any, copies: Any, draws: Mapping[str, Draws] | None = None
+    ) -> list[Tensor]:
         """What is stepped: the leaf itself, or its master among ``copies``."""
         remaining = iter(tree.leaves(copies))  # wide leaves have none, so positions differ
         masters: list[Tensor] = []
         for p in self.of_params(params):
-            masters.append(p if _wide(p) else next(remaining))
+            masters.append(p if _wide(p) or draws is not None else next(remaining))
         return masters
 
-    def with_masters(
-        self, params: Any, masters: Sequence[Tensor], *, donate: bool
+    def with_masters(self, params: Any, copies: Any, masters: Sequence[Tensor]) -> tuple[Any, Any]:
+        """``(params, copies)`` after ``masters`` were stepped in place."""
+        for p, master in zip(self.of_params(params), masters, strict=True):
+            if master is not p:
+                p.copy_(master)
+        return params, copies
+
+    def with_new(
+        self, params: Any, values: Sequence[Tensor], draws: Mapping[str, Draws] | None
     ) -> tuple[Any, Any]:
-        """``(params, copies)`` after ``masters`` were stepped."""
+        """``(params, copies)`` of new wide values of the stepped leaves."""
         copies: list[Any] = []
         new_params: list[Tensor] = []
-        for p, master in zip(self.of_params(params), masters, strict=True):
-            copies.append(() if _wide(p) else master)
-            if not donate:
-                new_params.append(master.to(p.dtype))
-            elif master is not p:  # a wide leaf was stepped itself
-                p.copy_(master)
-        if not donate:
-            params = self._replace(params, new_params)
-        return params, self.to_tree(copies)
+        for path, p, value in zip(self.paths, self.of_params(params), values, strict=True):
+            if _wide(p) or draws is None:
+                copies.append(() if _wide(p) else value)
+                new_params.append(value.to(p.dtype))
+            else:
+                copies.append(())
+                new_params.append(stochastic_round(value, draws[path]))
+        return self._replace(params, new_params), self.to_tree(copies)
 
 
 def _wide(x: Tensor) -> bool:

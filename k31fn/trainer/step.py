@@ -148,20 +148,20 @@ def make_step(layout: RankLayout) -> Step:
     ) -> tuple[TrainState, Metrics]:
         with scopes.scope("gradient"):
             sums, grads = gradient(state, batches)
-        clipped, norm = optim.clip_by_global_norm(
+        norm = optim.global_norm(
             grads,
-            recipe.optimizer.max_norm,
             placements=layout.placements,
             stages=layout.axes.pp,
             p=float(recipe.optimizer.norm),
             empty=torch.zeros_like(sums.total),  # of a stage in which nothing is trained
         )
         verdict, guard = _judge(layout, state, batches[0], sums, norm)
-        # The optimiser writes into its state, so it selects by itself; a skipped step leaves all of
-        # it as it was, without the host knowing.
+        # The optimiser clips as it reads: no second tree of gradients. It writes into its state, so
+        # it selects by itself; a skipped step leaves all of it as it was, without the host knowing.
+        scale = optim.clip_factor(norm, recipe.optimizer.max_norm)
         with scopes.scope("optimiser"):
             weights, opt_state = layout.optimizer.update(
-                clipped, state.opt_state, state.params, lr=lr, skip=verdict.skip
+                grads, state.opt_state, state.params, lr=lr, scale=scale, skip=verdict.skip
             )
         if isinstance(sums.logits, Tensor):
             clip_logits(layout, weights, opt_state, sums.logits, verdict.skip)

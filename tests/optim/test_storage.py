@@ -80,8 +80,13 @@ def test_a_skipped_step_keeps_the_bits():
 
 @pytest.mark.parametrize("donate", [True, False])
 def test_on_the_host_each_moment_is_fetched_and_stored_once(donate, monkeypatch):
-    """On the CPU both are the identity, and the numbers are those without."""
-    calls = {"fetch": 0, "store": 0}
+    """Told that the parameters are elsewhere: on the CPU both are the identity, and the numbers are
+    those without.
+    """
+    monkeypatch.setattr(Storage, "away", lambda self, x: self.host)
+    monkeypatch.setattr(Storage, "_empty", lambda self, like: torch.empty_like(like))
+    put = "store" if donate else "keep"
+    calls = {"fetch": 0, put: 0}
     for name in calls:
         plain = getattr(Storage, name)
 
@@ -93,7 +98,7 @@ def test_on_the_host_each_moment_is_fetched_and_stored_once(donate, monkeypatch)
     hosted = run(both(Storage(host=True)), 4, donate)
     matrices = sum("matrix" in s.tags and "frozen" not in s.tags for s in tree.leaves(specs()))
     others = sum("matrix" not in s.tags and "frozen" not in s.tags for s in tree.leaves(specs()))
-    assert calls == {"fetch": 4 * (matrices + 2 * others), "store": 4 * (matrices + 2 * others)}
+    assert calls == {"fetch": 4 * (matrices + 2 * others), put: 4 * (matrices + 2 * others)}
     assert identical(hosted, run(both(Storage()), 4, donate))
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from k31fn import optim, tree
-from k31fn.optim.transform import rates
+from k31fn.kernels.adamw.reference import rates
 from tests.optim.tiny import clone, gradients, identical, specs, weights
 
 DTYPES = [torch.float32, torch.bfloat16]

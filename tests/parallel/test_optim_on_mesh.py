@@ -22,8 +22,9 @@ from k31fn.parallel import (
     record_collectives,
     shard_map,
 )
-from k31fn.parallel.partition import local_shape
+from k31fn.parallel.partition import local_shape, tiles
 from k31fn.testing import Ranks, assert_close_trees
+from k31fn.trainer.ranks.agreement import coordinate_of
 from tests.parallel import cases_optim as cases
 
 INF = float("inf")
@@ -182,6 +183,32 @@ def test_at_most_two_rounds_are_under_way(monkeypatch):
         most = max(most, under_way)
     assert most == 2
     assert record.counts["ragged_all_to_all"] > 8
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(tp=2), Mesh(fsdp=2, tp=2)], ids=str)
+def test_every_mesh_draws_the_same_bits(mesh, kind):
+    """Of parameters that are bfloat16 alone: every rank rounds its part as one device does."""
+
+    def steps(mesh: Mesh, axes: Any, w: Any, *grads: Any) -> Any:
+        part = partition(cases.SPECS, AxisRules(), mesh)
+        inner = cases.optimizer(kind, fsdp.placements(cases.SPECS, part, axes))
+        tile = tiles(cases.SPECS, part, mesh, coordinate_of(axes))
+        transform = optim.rounded(inner, cases.SPECS, 7, tile=tile)
+        state = transform.init(w)
+        for g in grads:
+            w, state = transform.update(g, state, w, lr=0.1)
+        return w
+
+    def start() -> Any:
+        return cases.weights(torch.bfloat16), *cases.gradients(torch.float32)
+
+    whole = steps(Mesh(), Mesh().axes(), *start())
+    assert whole["up"].dtype == torch.bfloat16
+    ranks = on_threads(mesh, lambda axes, *trees: steps(mesh, axes, *trees), *start())
+    for coordinate, got in zip(mesh.coordinates(), ranks, strict=True):
+        for path, want in cases.local(mesh, whole, coordinate).items():
+            assert torch.equal(got[path], want), path
 
 
 # -------------------------------------------------------------------------------------- global norm

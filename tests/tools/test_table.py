@@ -67,6 +67,17 @@ def test_written_and_checked(
     assert run(monkeypatch, page, "--results", results, "--check") == 1
 
 
+def test_a_step_has_one_pass(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    page, results = places
+    once = ROW | {"forward": 2.0, "both": 2.0, "forward_floor": 1.0, "both_floor": 1.0}
+    found = FOUND | {"rows": [once, once | {"name": "eager", "forward": 4.0, "both": 4.0}]}
+    (results / "mix.json").write_text(json.dumps(found))
+    assert run(monkeypatch, page, "--results", results) == 0
+    line = next(row for row in page.read_text().splitlines() if row.startswith("| Mix"))
+    cells = [c.strip() for c in line.strip("|").split("|")]
+    assert cells[1:6] == ["2.000 ms, 50%", "-", "2.000 ms, 50%", "3 MiB", "4.00"]
+
+
 def test_no_place(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

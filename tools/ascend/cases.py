@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from k31fn import random
+from k31fn.kernels.adamw import Constants
+from k31fn.kernels.philox import Draws
+
 __all__ = ["CASES", "Case"]
 
 
@@ -112,9 +116,29 @@ def _short_conv(history: bool) -> tuple[Any, ...]:
     return inputs, weights, ids, histories
 
 
+def _draws(shape: tuple[int, ...], starts: tuple[int, ...]) -> Draws:
+    return Draws(random.key(7), shape, starts)
+
+
+def _adamw(dtype: torch.dtype) -> tuple[Any, ...]:
+    """A third step, clipped; of a bfloat16 parameter a part that begins inside a block of words."""
+    p, g, mu = (torch.randn(9, 45).to(dtype) for _ in range(3))
+    scalars = (torch.tensor(3.0), torch.tensor(0.02))
+    constants = Constants(0.9, 0.95, 1e-8, 0.1)
+    draws = None if dtype == torch.float32 else _draws((20, 70), (4, 7))
+    return p, g, mu, mu.abs(), *scalars, constants, torch.tensor(0.5), torch.tensor(False), draws
+
+
 # float32 sums of thousands of products: some sqrt(5000) units of 2^-24 for each of two factors;
 # bfloat16 results: 2^-9
 CASES = {
+    "adamw_step": (
+        Case(lambda: _adamw(torch.float32), 2e-6),
+        # of a step in bfloat16 a last place, where float64 is rounded to the other side
+        Case(lambda: _adamw(torch.bfloat16), 2**-7),
+    ),
+    "random_bits": (Case(lambda: (_draws((20, 70), (4, 7)), (9, 45)), 0),),
+    "stochastic_round": (Case(lambda: (torch.randn(9, 45), _draws((20, 70), (4, 7))), 0),),
     "attn_res": (Case(_attn_res, 2e-5),),
     "fp8_encode": _fp8_encode_cases(),
     "kda": (Case(_kda, 2e-5),),

@@ -135,5 +135,7 @@ def _forward_and_backward(call: OpCall, values: list[Any]) -> None:
 
     with torch.no_grad():  # as remat and evaluation run it; a kernel may store less then
         run(*leaves)
+    if not call.op.differentiable:
+        return
     out, pull = vjp(run, *leaves)
     pull(tree.map(torch.zeros_like, out))

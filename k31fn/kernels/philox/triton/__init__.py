@@ -1,0 +1,1 @@
+"""Triton kernels of random words and of rounding with them."""
