@@ -6,6 +6,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from k31fn.kernels.norm import layer_norm, rms_norm
+from k31fn.kernels.registry import use_impl
+from k31fn.testing import assert_op_matches
+from tests.kernels.fused import DEVICE, poisoned
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "norms_and_casts.safetensors")
 
@@ -85,3 +88,52 @@ def test_derivatives_of_both_orders():
     for f, args in ((rms_norm, (x, weight)), (layer_norm, (x, weight, bias))):
         assert torch.autograd.gradcheck(lambda *a, f=f: f(*a, 1e-5), args)
         assert torch.autograd.gradgradcheck(lambda *a, f=f: f(*a, 1e-5), args)
+
+
+@pytest.mark.parametrize("shape", [(2, 18, 24), (1, 1), (3, 70)])
+def test_the_rms_norm_kernels_equal_the_reference(shape):
+    """Widths that are no power of two, more rows than a chunk, one element."""
+    pytest.importorskip("k31fn.kernels.norm.triton", exc_type=ImportError)
+    args = (torch.randn(*shape, device=DEVICE), torch.randn(shape[-1], device=DEVICE), 1e-5)
+    with poisoned():
+        # A mean of squares in float32; the weight's gradient is a sum over rows.
+        limits = {"rtol": 1e-5, "atol": 1e-5, "grad_rtol": 3e-5, "grad_atol": 3e-5}
+        assert_op_matches(rms_norm, "triton", args, **limits, reference_dtype=torch.float64)
+
+
+def test_the_rms_norm_kernels_in_bfloat16_and_without_rows():
+    kernels = pytest.importorskip("k31fn.kernels.norm.triton", exc_type=ImportError)
+    x, weight = (GOLDEN[n].to(DEVICE) for n in ("x_bf16", "weight_bf16"))
+    with use_impl(rms_norm="triton"):
+        y = rms_norm(x, weight, 1e-5)
+        assert rms_norm(x[:0], weight, 1e-5).shape == x[:0].shape
+        padded = rms_norm(torch.zeros_like(x), weight, 1e-5)
+    # Two roundings of a unit of bfloat16 each, where the interpreter cuts.
+    golden = GOLDEN["kimi_rmsnorm_bf16_eps1e-05"]
+    torch.testing.assert_close(y.cpu(), golden, rtol=2**-6, atol=0)
+    assert not padded.any()
+    wide = torch.zeros(1, 20000)
+    assert "1 to 16384" in kernels.accepts(wide, torch.zeros(20000), 1e-5)
+    assert "weight [D]" in kernels.accepts(x, weight[:1], 1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [7168, 3584, 100])
+def test_the_rms_norm_kernels_at_full_width(width):
+    """Twenty repeats are bit-identical."""
+    x = torch.randn(999, width, device=DEVICE).bfloat16()
+    weight = torch.randn(width, device=DEVICE)
+    # Rounded twice. The weight's gradient sums 999 normed values, each rounded by up to 2^-9: rms
+    # 0.036, and five times that in the worst of 7168.
+    limits = {"rtol": 2**-6, "atol": 2**-6, "grad_rtol": 2**-5, "grad_atol": 2**-2}
+    with poisoned():
+        args = (x, weight.bfloat16(), 1e-5)
+        wide = {"reference_dtype": torch.float64, "vmap_grad": False}
+        assert_op_matches(rms_norm, "triton", args, **limits, **wide)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    runs = []
+    for _ in range(20):
+        y = rms_norm(*leaves, 1e-5)
+        runs.append((y, *torch.autograd.grad(y.float().square().sum(), leaves)))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))

@@ -95,6 +95,31 @@ def _mhc_post() -> tuple[Any, ...]:
     )
 
 
+def _routed() -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of three copies each of seven tokens, and its inverse."""
+    order = torch.randperm(21)
+    return order, order.argsort().view(7, 3)
+
+
+def _dispatch() -> tuple[Any, ...]:
+    """More columns than a tile."""
+    return torch.randn(7, 2100), *_routed()
+
+
+def _combine() -> tuple[Any, ...]:
+    return torch.randn(21, 2100), torch.rand(7, 3), *_routed()
+
+
+def _situ_glu() -> tuple[Any, ...]:
+    """More columns than a tile; values at which both bounds count."""
+    return 3 * torch.randn(2, 3, 2100), 20 * torch.randn(2, 3, 2100), 4.0, 25.0
+
+
+def _rms_norm() -> tuple[Any, ...]:
+    """Two chunks of rows, the last one short."""
+    return torch.randn(2, 9, 300), torch.randn(300), 1e-5
+
+
 def _gated_norm() -> tuple[Any, ...]:
     """More rows than a tile, the last ones outside."""
     return torch.randn(1, 37, 2, 128), torch.randn(1, 37, 2, 128), torch.randn(128), 1e-5
@@ -145,6 +170,10 @@ CASES = {
     "gdn": (Case(_gdn, 2e-5),),
     "kda_fragment": (Case(_kda_fragment, 2e-5),),
     "kda_gates": (Case(_kda_gates, 2e-5),),
+    "dispatch": (Case(_dispatch, 2e-5),),
+    "combine": (Case(_combine, 2e-5),),
+    "situ_glu": (Case(_situ_glu, 2e-5),),
+    "rms_norm": (Case(_rms_norm, 2e-5),),
     "gated_norm": (Case(_gated_norm, 2e-5),),
     "head_cross_entropy": (Case(_head, 2e-5),),
     "short_conv": tuple(

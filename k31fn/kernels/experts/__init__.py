@@ -17,7 +17,8 @@ A token with nothing to route (padding) has weight zero: it adds exactly nothing
 gradient.
 
 ``dispatch``, ``permute`` and ``combine`` are permutations with a known inverse, so their gradients
-gather too: no scatter, no atomics, the same bits in every run. All are differentiable to any order.
+gather too: no scatter, no atomics, the same bits in every run. The references are differentiable to
+any order; ``triton`` reads and writes every row once each way, with first derivatives only.
 
 Implementations of ``grouped_matmul``: the reference has no shape that depends on ``sizes``, so it
 runs under ``vmap``, on meta tensors and in the simulated mesh, at about twice the arithmetic;
@@ -36,6 +37,7 @@ from k31fn.kernels.experts.reference import combine as _combine
 from k31fn.kernels.experts.reference import dispatch as _dispatch
 from k31fn.kernels.experts.reference import grouped_matmul as _grouped_matmul
 from k31fn.kernels.experts.reference import permute as _permute
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
 from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.vendor import adapter
 
@@ -45,6 +47,27 @@ dispatch = Op("dispatch", _dispatch)
 permute = Op("permute", _permute)
 combine = Op("combine", _combine)
 grouped_matmul = Op("grouped_matmul", _grouped_matmul)
+_TRITON = "k31fn.kernels.experts.triton"
+
+
+def _of_triton(module: str, fn: str, accepts: str, calls: tuple[str, ...] = ()) -> Implementation:
+    """What is in a file of kernels, which lists them unless they are those of ``calls``."""
+    return Implementation(
+        "triton",
+        ("cuda",),
+        lazily(module, fn),
+        lazily(module, accepts),
+        dtypes=(torch.bfloat16, torch.float32),
+        on_request=("npu", *ON_REQUEST),
+        missing=missing_triton,
+        kernels="" if calls else module,
+        calls=calls,
+    )
+
+
+dispatch.register(_of_triton(f"{_TRITON}.copies", "dispatch", "accepts_dispatch"))
+permute.register(_of_triton(f"{_TRITON}.copies", "permute", "accepts_permute", ("dispatch",)))
+combine.register(_of_triton(f"{_TRITON}.combine", "combine", "accepts"))
 # `ragged` and `buckets` cut tensors by the counts, so they need them as Python numbers.
 _ON_HOST = (
     "the number of rows per expert is read on the host, and under vmap it differs between samples"

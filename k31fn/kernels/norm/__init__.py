@@ -9,15 +9,17 @@ variance (Ba et al. 2016, arXiv 1607.06450), all in float32, rounded once.
 
 Shapes: ``x [..., D]``, ``weight`` and ``bias`` ``[D]``; the result has the shape and dtype of
 ``x``. Rows are
-independent, so no mask is taken: a padded row stays finite because of ``eps``. Differentiable to
-any order.
+independent, so no mask is taken: a padded row stays finite because of ``eps``. The references are
+differentiable to any order; ``triton`` reads ``x`` once each way and keeps the inputs alone, with
+first derivatives only.
 """
 
 import torch
 
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
 from k31fn.kernels.norm.reference import layer_norm as _layer_norm
 from k31fn.kernels.norm.reference import rms_norm as _rms_norm
-from k31fn.kernels.registry import Op
+from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.vendor import adapter
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -26,5 +28,18 @@ _DTYPES = (torch.bfloat16, torch.float32)
 rms_norm = Op("rms_norm", _rms_norm)
 rms_norm.register(
     adapter("norm", "rms_norm", "npu_rms_norm", "npu_rms_norm_backward", dtypes=_DTYPES)
+)
+_TRITON = "k31fn.kernels.norm.triton"
+rms_norm.register(
+    Implementation(
+        "triton",
+        ("cuda",),
+        lazily(_TRITON, "rms_norm"),
+        lazily(_TRITON, "accepts"),
+        dtypes=_DTYPES,
+        on_request=("npu", *ON_REQUEST),
+        missing=missing_triton,
+        kernels=_TRITON,
+    )
 )
 layer_norm = Op("layer_norm", _layer_norm)

@@ -1,0 +1,1 @@
+"""Triton kernels between tokens and the rows of experts."""
