@@ -60,7 +60,7 @@ def _line(op: str, shape: str, rows: Sequence[Mapping[str, Any]]) -> str:
         _share(fused["forward"], fused["forward_floor"]),
         _share(backward, floor),
         _share(fused["both"], fused["both_floor"]),
-        f"{fused['peak_bytes'] / 2**20:,.0f} MiB",
+        f"{fused['peak_bytes'] / 2**20:,.0f} MiB" if fused["peak_bytes"] else "-",
         _peer(by_name.get("eager")),
         _peer(by_name.get("eager, graph")),
         _peer(by_name.get("torch.compile, graph")),

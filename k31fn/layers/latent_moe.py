@@ -5,8 +5,8 @@
     y = RMSNorm(sum_j p_j e_j) W_latent_up + shared(x)
 
 The experts read and write the latent; one projection down, one norm and one projection up serve all
-experts of a layer. The router and the shared experts (one fused gated MLP) read the full width. An
-expert's output, in the dtype of the model, is weighted and summed in float32.
+experts of a layer. The router and the shared experts (one fused gated MLP) read the full width.
+What a token's experts give is summed in float32.
 
 On a mesh a rank routes its own tokens, and sends a copy of a token to each chosen expert's rank and
 gets it back (``sh.experts``). Where ranks hold columns of the same experts (``sh.expert_mlp``),
@@ -23,9 +23,11 @@ from typing import Any, Generic
 
 from k31fn import tree
 from k31fn.autodiff.replay import decision
-from k31fn.kernels.experts import combine, dispatch, permute
+from k31fn.autodiff.weight_grads import current_weight_tape
+from k31fn.kernels.expert_mlp import expert_mlp
+from k31fn.kernels.expert_mlp.reference import of_products
+from k31fn.kernels.experts import combine, dispatch
 from k31fn.kernels.experts.reference import ExpertOrder, sort_by_expert
-from k31fn.kernels.situ import situ_glu
 from k31fn.layers import mlp, norm, router
 from k31fn.layers.kind import Aux, ChannelMixer, Experts, Output
 from k31fn.layers.linear import grouped_linear, linear
@@ -202,11 +204,15 @@ def apply(
     copies, exchange = decision("experts", _order, routing.topk_idx, cfg.num_experts, sh)
 
     # Send. Ranks that hold other columns of the same experts work on the tokens of all of them.
-    latent = all_gather(linear(x, _varying(params.latent_down, sh)), sh.expert_mlp, 1)
+    latent = all_gather(linear(x, _varying(params.latent_down, sh)), sh.expert_mlp, 1).flatten(0, 1)
     weights = all_gather(routing.weights, sh.expert_mlp, 1)
-    rows = dispatch(latent.flatten(0, 1), copies.order, copies.inverse)
-    sending = send_rows(rows, exchange, sh.experts)
-    del latent, rows  # so that what was sent is freed as soon as it has arrived
+    all_here = isinstance(exchange.order, tuple)  # all experts are: no row travels
+    moving: Any = latent
+    if not all_here:
+        rows = dispatch(latent, copies.order, copies.inverse)
+        moving = send_rows(rows, exchange, sh.experts)
+        del rows
+    del latent  # so that what was sent is freed as soon as it has arrived
 
     # Shared experts, first products, while the rows travel.
     hidden: Any = ()
@@ -214,12 +220,14 @@ def apply(
         assert isinstance(params.shared, mlp.Params), "parameters of another config"
         hidden = mlp.inner(params.shared, x, cfg.shared, sh=sh)
 
-    # Experts, on the rows that arrive.
-    rows = _experts(params.experts, wait(sending), exchange, cfg)
-
-    # Send back.
-    returning = send_back(rows, exchange, sh.experts)
-    del rows
+    # Experts; on the rows that arrive, each a token of one copy. Then send back.
+    if all_here:
+        moving = _experts(params.experts, moving, weights.flatten(0, 1), copies, cfg)
+    else:
+        arrived = ExpertOrder(exchange.order, exchange.inverse.unsqueeze(1), exchange.sizes)
+        rows = _experts(params.experts, wait(moving), (), arrived, cfg)
+        moving = send_back(rows, exchange, sh.experts)
+        del rows
 
     # Shared experts, last product, while the rows travel back. Two halves and not one: each hides
     # one journey, and in the backward, which runs in reverse, the other one.
@@ -227,10 +235,12 @@ def apply(
     if isinstance(params.shared, mlp.Params):
         shared = mlp.outer(params.shared, hidden, sh=sh)
 
-    # Combine. Rows are weighted where they are summed, in float32, so that they are rounded once.
-    # The norm is not linear: the parts of the experts' width are summed before it.
-    rows = receive_back(returning, exchange, sh.experts)
-    mixed = combine(rows, weights.flatten(0, 1), copies.order, copies.inverse)
+    # Combine. Rows that travelled are weighted where they are summed, in float32. The norm is not
+    # linear: the parts of the experts' width are summed before it.
+    mixed = moving
+    if not all_here:
+        rows = receive_back(moving, exchange, sh.experts)
+        mixed = combine(rows, weights.flatten(0, 1), copies.order, copies.inverse)
     mixed = psum_scatter(mixed.unflatten(0, weights.shape[:2]), sh.expert_mlp, 1)
     mixed = norm.apply(params.norm, mixed, cfg.norm, sh=sh)
     y = shared + linear(mixed, _varying(params.latent_up, sh))
@@ -247,26 +257,23 @@ def _order(
 
 
 def _experts(
-    params: mlp.Params[Any], rows: Float[Tensor, "R L"], exchange: Exchange, cfg: Config
-) -> Float[Tensor, "R L"]:
-    """``e_j(u)`` of each row; a part of it where the experts' width is split."""
-    # Rows come by source rank, and the products want them by expert.
-    rows = _reorder(rows, exchange.order, exchange.inverse)
-    product = quantised_grouped_linear if cfg.qat else grouped_linear
-    gate = product(rows, params.w_gate, exchange.sizes)
-    up = product(rows, params.w_up, exchange.sizes)
-    # No name for the activation, so that nothing keeps it through the last product.
-    rows = product(situ_glu(gate, up, cfg.beta, cfg.linear_beta), params.w_down, exchange.sizes)
-    return _reorder(rows, exchange.inverse, exchange.order)
-
-
-def _reorder(
-    rows: Float[Tensor, "R L"],
-    index: Int[Tensor, "R"] | tuple[()],
-    inverse: Int[Tensor, "R"] | tuple[()],
-) -> Float[Tensor, "R L"]:
-    """``rows[index]``; ``()`` where the rows already lie so, which saves a copy of them."""
-    return rows if isinstance(index, tuple) else permute(rows, index, inverse)
+    params: mlp.Params[Any],
+    x: Float[Tensor, "N L"],
+    weights: Float[Tensor, "N G"] | tuple[()],
+    route: ExpertOrder,
+    cfg: Config,
+) -> Float[Tensor, "N L"]:
+    """``sum_j p_j e_j(u)`` of each token; a part of it where the experts' width is split."""
+    matrices = (params.w_gate, params.w_up, params.w_down)
+    bounds = (cfg.beta, cfg.linear_beta)
+    if cfg.qat:
+        return of_products(quantised_grouped_linear, x, weights, matrices, route, *bounds)
+    # One operator has one backward: for adapters, for codes, and where weight gradients are put
+    # off, each product goes by itself.
+    plain = all(isinstance(w, Tensor) for w in matrices)
+    if not plain or current_weight_tape() is not None:
+        return of_products(grouped_linear, x, weights, matrices, route, *bounds)
+    return expert_mlp(x, weights, *(w.to(x.dtype) for w in matrices), *route, *bounds)
 
 
 def _varying(weight: Any, sh: Sharding) -> Any:

@@ -25,6 +25,7 @@ STREAMS = {"N": 4}
 OTHER: dict[str, dict[str, int]] = {
     "dispatch": ROWS,
     "combine": ROWS,
+    "expert_mlp": ROWS,
     "required_bias_histogram": ROWS,
     "mhc_pre": STREAMS,
     "mhc_post": STREAMS,

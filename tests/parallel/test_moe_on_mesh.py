@@ -14,6 +14,7 @@ import torch
 
 from k31fn import tree
 from k31fn.autodiff import vjp
+from k31fn.kernels.expert_mlp import reference as expert_mlp_reference
 from k31fn.kernels.registry import record_impls, use_impl
 from k31fn.layers import latent_moe, mlp, norm, router
 from k31fn.parallel import (
@@ -305,14 +306,14 @@ ON_TWO_BACKENDS = pytest.mark.parametrize("backend", ["simulated", "threads"])
 @pytest.mark.parametrize("which", [1, 2])
 def test_rows_sorted_with_the_wrong_inverse_are_found(backend: str, which: int, monkeypatch):
     """Before the experts, or after them."""
-    right, calls = latent_moe.permute, Counter()
+    right, calls = expert_mlp_reference.permute, Counter()
 
     def swapped(rows, index, inverse):
         calls[threading.get_ident()] += 1
         wrong = calls[threading.get_ident()] == which
         return right(rows, inverse, index) if wrong else right(rows, index, inverse)
 
-    monkeypatch.setattr(latent_moe, "permute", swapped)
+    monkeypatch.setattr(expert_mlp_reference, "permute", swapped)
     with pytest.raises(AssertionError, match=f"{backend} against one device"):
         check(cases.moe, MESHES["ep2 fsdp2"], backend)
 
@@ -391,7 +392,7 @@ def test_threads_on_one_gpu_equal_the_cpu(f, name: str):
 
 @pytest.mark.cuda
 def test_bfloat16_on_one_gpu():
-    """The library's grouped product runs on what arrives."""
+    """The fused experts run on what arrives."""
     on_gpu = tree.map(lambda t: t.cuda().bfloat16(), cases.arguments())
     wide = tree.map(lambda t: t.cpu().double(), on_gpu)
     (weights, x, bias), exact = on_gpu, latent_moe.apply(*wide[:2], cases.CFG, bias=wide[2]).y
@@ -401,7 +402,7 @@ def test_bfloat16_on_one_gpu():
         y = shard_map(cases.moe, mesh, specs, cases.TOKENS, backend="threads")(
             weights, x, bias.float()
         )
-    assert {impl for op, impl in ran if op == "grouped_matmul"} == {"grouped_mm"}
+    assert {impl for op, impl in ran if op == "expert_mlp"} == {"fused"}
     assert (
         (y.cpu().double() - exact).norm() / exact.norm()
     ).item() < 0.03  # six roundings to bf16 in a chain

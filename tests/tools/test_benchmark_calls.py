@@ -16,6 +16,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "tiny.py")
     [
         ("attn_res", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
         ("kda_layer", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
+        ("experts", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
         ("mhc", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
         ("head", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
         ("gdn", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
