@@ -34,7 +34,7 @@ from k31fn.parallel.backends.processes import exchange_json
 from k31fn.parallel.collectives import own_index
 from k31fn.parallel.mesh import MeshAxes
 from k31fn.trainer.console import View
-from k31fn.trainer.forecast.abstract_rank import run_gradient
+from k31fn.trainer.forecast.abstract_rank import run_step
 from k31fn.trainer.ranks.agreement import Ranks
 from k31fn.trainer.state import TrainState
 from k31fn.trainer.step import Step, make_batches
@@ -84,7 +84,7 @@ def _calls_of(recipe: Recipe, stage_rank: int = 0) -> OpCalls:
             count = now.mesh.pp if now.pipeline.num_chunks > 1 and now.mesh.pp > 1 else 1
             size = now.batch_size // now.micro_batches * count
             one = dataclasses.replace(now, micro_batches=count, batch_size=size, remat="none")
-            run_gradient(one, stage_rank)
+            run_step(one, stage_rank)
     return calls
 
 

@@ -308,8 +308,8 @@ def no_sum_over_replicas(monkeypatch):
 
 
 def norm_of_own_stage(monkeypatch):
-    clip = optim.clip_by_global_norm
-    monkeypatch.setattr(optim, "clip_by_global_norm", lambda *a, stages, **k: clip(*a, **k))
+    norm = optim.global_norm
+    monkeypatch.setattr(optim, "global_norm", lambda *a, stages, **k: norm(*a, **k))
 
 
 @pytest.mark.parametrize(
