@@ -1,10 +1,10 @@
 """KDA: the kernels beside plain torch and fla-core's ``chunk_kda``, in one run.
 
 The plain forms take normalised q and k and log-decays in float32, the "gated" ones projections:
-they make norms and gates too. Per distribution of decays at 8192 tokens, then for 1 K to 64 K
-tokens, then few heads, as a rank of tensor parallel has them, for 8192 tokens and for a million. As
-called, and from a CUDA graph, which has no time of the host. fla's gradients go unchecked here;
-ours are compared with the float64 reference first.
+they make norms and gates too. Per distribution of decays at 8192 tokens, then six documents there,
+then 1 K to 64 K tokens, then few heads, as a rank of tensor parallel has them, for 8192 tokens and
+for a million. As called, and from a CUDA graph, which has no time of the host. Ours and fla's are
+first compared with the float64 reference.
 ``python -m benchmarks.kda --json benchmarks/results/kda.json``, on a CUDA device.
 """
 
@@ -30,6 +30,7 @@ WIDTH = 128
 GATES = ("initial", "mixed", "hard", "weak", "alike")
 NAMES = ["fused", "fla", "fused, gated", "fla, gated", "plain"]
 PLAIN_AT_MOST = 8192  # tokens: more would take minutes and say nothing new
+DOCUMENTS = 6  # of lengths that no tile ends with
 LONG = 2**20  # tokens of the last row, whose graphs would hold their memory beside each other
 Function = Callable[..., tuple[Tensor, Tensor]]
 
@@ -159,15 +160,19 @@ def gradients(f: Function, xs: list[Tensor], cts: list[Tensor]) -> list[Tensor]:
     return [*(o.detach() for o in out), *grads]
 
 
-def errors(gate: str, where: torch.device) -> dict[str, float]:
-    """Of o, the state and each gradient at 1000 tokens of 4 heads, against float64."""
+def errors(gate: str, where: torch.device, names: list[str]) -> dict[str, dict[str, float]]:
+    """Ours and fla's at 1000 tokens of 4 heads, of each result and gradient, against float64."""
     xs = draw(1000, 4, gate, where)
     cts = [torch.randn_like(xs[2]), torch.randn_like(xs[6])]
     wide = [x.double() if x.is_floating_point() else x for x in xs]
-    names = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-    ours = gradients(by_op("triton"), xs, cts)
+    results = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
     exact = gradients(by_op("reference"), wide, cts)
-    return {n: error(a, b) for n, a, b in zip(names, ours, exact, strict=True)}
+    found: dict[str, dict[str, float]] = {}
+    for form, f in {"fused": by_op("triton"), **peers()}.items():
+        if form in names and not form.endswith("gated"):
+            pairs = zip(results, gradients(f, xs, cts), exact, strict=True)
+            found[form] = {name: error(a, b) for name, a, b in pairs}
+    return found
 
 
 def peak(work: Callable[[], Any], where: torch.device) -> int:
@@ -189,10 +194,18 @@ def moved(tokens: int, heads: int) -> tuple[int, int]:
 
 
 def rows_of(
-    tokens: int, heads: int, gate: str, where: torch.device, repeats: int, names: list[str]
+    tokens: int,
+    heads: int,
+    gate: str,
+    where: torch.device,
+    repeats: int,
+    names: list[str],
+    documents: int = 1,
 ) -> Iterator[Row]:
     """A row for each implementation as called, and from a graph."""
     xs = draw(tokens, heads, gate, where)
+    if documents > 1:
+        xs[5] = 1 + torch.arange(tokens, device=where)[None] * documents // tokens
     cts = [torch.randn_like(xs[2]), torch.randn_like(xs[6])]
     rate = (devices.peak_rates(where) or devices.PeakRates(float("nan"), float("nan"))).bytes
     floors = [1e3 * x / rate for x in moved(tokens, heads)]
@@ -221,7 +234,7 @@ def rows_of(
                 f"graph {kind}": [graphed(some[0], where)] for kind, some in list(works.items())
             }
         times = take_turns(works, where, repeats if name != "plain" else 3)
-        shape = f"T{tokens} H{heads} {gate}"
+        shape = f"T{tokens} H{heads} {gate}" + (f", {documents} documents" * (documents > 1))
         yield Row(shape, name, times["forward"], times["both"], floors[0], floors[1], most)
         if name != "plain" and tokens < LONG:
             graph = (times["graph forward"], times["graph both"])
@@ -239,27 +252,31 @@ def main() -> int:
     parser.add_argument("--gates", nargs="+", choices=GATES, default=list(GATES))
     tokens = [1024, 4096, 16384, 32768, 65536]
     parser.add_argument("--tokens", nargs="*", type=int, default=tokens)
-    parser.add_argument("--names", nargs="+", default=NAMES)
+    parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     where = cuda_device(parser, args.device)
     torch.manual_seed(0)
-    off: dict[str, dict[str, float]] = {}
+    off: dict[str, dict[str, dict[str, float]]] = {}
     for gate in args.gates:
-        off[gate] = errors(gate, where)
-        print(gate, " ".join(f"{name} {x:.1e}" for name, x in off[gate].items()), flush=True)
+        off[gate] = errors(gate, where, args.names)
+        for form, some in off[gate].items():
+            print(gate, form, " ".join(f"{name} {x:.1e}" for name, x in some.items()), flush=True)
     rows: list[Row] = []
     # plain torch once: its time does not depend on the decays
+    others = [n for n in args.names if n != "plain"]
     shapes = [
-        (8192, args.heads, gate, args.names if i == 0 else [n for n in args.names if n != "plain"])
+        (8192, args.heads, gate, args.names if i == 0 else others, 1)
         for i, gate in enumerate(args.gates)
     ]
-    shapes += [(n, args.heads, args.gates[0], args.names) for n in args.tokens]
+    ours = [n for n in args.names if n.startswith("fused")]
+    shapes += [(8192, args.heads, args.gates[0], ours, DOCUMENTS)]
+    shapes += [(n, args.heads, args.gates[0], others, 1) for n in args.tokens]
     if args.few_heads:
-        shapes += [(n, args.few_heads, args.gates[0], ["fused"]) for n in (8192, LONG)]
-    for length, heads, gate, names in shapes:
-        for row in rows_of(length, heads, gate, where, args.repeats, names):
+        shapes += [(n, args.few_heads, args.gates[0], ["fused"], 1) for n in (8192, LONG)]
+    for length, heads, gate, names, documents in shapes:
+        for row in rows_of(length, heads, gate, where, args.repeats, names, documents):
             print_rows([row], *moved(length, heads))
             rows.append(row)
             write_json(args.json, "kda", where, rows, {"errors": off})

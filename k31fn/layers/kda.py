@@ -23,7 +23,7 @@ from zero, transition) of each slice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Literal
 
 import torch
 from einops import rearrange
@@ -49,9 +49,6 @@ __all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init_state",
 
 _ZERO = Constant(0.0)
 _SMALL_STEPS = SoftplusInverse()
-# Of the decay's rate exp(A_log): beyond it the sigmoid is a step for any input, and near 89 float32
-# has no exponential, which the backward multiplies by. e^40 is one whose square it has.
-_MOST_A_LOG = 40.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,9 @@ class Config:
             spans e^80, which float32 and bfloat16 hold.
         norm_eps: of the output norm.
         l2_eps: of the L2 norms, added to the sum of squares.
+        keep: what the fused rule keeps for its backward: ``"factors"`` is the faster and for
+            layers that are computed again (``remat``) costs nothing between forward and backward;
+            ``"inputs"`` keeps less. The results are the same bits.
         init_std: of the projections.
         conv_init: of the convolutions.
         A_log_init: of ``A_log``; the report says 0, public code draws log U(1, 16).
@@ -82,6 +82,7 @@ class Config:
     gate_lower_bound: float = -5.0
     norm_eps: float = 1e-5
     l2_eps: float = 1e-6
+    keep: Literal["factors", "inputs"] = "factors"
     init_std: float = 0.02
     conv_init: Uniform | Normal = conv.DEFAULT_INIT
     A_log_init: Constant | Uniform = _ZERO
@@ -102,6 +103,10 @@ class Config:
                     f"kda.Config.{name}={getattr(self, name)} must be positive, such as 1e-6 or "
                     "0.02"
                 )
+        if self.keep not in ("factors", "inputs"):
+            raise ValueError(
+                f"kda.Config.keep={self.keep!r} is not known; set it to 'factors' or 'inputs'"
+            )
         if not MIN_LOG_DECAY <= self.gate_lower_bound < 0:
             raise ValueError(
                 f"kda.Config.gate_lower_bound={self.gate_lower_bound} must be in "
@@ -268,21 +273,18 @@ def _mix(
     convolved = short_conv(projected, taps, segments.ids, before)
     q, k, v = (split_heads(y, heads, cfg.head_dim, "kda w_q, w_k, w_v") for y in convolved)
     z = split_heads(linear(decay, params.w_fb), heads, cfg.head_dim, "kda w_fb")
-    gates = (
-        params.A_log.clamp(max=_MOST_A_LOG),
-        rearrange(params.dt_bias, "(h k) -> h k", h=heads),
-    )
+    gates = (params.A_log, rearrange(params.dt_bias, "(h k) -> h k", h=heads))
     numbers = (cfg.gate_lower_bound, cfg.l2_eps, cfg.head_dim**-0.5)
     if axis_size(sh.context) == 1 or isinstance(state, State):
         # () is zeros, for free: the first token of the slice is the row's first.
         s = state.s if isinstance(state, State) else ()
         # Norms and gates in float32, as S is: one op, since each alone is a pass over memory.
-        o, s = kda_gated(q, k, v, z, beta, *gates, segments.ids, *numbers, s)
+        o, s = kda_gated(q, k, v, z, beta, *gates, segments.ids, *numbers, s, cfg.keep)
     else:
         # What stands between is wanted twice, so it is made once.
         made = kda_gates(q, k, z, beta, *gates, *numbers)
         s = _state_before(made.k, v, made.g, made.beta, segments, sh)
-        o, s = kda(made.q, made.k, v, made.g, made.beta, segments.ids, s)
+        o, s = kda(made.q, made.k, v, made.g, made.beta, segments.ids, s, cfg.keep)
     gate = split_heads(linear(x, params.w_g), heads, cfg.head_dim, "kda w_g")
     # One weight for all heads, whole on every rank: its gradient is summed over them.
     o = gated_norm(o, gate, pvary(params.o_norm, sh.sequence), cfg.norm_eps)

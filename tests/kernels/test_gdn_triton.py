@@ -3,9 +3,10 @@ weak to beyond any range, keys that are alike, packed documents of any length, a
 
 Tolerances are norms of a difference over the norm. float32: sums of 16 to 128 products in another
 order, through a triangular inverse whose entries are at most 1 in size. bfloat16: a rounding of the
-result alone is 1.7e-3, operands are rounded some three times on the way; with keys that are equal
-and beta near 1 o is a telescoping sum of differences, each rounded, and dg and dbeta are sums of
-such over a tile, which costs 15 times as much in one of 64 tokens (5.6e-2 seen for dg on an H200).
+result alone is 1.7e-3, operands are rounded some three times on the way; with keys that are alike
+and beta near 1 o is a telescoping sum of differences, each rounded: on an H200 8e-3 for o and at
+most 1e-2 for a gradient, 2e-2 with tiles of 64 tokens. With the inverse as one bfloat16 number
+dbeta was off by 1.9e-1 there.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ from tests.kernels.fused import DEVICE, poisoned
 
 op = pytest.importorskip("k31fn.kernels.gdn.triton.op", exc_type=ImportError)
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-FLOAT32, BFLOAT16, ALIKE = 5e-6, 8e-3, 7e-2
+FLOAT32, BFLOAT16, ALIKE = 5e-6, 8e-3, 2e-2
 Inputs = tuple[Tensor, ...]
 
 

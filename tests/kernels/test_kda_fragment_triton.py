@@ -224,11 +224,11 @@ def test_refusals_and_order() -> None:
 @pytest.mark.parametrize(
     ("tokens", "heads", "plan"),
     [
-        (8192, 96, (256, 1, 2)),  # as many programs as the chip holds: one piece, two segments
+        (8192, 96, (171, 1, 3)),  # as many programs as the chip holds: one piece, three segments
         (8192, 12, (47, 11, 11)),
-        (8192, 48, (512, 1, 1)),
+        (8192, 48, (256, 1, 2)),
         (1024, 1, (6, 11, 11)),
-        (2**20, 12, (187, 11, 351)),  # 32 segments
+        (2**20, 12, (139, 11, 472)),  # 43 segments
     ],
 )
 def test_the_cut_follows_from_the_shape(

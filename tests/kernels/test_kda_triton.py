@@ -6,10 +6,10 @@ order, through a triangular inverse whose entries are at most 1 in size, 4e-7 a 
 tokens' decays in an exponent of up to 115 make that 3e-6 for dg. bfloat16: a rounding of the result
 alone is 1.7e-3, operands are rounded some three times on the way. With keys that are equal and beta
 near 1, o and dv are telescoping sums whose terms are added to the state by b K e^(G_end - G):
-rounded to bfloat16 it leaves parts at right angles to the key, which no later token takes out
-again. In float64 with this one rounding o and dv are off by 1.6e-2 and 1.7e-2 at 1000 tokens, with
-all roundings by 2.0e-2 and 2.2e-2, and with this factor as two numbers o by 1.2e-2. Errors average
-over the width, so those of 16 are larger than those of 128.
+rounded to one bfloat16 number it leaves parts at right angles to the key, which no later token
+takes out again. In float64 with all roundings o, dv and dbeta are off by 1.6e-2, 2.0e-2 and 2.2e-2
+at 1000 tokens; with this factor, P and the inverse as two numbers each, as they are, by 0.9e-2,
+1.2e-2 and 1.2e-2. Errors average over the width, so those of 16 are larger than those of 128.
 """
 
 from pathlib import Path
@@ -36,7 +36,7 @@ pieces = pytest.importorskip("k31fn.kernels.kda.triton.pieces", exc_type=ImportE
 tiles = pytest.importorskip("k31fn.kernels.kda.triton.tiles", exc_type=ImportError)
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "kda.safetensors")
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-FLOAT32, BFLOAT16, ALIKE = 5e-6, 8e-3, 3e-2
+FLOAT32, BFLOAT16, ALIKE = 5e-6, 8e-3, 2e-2
 Inputs = tuple[Tensor, ...]
 
 

@@ -53,7 +53,7 @@ WIDE = kda.Config(hidden_size=8, num_heads=2, head_dim=16, decay_rank=3)
 def fused(axes: MeshAxes, params: kda.Params[Tensor], x: Tensor, segments: Segments) -> Tensor:
     """``whole`` by the fused kernels, which want heads of 16."""
     params = tree.map(lambda w: pvary(w, axes.data), params)
-    with use_impl(kda_gated="apart", kda="triton", kda_fragment="triton"):
+    with use_impl(kda_gated="triton", kda="triton", kda_fragment="triton"):
         return kda.apply(params, x, WIDE, segments=segments, sh=Sharding.on(axes)).y
 
 

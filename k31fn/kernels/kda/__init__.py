@@ -27,6 +27,12 @@ sum of g: at -5 per token ``exp(-G)`` reaches e^80 = 5.5e34, which float32 and b
 
 Gradients flow to ``q k v g beta initial_state``, to any order in the reference.
 
+``keep`` is a last argument of ``kda`` and ``kda_gated``: what a fused form keeps for its backward.
+``"inputs"``: those, and a state per segment of some thousand tokens and head. ``"factors"``: also
+what it made of each tile, 23 KB per tile and head at widths of 128 in bfloat16 (four times as much
+as q), which the backward then need not make again. It changes no bit of a result, and the reference
+does not read it.
+
 ``kda_fragment(k, v, g, beta, ids) -> KdaFragment(state, transition)`` is what the tokens of a
 fragment of a row do to the state, for context parallelism (KCP, section 5.1.2 of the K3 report)::
 
@@ -43,12 +49,11 @@ Gradients flow to ``k v g beta``, to any order in the reference.
 ``kda`` from projections: of what :func:`~k31fn.kernels.kda_gates.kda_gates` makes of ``q k z beta
 A_log dt_bias``, with its shapes and numbers. ``bound`` is at least ``MIN_LOG_DECAY``. Padding may
 hold what that of ``kda`` may. Gradients flow to all but ids, to any order in the reference.
-``triton`` has norms and gates inside the kernels, does not round q and k in between, and keeps o
-besides; ``apart`` calls the two ops.
+``triton`` has norms and gates inside the kernels and does not round q and k in between; ``apart``
+calls the two ops.
 
 ``triton`` is for K and V of 16 to 128, in bfloat16 (operands; sums in float32) and float32, with
-first derivatives only. Between forward and backward it keeps the inputs and one state per segment
-of some thousand tokens and head. Padding may hold anything, NaN too.
+first derivatives only. Padding may hold anything, NaN too.
 """
 
 from typing import Any
@@ -95,12 +100,11 @@ kda_fragment = Op("kda_fragment", _fragment)
 kda_fragment.register(
     Implementation(
         "triton",
-        ("npu",),
+        ("cuda", "npu"),
         lazily(_FRAGMENT, "kda_fragment"),
         lazily(_FRAGMENT, "kda_fragment_accepts"),
         dtypes=(torch.bfloat16, torch.float32),
-        # Compared in the interpreter, not yet on a GPU as it is here: there it is asked for.
-        on_request=("cuda", *ON_REQUEST),
+        on_request=ON_REQUEST,
         missing=missing_triton,
         kernels=_FRAGMENT,
     )
@@ -109,28 +113,26 @@ kda_fragment.register(
 
 def _apart(q: Any, k: Any, v: Any, z: Any, beta: Any, A_log: Any, *others: Any) -> KdaOut:
     """``kda_gated`` by the two ops that it is made of."""
-    dt_bias, ids, bound, eps, scale, *state = others
+    dt_bias, ids, bound, eps, scale, *rest = others
     x = kda_gates(q, k, z, beta, A_log, dt_bias, bound, eps, scale)
-    return kda(x.q, x.k, v, x.g, x.beta, ids, *state)
+    return kda(x.q, x.k, v, x.g, x.beta, ids, *rest)
 
 
 kda_gated = Op("kda_gated", _gated)
 kda_gated.register(
     Implementation(
         "triton",
-        (),
+        ("cuda",),
         lazily(_GATED, "kda_gated"),
         lazily(_GATED, "kda_gated_accepts"),
         dtypes=(torch.bfloat16, torch.float32),
-        # On a GPU one case was compared (bfloat16, one document, 128 wide); its tests were not run
-        # there, so there it is asked for.
-        on_request=("cuda", *ON_REQUEST),
+        on_request=ON_REQUEST,
         missing=missing_triton,
-        calls=("kda",),  # among whose kernels its own are listed
+        calls=("kda_gates", "kda"),  # among whose kernels its own are listed
     )
 )
 kda_gated.register(
     Implementation(
-        "apart", ("cuda", "npu"), _apart, on_request=("cpu",), calls=("kda_gates", "kda")
+        "apart", ("npu",), _apart, on_request=("cpu", "cuda"), calls=("kda_gates", "kda")
     )
 )

@@ -23,7 +23,9 @@ def kda_gated(
     eps: float,
     scale: float,
     initial_state: Float[Tensor, "B H K V"] | tuple[()] = (),
+    keep: str = "factors",
 ) -> KdaOut:
     """The op."""
+    del keep
     x = kda_gates(q, k, z, beta, A_log, dt_bias, bound, eps, scale)
     return kda(x.q, x.k, v, x.g, x.beta, ids, initial_state)

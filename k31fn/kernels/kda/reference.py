@@ -49,8 +49,10 @@ def kda(
     beta: Float[Tensor, "B T H"],
     ids: Int[Tensor, "B T"],
     initial_state: Float[Tensor, "B H K V"] | tuple[()] = (),
+    keep: str = "factors",
 ) -> KdaOut:
     """The chunked form; contract in :mod:`k31fn.kernels.kda`."""
+    del keep
     batch, length, heads, width = k.shape
     tile = min(TILE, length)
     masks = make_masks(ids, tile, island(v.dtype))

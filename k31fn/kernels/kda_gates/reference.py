@@ -9,7 +9,10 @@ import torch
 from k31fn.precision import upcast
 from k31fn.typing import Float, Tensor
 
-__all__ = ["KdaGates", "kda_gates"]
+__all__ = ["MOST_A_LOG", "KdaGates", "kda_gates"]
+
+MOST_A_LOG = 40.0
+"""``A_log`` that a larger one counts as; the square of e^40 is a float32."""
 
 
 class KdaGates(NamedTuple):
@@ -33,7 +36,7 @@ def kda_gates(
     scale: float,
 ) -> KdaGates:
     """The op."""
-    rate = upcast(A_log).exp()[:, None]
+    rate = upcast(A_log).clamp(max=MOST_A_LOG).exp()[:, None]
     g = bound * torch.sigmoid(rate * (upcast(z) + upcast(dt_bias)))
     # The scale goes with the norm of q, so that both are rounded once.
     q = _l2_norm(q, eps, scale)

@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from k31fn.autodiff.custom_vjp import custom_vjp
+from k31fn.kernels.kda.triton.shared import opened, rate_of
 from k31fn.kernels.kda_gates.reference import KdaGates
 from k31fn.kernels.launch import Build, Tile, grouped, programs
-from k31fn.kernels.mhc_pre.triton.arithmetic import sigmoid
 
-__all__ = ["accepts", "builds", "kda_gates"]
+__all__ = ["accepts", "builds", "gates_gradients", "kda_gates"]
 
 CHUNK = 128
 """Tokens that one partial sum of the parameters' gradients covers."""
@@ -66,7 +66,7 @@ def kda_gates_forward(
         h = p % H
         chunk = (p // H) % chunks
         group = p // (H * chunks)
-        rate = tl.exp(tl.load(rate_ptr + group * H + h).to(tl.float32))
+        rate = rate_of(tl.load(rate_ptr + group * H + h))[0]
         bias = tl.load(bias_ptr + (group * H + h) * K + c, mask=c < K, other=0.0).to(tl.float32)
         for t in range(chunk * CHUNK, chunk * CHUNK + CHUNK, ROWS):
             first = (group.to(tl.int64) * tokens + t) * H + h
@@ -79,11 +79,11 @@ def kda_gates_forward(
             beta = tl.load(beta_ptr + first + r * H, mask=there, other=0.0).to(tl.float32)
             q *= (scale / tl.sqrt(tl.sum(q * q, 1) + eps))[:, None]
             k *= (1.0 / tl.sqrt(tl.sum(k * k, 1) + eps))[:, None]
-            g = bound * sigmoid(rate * (z + bias[None, :]))
+            g = bound * opened(rate * (z + bias[None, :]))[0]
             tl.store(q_out_ptr + at, q.to(q_out_ptr.dtype.element_ty), mask=here)
             tl.store(k_out_ptr + at, k.to(k_out_ptr.dtype.element_ty), mask=here)
             tl.store(g_ptr + at, g, mask=here)
-            tl.store(beta_out_ptr + first + r * H, sigmoid(beta), mask=there)
+            tl.store(beta_out_ptr + first + r * H, opened(beta)[0], mask=there)
 
 
 @triton.jit
@@ -94,6 +94,7 @@ def kda_gates_backward(
     beta_ptr,
     rate_ptr,
     bias_ptr,
+    ids_ptr,
     ct_q_ptr,
     ct_k_ptr,
     ct_g_ptr,
@@ -115,49 +116,61 @@ def kda_gates_backward(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Gradients of the tokens, and of the parameters by chunks of tokens."""
+    """Gradients of the tokens, and of the parameters by chunks of tokens. They may take the places
+    of the ``ct``. MASKED: tokens whose ``ids`` is 0 are not read, and get 0.
+    """
     c = tl.arange(0, PADDED)
     r = tl.arange(0, ROWS)
     for p in range(tl.program_id(0), pieces, tl.num_programs(0)):
         h = p % H
         chunk = (p // H) % chunks
         group = p // (H * chunks)
-        rate = tl.exp(tl.load(rate_ptr + group * H + h).to(tl.float32))
+        rate, above = rate_of(tl.load(rate_ptr + group * H + h))
         bias = tl.load(bias_ptr + (group * H + h) * K + c, mask=c < K, other=0.0).to(tl.float32)
-        of_bias = tl.zeros((PADDED,), dtype=tl.float32)
-        of_rate = tl.zeros((PADDED,), dtype=tl.float32)
+        # added up over rows at the end: a sum over threads in each step would wait for all
+        of_bias = tl.zeros((ROWS, PADDED), dtype=tl.float32)
+        of_rate = tl.zeros((ROWS, PADDED), dtype=tl.float32)
         for t in range(chunk * CHUNK, chunk * CHUNK + CHUNK, ROWS):
             first = (group.to(tl.int64) * tokens + t) * H + h
             there = r < tokens - t
-            here = there[:, None] & (c < K)[None, :]
+            of_token = there
+            if MASKED:
+                ids = tl.load(ids_ptr + group.to(tl.int64) * tokens + t + r, mask=there, other=0)
+                of_token = there & (ids > 0)
+            here = of_token[:, None] & (c < K)[None, :]
             at = first * K + (r[:, None] * (H * K) + c[None, :])
+            # all loads before the first store, behind which none would move
             q = tl.load(q_ptr + at, mask=here, other=0.0).to(tl.float32)
-            ct = tl.load(ct_q_ptr + at, mask=here, other=0.0).to(tl.float32)
-            norm = 1.0 / tl.sqrt(tl.sum(q * q, 1) + eps)
-            along = tl.sum(q * ct, 1) * norm * norm
-            d_q = (scale * norm)[:, None] * (ct - along[:, None] * q)
-            tl.store(d_q_ptr + at, d_q.to(d_q_ptr.dtype.element_ty), mask=here)
+            ct_q = tl.load(ct_q_ptr + at, mask=here, other=0.0).to(tl.float32)
             k = tl.load(k_ptr + at, mask=here, other=0.0).to(tl.float32)
-            ct = tl.load(ct_k_ptr + at, mask=here, other=0.0).to(tl.float32)
-            norm = 1.0 / tl.sqrt(tl.sum(k * k, 1) + eps)
-            along = tl.sum(k * ct, 1) * norm * norm
-            d_k = norm[:, None] * (ct - along[:, None] * k)
-            tl.store(d_k_ptr + at, d_k.to(d_k_ptr.dtype.element_ty), mask=here)
+            ct_k = tl.load(ct_k_ptr + at, mask=here, other=0.0).to(tl.float32)
             z = tl.load(z_ptr + at, mask=here, other=0.0).to(tl.float32) + bias[None, :]
-            ct = tl.load(ct_g_ptr + at, mask=here, other=0.0)
-            open_ = sigmoid(rate * z)
-            d_z = ct * (bound * rate) * (open_ * (1.0 - open_))
+            ct_g = tl.load(ct_g_ptr + at, mask=here, other=0.0).to(tl.float32)
+            beta = tl.load(beta_ptr + first + r * H, mask=of_token, other=0.0).to(tl.float32)
+            ct_beta = tl.load(ct_beta_ptr + first + r * H, mask=of_token, other=0.0)
+            here = there[:, None] & (c < K)[None, :]
+            norm = 1.0 / tl.sqrt(tl.sum(q * q, 1) + eps)
+            along = tl.sum(q * ct_q, 1) * norm * norm
+            d_q = (scale * norm)[:, None] * (ct_q - along[:, None] * q)
+            tl.store(d_q_ptr + at, d_q.to(d_q_ptr.dtype.element_ty), mask=here)
+            norm = 1.0 / tl.sqrt(tl.sum(k * k, 1) + eps)
+            along = tl.sum(k * ct_k, 1) * norm * norm
+            d_k = norm[:, None] * (ct_k - along[:, None] * k)
+            tl.store(d_k_ptr + at, d_k.to(d_k_ptr.dtype.element_ty), mask=here)
+            gate, shut = opened(rate * z)
+            d_z = ct_g * (bound * rate) * (gate * shut)
             tl.store(d_z_ptr + at, d_z.to(d_z_ptr.dtype.element_ty), mask=here)
-            of_bias += tl.sum(d_z, 0)
-            of_rate += tl.sum(d_z * z, 0)  # d exp(A_log) z / d A_log is the exponent itself
-            beta = sigmoid(tl.load(beta_ptr + first + r * H, mask=there, other=0.0).to(tl.float32))
-            ct_beta = tl.load(ct_beta_ptr + first + r * H, mask=there, other=0.0)
-            d_beta = (ct_beta * beta * (1.0 - beta)).to(d_beta_ptr.dtype.element_ty)
-            tl.store(d_beta_ptr + first + r * H, d_beta, mask=there)
+            of_bias += d_z
+            of_rate += d_z * z  # d exp(A_log) z / d A_log is the exponent itself
+            gate, shut = opened(beta)
+            d_beta = ct_beta.to(tl.float32) * (gate * shut)
+            of_beta = d_beta_ptr + first + r * H
+            tl.store(of_beta, d_beta.to(d_beta_ptr.dtype.element_ty), mask=there)
         part = (group * chunks + chunk) * H + h
-        tl.store(d_bias_ptr + part.to(tl.int64) * K + c, of_bias, mask=c < K)
-        tl.store(d_rate_ptr + part, tl.sum(of_rate, 0))
+        tl.store(d_bias_ptr + part.to(tl.int64) * K + c, tl.sum(of_bias, 0), mask=c < K)
+        tl.store(d_rate_ptr + part, tl.where(above, 0.0, tl.sum(tl.sum(of_rate, 1), 0)))
 
 
 def accepts(
@@ -266,10 +279,25 @@ def _launch_forward(numbers: tuple[float, ...], *operands: Tensor) -> tuple[Tens
 
 def _launch_backward(numbers: tuple[float, ...], *operands: Tensor) -> tuple[Tensor, ...]:
     q, k, z, beta, rate, bias, *cts = _whole(operands)
-    d_q = torch.empty_like(q)
-    d_k = torch.empty_like(k)
-    d_z = torch.empty_like(z)
-    d_beta = torch.empty_like(beta)
+    outs = tuple(torch.empty_like(x) for x in (q, k, z, beta))
+    inputs = (q, k, z, beta, rate, bias)
+    return *outs, *gates_gradients(inputs, tuple(cts), outs, numbers)
+
+
+def gates_gradients(
+    inputs: tuple[Tensor, ...],
+    cts: tuple[Tensor, ...],
+    outs: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of A_log and dt_bias; those of q, k, z and beta are written to ``outs``, which may
+    be the ``cts``.
+
+    ``inputs`` are the op's, each token's as ``[groups tokens H ...]``. ``ids [groups tokens]``:
+    tokens of number 0 are not read, and get 0. ``numbers``: bound, eps and scale.
+    """
+    q, k, z, beta, rate, bias = _whole(inputs)
     tile = _TILES[q.device.type][1]
     chunks, grid, constants = _cut(tile, q)
     groups, tokens, heads, width = q.shape
@@ -282,11 +310,9 @@ def _launch_backward(numbers: tuple[float, ...], *operands: Tensor) -> tuple[Ten
         beta,
         rate,
         bias,
+        rate if ids is None else ids,
         *cts,
-        d_q,
-        d_k,
-        d_z,
-        d_beta,
+        *outs,
         d_rate,
         d_bias,
         tokens,
@@ -294,12 +320,11 @@ def _launch_backward(numbers: tuple[float, ...], *operands: Tensor) -> tuple[Ten
         groups * chunks * heads,
         *numbers,
         **constants,
+        MASKED=ids is not None,
         num_warps=tile.warps,
     )
     # Chunks in order, so that the bits depend on the lengths alone.
-    d_rate = d_rate.sum(1).to(rate.dtype)
-    d_bias = d_bias.sum(1).to(bias.dtype)
-    return d_q, d_k, d_z, d_beta, d_rate, d_bias
+    return d_rate.sum(1).to(rate.dtype), d_bias.sum(1).to(bias.dtype)
 
 
 def _cut(tile: Tile, q: Tensor) -> tuple[int, tuple[int], dict[str, int]]:
@@ -322,20 +347,31 @@ def builds(kind: str) -> list[Build]:
     """What is compiled for 96 heads of 128 on a kind of device."""
     listed: list[Build] = []
     for low in ("bf16", "fp32"):
-        kernels = (kda_gates_forward, kda_gates_backward)
-        for kernel, tile, direction in zip(
-            kernels, _TILES[kind], ("forward", "backward"), strict=True
+        for kernel, tile, masked in (
+            (kda_gates_forward, _TILES[kind][0], False),
+            (kda_gates_backward, _TILES[kind][1], False),
+            (kda_gates_backward, _TILES[kind][1], True),
         ):
+            if masked and kind != "cuda":  # in place, by kda_gated, which nobody runs elsewhere
+                continue
             constants = _constants(tile, 96, 128)
+            backward = kernel is kda_gates_backward
+            if backward:
+                constants["MASKED"] = masked
             names = [name for name in kernel.arg_names if name not in constants]
-            types = {name: _type(name, low) for name in names}
-            title = f"{kernel.__name__} {low}"
+            types = {name: _type(name, low, masked) for name in names}
+            title = f"{kernel.__name__} {low}" + (" masked" if masked else "")
+            direction = "backward" if backward else "forward"
             listed.append(Build(title, kernel, types, constants, direction, tile))
     return listed
 
 
-def _type(name: str, low: str) -> str:
+def _type(name: str, low: str, masked: bool) -> str:
     """Triton's type of an argument, as the layer calls the op."""
     if not name.endswith("_ptr"):
         return "fp32" if name in ("bound", "eps", "scale") else "i32"
+    if name == "ids_ptr":
+        return "*i64"
+    if masked and name in ("ct_g_ptr", "ct_beta_ptr"):
+        return f"*{low}"
     return "*fp32" if name in (*_WIDE, "d_rate_ptr", "d_bias_ptr") else f"*{low}"

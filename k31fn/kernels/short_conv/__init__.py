@@ -36,12 +36,11 @@ short_conv = Op("short_conv", _reference)
 short_conv.register(
     Implementation(
         "triton",
-        ("npu",),
+        ("cuda", "npu"),
         lazily(_TRITON, "short_conv"),
         lazily(_TRITON, "accepts"),
         dtypes=(torch.bfloat16, torch.float32),
-        # Its last form was compared in the interpreter, not yet on a GPU: there it is asked for.
-        on_request=("cuda", *ON_REQUEST),
+        on_request=ON_REQUEST,
         missing=missing_triton,
         kernels=_TRITON,
     )

@@ -3,9 +3,10 @@
 """Gated DeltaNet by Triton kernels: segments of tiles, each prepared, scanned, and in the backward
 differentiated.
 
-A decay that is one number per token needs no factors in range, so tiles may be longer than KDA's:
-fewer states for the backward, and fewer steps of the scans. These are KDA's own
-(:mod:`k31fn.kernels.kda.triton.scans`), which take any length of a tile.
+The scans are KDA's own (:mod:`k31fn.kernels.kda.triton.scans`), which take any length of a tile. A
+decay that is one number per token needs no factors in range, so tiles might be longer than KDA's;
+but in bfloat16 results with keys that are alike then lose digits: o is off by 0.8e-2 with 16
+tokens, 1.1e-2 with 32 and 1.3e-2 with 64.
 
 Forward, a segment: :mod:`~.prepare`, then the scan. Between forward and backward live the inputs
 and one state per segment and head. Backward, last segment first: the factors again, the states that
@@ -51,12 +52,12 @@ class _Tiles(NamedTuple):
 # per kind of device; "cuda32": float32 operands there, whose products run without matrix units
 _TILES = {
     "cuda": _Tiles(
-        tokens=64,
-        prepare=Tile(warps=8, columns=64, stages=1),
-        scan=Tile(warps=8, columns=64, stages=3),
-        states=Tile(warps=8, columns=64, stages=3),
-        adjoint=Tile(warps=8, columns=64, stages=2),
-        gradients=Tile(warps=8, columns=64, stages=1),
+        tokens=16,
+        prepare=Tile(warps=2, rows=16, columns=64, stages=3),
+        scan=Tile(warps=4, columns=64, stages=5),
+        states=Tile(warps=4, columns=64, stages=4),
+        adjoint=Tile(warps=4, columns=64, stages=4),
+        gradients=Tile(warps=1, rows=8, columns=32, stages=2),
     ),
     "cuda32": _Tiles(
         tokens=16,
@@ -76,9 +77,9 @@ _TILES = {
     ),
     "cpu": _Tiles(32, *(Tile(rows=2, columns=16, stages=1),) * 5),
 }
-# tokens times heads of a segment: at widths of 128 in bfloat16 a tile of 64 takes 160 KB in the
-# backward, so 2 GB
-_SEGMENT = 786432
+# tokens times heads of a segment: at widths of 128 in bfloat16 a tile of 16 takes 91 KB in the
+# backward, so 1.7 GB
+_SEGMENT = 294912
 _SHORTEST = 256  # tokens of a segment: each costs a state, and the scans some time to begin
 
 
@@ -303,7 +304,8 @@ class _Factors(NamedTuple):
 
 def _factors(q: Tensor, shape: _Shape, kind: str, tiles: int) -> _Factors:
     C, K, V = _TILES[kind].tokens, shape.width, shape.columns
-    sizes = ((2 * C, K), (C, K), (V, C), (C, C), (C, C))
+    parts = _constants(kind, "prepare", shape, q.dtype)["PARTS"]
+    sizes = ((2 * C, K), (parts * C, K), (V, C), (parts * C, C), (parts * C, C))
     d = q.new_empty((shape.lines, tiles, K), dtype=torch.float32)
     return _Factors(*(_low(q, shape, tiles, *size) for size in sizes), d)
 
@@ -336,10 +338,10 @@ def _kind(q: Tensor) -> str:
 
 # kernels and their constants
 _KERNELS = {
-    "prepare": (gdn_prepare, "H K V C DOUBLINGS VBLOCK PER STAGES LOW HALF"),
-    "scan": (kda_scan, "H K V C BLOCK STAGES STACKED MARKS LOW"),
+    "prepare": (gdn_prepare, "H K V C DOUBLINGS VBLOCK PER STAGES LOW HALF PARTS"),
+    "scan": (kda_scan, "H K V C BLOCK STAGES STACKED PARTS LOW"),
     "states": (kda_states, "K V N WIDE C BLOCK STAGES FRESH INNER PARTS LOW"),
-    "adjoint": (kda_adjoint, "H K V C BLOCK STAGES FRESH LOW"),
+    "adjoint": (kda_adjoint, "H K V C BLOCK STAGES FRESH PARTS LOW"),
     "gradients": (gdn_gradients, "H K V C BLOCK PER STAGES LOW HALF"),
 }
 
@@ -364,13 +366,12 @@ def _constants(kind: str, name: str, shape: _Shape, dtype: torch.dtype) -> dict[
         "PER": tile.rows,
         "STAGES": tile.stages,
         "STACKED": kind.startswith("cuda"),
-        "MARKS": 1,
         # all of V from the states that are there, and no transition
         "N": shape.columns,
         "WIDE": shape.columns,
         "FRESH": False,
         "INNER": False,
-        "PARTS": 1,
+        "PARTS": 2 if matrix_units else 1,
         "LOW": tl.bfloat16 if matrix_units else tl.float32,
         "HALF": tl.float16 if matrix_units else tl.float32,
     }

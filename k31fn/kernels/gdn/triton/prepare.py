@@ -7,7 +7,8 @@ of a document, G and F those from the tile's first token and to its last, d that
     W, U = T R diag(G) K, T V        -R diag(G) Q        P diag(b)        diag(b F) K        d
 
 R keeps the rows of the document that the incoming state belongs to. They are what KDA's scans take
-(:mod:`k31fn.kernels.kda.triton.scans`), so d is stored once per channel.
+(:mod:`k31fn.kernels.kda.triton.scans`), so d is stored once per channel, and in bfloat16 T, P
+diag(b) and diag(b F) K are two numbers each (PARTS, see :mod:`k31fn.kernels.kda.triton.prepare`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 
 from k31fn.kernels.gdn.triton.shared import decays
-from k31fn.kernels.kda.triton.shared import documents
+from k31fn.kernels.kda.triton.shared import documents, inverse, store_parts
 
 __all__ = ["gdn_prepare"]
 
@@ -49,6 +50,7 @@ def gdn_prepare(
     STAGES: tl.constexpr,
     LOW: tl.constexpr,
     HALF: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """PER tiles of one head; VBLOCK divides V. ``first``: the tile that the segment begins with;
     C is 2^(DOUBLINGS + 1).
@@ -71,6 +73,7 @@ def gdn_prepare(
         here = valid[:, None]
         token = (row.to(tl.int64) * tokens + t0) * H + h
         tile = line.to(tl.int64) * tiles + n
+        of_parts = line.to(tl.int64) * (PARTS * tiles) + n
         at = token * K + (I * (H * K) + c[None, :])
         k = tl.load(k_ptr + at, mask=here, other=0.0).to(LOW)
         q = tl.load(q_ptr + at, mask=here, other=0.0).to(LOW)
@@ -85,32 +88,21 @@ def gdn_prepare(
         d = tl.zeros([K], tl.float32) + tl.where(goes == came, all_of, 0.0)
         tl.store(d_ptr + tile * K + c, d)
         between *= b[None, :]
-        square = tile * (C * C) + (I * C + J)
+        square = of_parts * (C * C) + (I * C + J)
         p = tl.dot(q, tl.trans(k), input_precision="ieee") * between
-        tl.store(p_ptr + square, p.to(LOW))
+        store_parts(p_ptr + square, p, tiles * (C * C), PARTS, LOW)
         N = tl.dot(k, tl.trans(k), input_precision="ieee")
-        N = tl.where(I > J, N * between, 0.0)
-        # blocks of 2 are I - N; then blocks double. Every operand is the inverse of a part of
-        # I + N, so below 1 in size; powers of N are not where keys are alike.
-        T = tl.where(I == J, 1.0, 0.0) - tl.where(I // 2 == J // 2, N, 0.0)
-        for s in tl.static_range(1, DOUBLINGS + 1):
-            step = (I // (2 << s) == J // (2 << s)) & (I // (1 << s) > J // (1 << s))
-            part = T.to(HALF)
-            M = tl.where(step, N, 0.0).to(HALF)
-            T -= tl.dot(
-                part,
-                tl.dot(M, part, input_precision="ieee").to(HALF),
-                input_precision="ieee",
-            )
+        T = inverse(tl.where(I > J, N * between, 0.0), DOUBLINGS, HALF)
         reads = (T * to_token[None, :]).to(LOW)
-        T = T.to(LOW)
-        tl.store(inverse_ptr + square, T)
+        T = store_parts(inverse_ptr + square, T, tiles * (C * C), PARTS, LOW)
         to = tile * (C * K) + (I * K + c[None, :])
         wq = wq_ptr + tile * (C * K) + to
         tl.store(wq, tl.dot(reads, k, input_precision="ieee").to(LOW))
         # negated: the scan subtracts it
         tl.store(wq + C * K, (q.to(tl.float32) * -to_token[:, None]).to(LOW))
-        tl.store(kf_ptr + to, (k.to(tl.float32) * (b * to_end)[:, None]).to(LOW))
+        kf = k.to(tl.float32) * (b * to_end)[:, None]
+        to = kf_ptr + of_parts * (C * K) + (I * K + c[None, :])
+        store_parts(to, kf, tiles * (C * K), PARTS, LOW)
         for x in tl.static_range(0, V, VBLOCK):
             at = token * V + x + (I * (H * V) + cv[None, :])
             v = tl.load(v_ptr + at, mask=here, other=0.0).to(LOW)

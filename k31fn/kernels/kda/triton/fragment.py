@@ -139,7 +139,7 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     s = x.low(size, V + K, K)
     y = x.low(size, TILE, V + K)
     scanned = (s, torch.empty_like(s), y, torch.empty_like(y))
-    given = x.given("fragment_gradients")
+    given = x.given("fragment_gradients", size)
     blocks = K // given["BLOCK"]
     parts = x.beta.new_empty((blocks, *x.beta.shape), dtype=torch.float32)
     d_k, d_v, d_g = (torch.empty_like(z) for z in (x.k, x.v, x.g))

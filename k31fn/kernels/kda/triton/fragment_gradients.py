@@ -39,6 +39,7 @@ def kda_fragment_adjoint(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     LOW: tl.constexpr,
 ):
     """Minus the gradient of the columns that leave each tile, and dV of all of them, ``nu``; last
@@ -56,8 +57,8 @@ def kda_fragment_adjoint(
     S = -tl.load(d_state_ptr + (c[None, :] * N + x[:, None]))
     base = line.to(tl.int64) * tiles
     wq_ptr += base * (2 * C * K)
-    kf_ptr += base * (C * K)
-    inverse_ptr += base * (C * C)
+    kf_ptr += base * (PARTS * C * K)
+    inverse_ptr += base * (PARTS * C * C)
     d_ptr += base * K
     ds_ptr += base * (K * N)
     nu_ptr += base * (C * N)
@@ -72,8 +73,15 @@ def kda_fragment_adjoint(
         w = tl.load(wq_ptr + (n * (2 * C) + r)[:, None] * K + c[None, :])
         low = S.to(LOW)
         tl.store(ds_ptr + n * (K * N) + (x[:, None] * K + c[None, :]), low)
-        dy = (-tl.dot(low, tl.trans(kf), input_precision="ieee")).to(LOW)
+        from_s = tl.dot(low, tl.trans(kf), input_precision="ieee")
+        if PARTS == 2:
+            kf = tl.load(kf_ptr + ((tiles + n) * C + r)[:, None] * K + c[None, :])
+            from_s = product(low, tl.trans(kf), from_s)
+        dy = (-from_s).to(LOW)
         nu = tl.dot(dy, inverse, input_precision="ieee")
+        if PARTS == 2:
+            to = inverse_ptr + ((tiles + n) * C + r)[:, None] * C + r[None, :]
+            nu = product(dy, tl.load(to), nu)
         tl.store(nu_ptr + n * (C * N) + (r[None, :] * N + x[:, None]), nu.to(LOW))
         t = n * C + r
         if column < V:
@@ -172,12 +180,15 @@ def kda_fragment_gradients(
         whole = tl.where(goes == came, -overlap * tl.exp2(total), 0.0)
         from_ends = column * b * k
         right = (k * b * down).to(LOW)
-        d_k = product(low, right, d_kd) * up
-        part = tl.dot(tl.trans(low), (k * up).to(LOW), input_precision="ieee") * down
+        up_k = (k * up).to(LOW)
+        d_k = product(low, right, d_kd)
+        part = tl.dot(tl.trans(low), up_k, input_precision="ieee")
+        pairs = d_k * up_k.to(tl.float32) - part * right.to(tl.float32)
         # in this order: Ascend's compiler finds no tiles for the other
-        d_g = sums(I <= J, (d_k - part * b) * k, none + whole[None, :], LOW)
+        d_g = sums(I <= J, pairs, none + whole[None, :], LOW)
         d_g = sums(I > J, from_ends, d_g, LOW)
-        column += part
+        d_k *= up
+        column += part * down
         d_k += column * b
         d_g = tl.where(here & (raw >= LEAST), d_g, 0.0)
         written = t0 + i < tokens

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false, reportCallIssue=false
-"""KDA from projections: the kernels of ``kda``, those that read and write tokens with norms and
-gates inside.
+"""KDA from projections: the kernels of ``kda``, those that read tokens with norms and gates inside.
 
-Between forward and backward live what ``kda`` keeps, and o, from which a norm's gradient is made:
-the next layer keeps it too. First order only.
+What the backward has at the end are the gradients of normalised q and k, of log-decays and of beta;
+the kernel of :mod:`~k31fn.kernels.kda_gates` then takes them back to the projections, in place.
+Between forward and backward lives what ``kda`` keeps. First order only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY, KdaOut
-from k31fn.kernels.kda.triton.gated_gradients import kda_gated_gradients
-from k31fn.kernels.kda.triton.launches import Factors, Inputs
+from k31fn.kernels.kda.triton.launches import Inputs
 from k31fn.kernels.kda.triton.op import kda_accepts, run_backward, run_forward
+from k31fn.kernels.kda_gates.triton import gates_gradients
 from k31fn.kernels.launch import grouped
 
 __all__ = ["kda_gated", "kda_gated_accepts"]
@@ -38,9 +37,10 @@ def kda_gated_accepts(
     eps: float,
     scale: float,
     initial_state: Tensor | tuple[()] = (),
+    keep: str = "factors",
 ) -> str:
     """Why the kernels cannot run, or nothing."""
-    del eps
+    del eps, keep
     reason = kda_accepts(q, k, v, z, beta, ids, initial_state)
     if reason:
         return reason
@@ -66,92 +66,58 @@ def kda_gated(
     eps: float,
     scale: float,
     initial_state: Tensor | tuple[()] = (),
+    keep: str = "factors",
 ) -> KdaOut:
     """The op; contract in :mod:`k31fn.kernels.kda`."""
     if isinstance(initial_state, tuple):
         shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
         initial_state = torch.zeros(shape, dtype=torch.float32, device=q.device)
     operands = (q, k, v, z, beta, ids, initial_state, A_log, dt_bias)
-    o, state = _gated(*(x[None] for x in operands), bound, eps, scale)
+    o, state = _gated(*(x[None] for x in operands), (bound, eps, scale), keep == "factors")
     return KdaOut(o.squeeze(0), state.squeeze(0))
 
 
 def _fwd(*arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-    operands = arguments[:9]
-    o, state, *rest = grouped(functools.partial(_launch_forward, arguments[9:]), *operands)
-    return (o, state), (*operands, o, *rest)
+    *operands, numbers, keep = arguments
+    o, state, *kept = grouped(functools.partial(_launch_forward, numbers, keep), *operands)
+    return (o, state), (*operands, *kept)
 
 
 def _bwd(
-    bound: float,
-    eps: float,
-    scale: float,
+    numbers: tuple[float, ...],
+    keep: bool,
     residuals: tuple[Tensor, ...],
     ct: tuple[Tensor, Tensor],
 ) -> tuple[Tensor | None, ...]:
-    launch = functools.partial(_launch_backward, (bound, eps, scale))
+    del keep
+    launch = functools.partial(_launch_backward, numbers)
     *per_token, d_state, d_rate, d_bias = grouped(launch, *residuals, *ct)
     return *per_token, None, d_state, d_rate, d_bias
 
 
-_gated = custom_vjp(_fwd, _bwd, nondiff_argnums=(9, 10, 11), opaque=True, name="kda_gated (triton)")
+_gated = custom_vjp(_fwd, _bwd, nondiff_argnums=(9, 10), opaque=True, name="kda_gated (triton)")
 
 
-def _launch_forward(numbers: tuple[float, ...], *operands: Tensor) -> tuple[Tensor, ...]:
+def _launch_forward(
+    numbers: tuple[float, ...], keep: bool, *operands: Tensor
+) -> tuple[Tensor, ...]:
     """See :func:`run_forward`."""
     x, (before,) = Inputs.fold(operands[:7], operands[7:], numbers)
-    return run_forward(x, before)
+    return run_forward(x, before, keep)
 
 
 def _launch_backward(numbers: tuple[float, ...], *operands: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, z, beta, the state before all tokens, A_log and dt_bias."""
-    A_log, dt_bias = operands[7:9]
-    x, (before, o, *others) = Inputs.fold(operands[:7] + operands[9:], (A_log, dt_bias), numbers)
-    shape = x.shape
-    given = x.given("gated_gradients")
-    blocks = shape.width // given["BLOCK"]
-    d_q, d_k, d_z, d_beta = (torch.empty_like(y) for y in (x.q, x.k, x.g, x.beta))
-    size = min(x.plan("scan").segment, shape.tiles)
-    of_each = triton.cdiv(size, given["PER"])
-    # of each program; zeros, since the last segment may have fewer
-    programs = of_each * triton.cdiv(shape.tiles, size)
-    d_rate = x.wide(programs, blocks).zero_()
-    d_bias = x.wide(programs, shape.width).zero_()
+    parameters = operands[7:9]
+    x, (before, *kept, d_o, d_after) = Inputs.fold(operands[:7] + operands[9:], parameters, numbers)
+    (d_q, d_k, d_v, d_g, d_beta), d_before = run_backward(x, before, kept, (d_o, d_after))
 
-    def of_segment(factors: Factors, scanned: tuple[Tensor, ...], first: int, tiles: int) -> None:
-        kda_gated_gradients[(shape.lines * triton.cdiv(tiles, given["PER"]) * blocks,)](
-            x.q,
-            x.k,
-            x.v,
-            x.g,
-            x.beta,
-            x.ids,
-            x.stop,
-            x.rate,
-            x.bias,
-            factors.norm,
-            o,
-            *scanned,
-            d_q,
-            d_k,
-            d_z,
-            d_beta,
-            d_rate,
-            d_bias,
-            shape.tokens,
-            first,
-            tiles,
-            first // size * of_each,
-            programs,
-            numbers[0],
-            numbers[2],
-            **given,
-        )
+    def of_groups(y: Tensor) -> Tensor:
+        return y.unflatten(0, (x.shape.groups, x.shape.rows)).flatten(1, 2)
 
-    d_v, d_before = run_backward(x, [before, *others], of_segment)
-    grads = [y.unflatten(0, (shape.groups, shape.rows)) for y in (d_q, d_k, d_v, d_z, d_beta)]
-    # of all programs and rows, in one order
-    by_row = (shape.groups, shape.rows, shape.heads)
-    d_rate = d_rate.sum((1, 2)).unflatten(0, by_row).sum(1)
-    d_bias = d_bias.sum(1).unflatten(0, by_row).sum(1)
-    return *grads, d_before, d_rate.to(A_log.dtype), d_bias.to(dt_bias.dtype)
+    inputs = (*(of_groups(y) for y in (x.q, x.k, x.g, x.beta)), *parameters)
+    cts = tuple(of_groups(y) for y in (d_q, d_k, d_g, d_beta))
+    # each in the place of what it is made from
+    d_rate, d_bias = gates_gradients(inputs, cts, cts, numbers, of_groups(x.ids))
+    grads = (y.unflatten(0, (x.shape.groups, x.shape.rows)) for y in (d_q, d_k, d_v, d_g, d_beta))
+    return *grads, d_before, d_rate, d_bias

@@ -1,5 +1,6 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 """Gradients of q, k, g and beta of a tile, from the state that comes into it, the gradient of the
 one that leaves it, Y and dV; tiles are independent.
 
@@ -13,7 +14,12 @@ G_end - G, and b = beta::
 
 So neither L nor P is made again, and nothing is divided by b. The diagonal of M stands apart:
 <q, k> is free of G. Each term of dg is added to exactly those tokens whose decay its exponent
-contains, so no two large terms cancel.
+contains, so no two large terms cancel: that of a pair (i, j) to the tokens up to i, and taken back
+from those up to j. Both times it is the product of the same rounded factors, or what is left over
+would add up in the gradients of a gate's parameters.
+
+GATED: ``q k g beta`` are projections, as in :mod:`~.prepare`, which left the factors of the norms
+in ``norm``; the gradients are those of what is made of them.
 """
 
 from __future__ import annotations
@@ -21,7 +27,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k31fn.kernels.kda.triton.shared import documents, log2_decay, product, running, sums
+from k31fn.kernels.kda.triton.shared import (
+    documents,
+    log2_decay,
+    opened,
+    product,
+    rate_of,
+    running,
+    sums,
+)
 
 __all__ = ["kda_gradients"]
 
@@ -34,6 +48,9 @@ def kda_gradients(
     beta_ptr,
     ids_ptr,
     stop_ptr,
+    rate_ptr,
+    bias_ptr,
+    norm_ptr,
     d_o_ptr,
     s_ptr,
     ds_ptr,
@@ -47,6 +64,7 @@ def kda_gradients(
     first,
     tiles,
     rows,
+    bound,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -57,6 +75,7 @@ def kda_gradients(
     LEAST: tl.constexpr,
     LOW: tl.constexpr,
     HALF: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """BLOCK features of PER tiles of one head. ``part``: of the gradient of beta, from these
     features alone.
@@ -75,6 +94,10 @@ def kda_gradients(
     c = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.arange(0, V)
     none = tl.zeros([C, BLOCK], tl.float32)
+    if GATED:
+        rate = rate_of(tl.load(rate_ptr + line))[0]
+        bias = tl.load(bias_ptr + line * K + c).to(tl.float32)
+        bound *= 1.4426950408889634
     for n in tl.range(start, tl.minimum(start + PER, tiles), num_stages=STAGES):
         t0 = (first + n) * C
         token = (row.to(tl.int64) * tokens + t0) * H + h
@@ -96,6 +119,11 @@ def kda_gradients(
         doc = tl.load(ids + t0 + i, mask=valid, other=0)
         came, goes = documents(ids, t0, stop, C)
 
+        if GATED:
+            of_norm = norm_ptr + tile * (2 * C) + I
+            q *= tl.load(of_norm)
+            k *= tl.load(of_norm + C)
+            b = tl.where(here, opened(b)[0], 0.0)
         see = (doc[:, None] == doc[None, :]) & here
         m = tl.dot(d_o, tl.trans(y), input_precision="ieee")
         low = tl.dot(nu, tl.trans(y), input_precision="ieee")
@@ -110,23 +138,35 @@ def kda_gradients(
         column = tl.where(leaves, -tl.dot(y, ds, input_precision="ieee"), 0.0)
         overlap = -tl.sum(s.to(tl.float32) * ds.to(tl.float32), 0)
 
-        g = log2_decay(raw, LEAST)
+        if GATED:
+            g = tl.where(here, opened(rate * (raw + bias[None, :]))[0] * bound, 0.0)
+        else:
+            g = log2_decay(raw, LEAST)
         G, behind, total = running(g, C, HALF)
         up = tl.exp2(G)
         down = tl.exp2(-G)
         column *= tl.exp2(behind)
         whole = tl.where(goes == came, overlap * tl.exp2(total), 0.0)
-        d_g = sums(I > J, column * b * k, none + whole[None, :], LOW)
+        # a sum of terms that nothing is taken from: rounded once
+        d_g = product((I > J).to(LOW), (column * b * k).to(LOW), none + whole[None, :])
         right = (k * b * down).to(LOW)
-        d_q = product(m, right, d_qd) * up
-        d_k = product(low, right, d_kd) * up
-        part = tl.dot(tl.trans(m), (q * up).to(LOW), input_precision="ieee")
-        part = product(tl.trans(low), (k * up).to(LOW), part) * down
-        d_g = sums(I <= J, d_q * q + (d_k - part * b) * k, d_g, LOW)
-        column += part + diagonal * q
+        up_q = (q * up).to(LOW)
+        up_k = (k * up).to(LOW)
+        d_q = product(m, right, d_qd)
+        d_k = product(low, right, d_kd)
+        part = tl.dot(tl.trans(m), up_q, input_precision="ieee")
+        part = product(tl.trans(low), up_k, part)
+        pairs = d_q * up_q.to(tl.float32) + d_k * up_k.to(tl.float32)
+        d_g = sums(I <= J, pairs - part * right.to(tl.float32), d_g, LOW)
+        d_q *= up
+        d_k *= up
+        column += part * down + diagonal * q
         d_q += diagonal * b * k
         d_k += column * b
-        d_g = tl.where(here & (raw >= LEAST), d_g, 0.0)
+        if GATED:
+            d_g = tl.where(here, d_g, 0.0)
+        else:
+            d_g = tl.where(here & (raw >= LEAST), d_g, 0.0)
         written = t0 + i < tokens
         tl.store(d_q_ptr + at, d_q.to(d_q_ptr.dtype.element_ty), mask=written[:, None])
         tl.store(d_k_ptr + at, d_k.to(d_k_ptr.dtype.element_ty), mask=written[:, None])

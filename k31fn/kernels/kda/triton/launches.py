@@ -9,6 +9,7 @@ by side (:mod:`~.scans`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +23,14 @@ from k31fn.kernels.launch import INTERPRETED
 
 __all__ = ["Factors", "Inputs", "Plan"]
 
-# tiles times heads of a segment: at widths of 128 in bfloat16 each takes 84 KB in the backward, so
-# 2 GB; half as many would be 0.9 GB less and as many launches more
-_SEGMENT = 24576
+# tiles times heads of a segment: at widths of 128 in bfloat16 each takes 68 KB in the backward, so
+# 1.3 GB, and 23 KB of factors, which are those of all segments where they are kept
+_SEGMENT = 18432
 _SHORTEST = 16  # tiles of a segment: each costs a state, and the scans some time to begin
 # programs that scan side by side. A number of the kind and not of the device at hand, so that the
-# cut, and with it each bit, follows from the shape alone. Ascend's 24 cores are full with one piece
-# a head. CUDA: 264, 2 for each core of an H200, once the pieces as they are here were on a GPU;
-# until then none
-_SCANS = {"cuda": 0, "cuda32": 0, "npu": 0, "cpu": 0}
+# cut, and with it each bit, follows from the shape alone. CUDA: 2 for each core of an H200.
+# Ascend's 24 cores are full with one piece a head
+_SCANS = {"cuda": 264, "cuda32": 264, "npu": 0, "cpu": 0}
 
 
 class Plan(NamedTuple):
@@ -77,6 +77,12 @@ class Factors(NamedTuple):
     inverse: Tensor
     d: Tensor
     norm: Tensor
+
+    @classmethod
+    def of_segment(cls, kept: Sequence[Tensor], segment: int) -> Factors:
+        """Those of a segment among those of all, one after another."""
+        count = len(cls._fields)
+        return cls(*kept[count * segment : count * (segment + 1)])
 
 
 class Inputs(NamedTuple):
@@ -132,9 +138,10 @@ class Inputs(NamedTuple):
             )
         return cls(shape, kind_of(q), *inputs[:6], stop, rate, bias, numbers), inputs[6:]
 
-    def given(self, name: str) -> dict[str, Any]:
-        """Constants and options of a launch."""
-        found = constants(self.kind, name, self.shape, self.q.dtype)
+    def given(self, name: str, tiles: int = 0) -> dict[str, Any]:
+        """Constants and options of a launch, of so many tiles where the cut depends on them."""
+        shape = self.shape._replace(tokens=tiles * TILE) if tiles else self.shape
+        found = constants(self.kind, name, shape, self.q.dtype)
         return {**found, "num_warps": TILES[self.kind].of(name).warps}
 
     def low(self, tiles: int, *size: int) -> Tensor:
@@ -157,14 +164,16 @@ class Inputs(NamedTuple):
     def factors(self, tiles: int) -> Factors:
         """Room for the factors of so many tiles."""
         C, K, V = TILE, self.shape.width, self.shape.columns
-        sizes = ((2 * C, K), (C, K), (V, C), (C, C), (C, C))
+        parts = self.given("prepare")["PARTS"]
+        sizes = ((2 * C, K), (parts * C, K), (V, C), (parts * C, C), (parts * C, C))
         low = [self.low(tiles, *size) for size in sizes]
-        d = self.wide(tiles, K)
-        return Factors(*low, d, self.wide(tiles, 2, C) if self.gated else d)
+        return Factors(*low, self.wide(tiles, K), self.wide(tiles if self.gated else 0, 2, C))
 
     def prepare(self, factors: Factors, first: int, tiles: int) -> None:
         """Launches :func:`kda_prepare` for so many tiles from the ``first``."""
-        given = self.given("gated_prepare" if self.gated else "prepare")
+        # by the room that there is: a last segment of fewer tiles is no other kernel
+        room = factors.d.shape[1]
+        given = self.given("gated_prepare" if self.gated else "prepare", room)
         kda_prepare[(self.shape.lines * triton.cdiv(tiles, given["PER"]),)](
             self.q,
             self.k,

@@ -64,7 +64,6 @@ def scan_forward(
             transitions[:, 1:], states[:, 1:], pieces - 2, steps[1], steps[0], **given
         )
     given = x.given("scan")
-    given["MARKS"] = count // pieces
     kda_scan[x.grid(given, shape.columns, pieces)](
         wq,
         kf,

@@ -10,6 +10,10 @@
 R keeps the rows of the document that the incoming state belongs to. Nothing is divided by b, so
 b = 0 is fine.
 
+PARTS 2, in bfloat16: T, P diag(b) and b K e^(G_end - G) are two numbers each, of a line first those
+of all tiles, then what their rounding left. With keys that are alike the results are small
+differences of what these three make, and would have a third of the digits of the operands.
+
 GATED: ``q k g beta`` are projections, and norms, gates and beta are made here. ``norm``: the
 factors of queries and of keys, which the gradients by blocks of features cannot make.
 """
@@ -19,7 +23,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k31fn.kernels.kda.triton.shared import documents, log2_decay, opened, product, running
+from k31fn.kernels.kda.triton.shared import (
+    documents,
+    inverse,
+    log2_decay,
+    opened,
+    product,
+    rate_of,
+    running,
+    store_parts,
+)
 
 __all__ = ["kda_prepare"]
 
@@ -71,6 +84,7 @@ def kda_prepare(
     LEAST: tl.constexpr,
     LOW: tl.constexpr,
     HALF: tl.constexpr,
+    PARTS: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """PER tiles of one head; BLOCK is K or half of it, VBLOCK divides V. ``first``: the tile that
@@ -90,7 +104,7 @@ def kda_prepare(
     cv = tl.arange(0, VBLOCK)
     none = tl.zeros([C, BLOCK], LOW)
     if GATED:
-        rate = tl.exp(tl.load(rate_ptr + line).to(tl.float32))
+        rate = rate_of(tl.load(rate_ptr + line))[0]
         bias = tl.load(bias_ptr + line * K + c).to(tl.float32)
         bias_last = tl.load(bias_ptr + line * K + K - BLOCK + c).to(tl.float32)
         bound *= 1.4426950408889634
@@ -100,6 +114,7 @@ def kda_prepare(
         here = valid[:, None]
         token = (row.to(tl.int64) * tokens + t0) * H + h
         tile = line.to(tl.int64) * tiles + n
+        of_parts = line.to(tl.int64) * (PARTS * tiles) + n
         came, goes = documents(ids, t0, stop, C)
         doc = tl.load(ids + t0 + i, mask=valid, other=0)
         enters = (doc == came) & valid
@@ -149,40 +164,28 @@ def kda_prepare(
             qd = (q * -e).to(LOW)
             low = product(kd, tl.trans(grown), low)
             p = product(qd, tl.trans(grown), p)
-            kf = (k * tl.exp2(behind) * b[:, None]).to(LOW)
+            kf = tl.where(leaves[:, None], k * tl.exp2(behind) * b[:, None], 0.0)
             if x == 0:
                 decayed = kd
             else:
                 decayed_last = kd
-            # other documents' rows are zeroed by a second store: cheaper than selecting 16-bit
-            # numbers, and a branch would move the loads behind it
             to = tile * (C * K) + x + (I * K + c[None, :])
             query = wq_ptr + tile * (C * K) + C * K + to
+            # other documents' rows are zeroed by a second store: cheaper than selecting 16-bit
+            # numbers, and a branch would move the loads behind it
             tl.store(query, qd, mask=enters[:, None])
             tl.store(query, none, mask=~enters[:, None])
-            tl.store(kf_ptr + to, kf, mask=leaves[:, None])
-            tl.store(kf_ptr + to, none, mask=~leaves[:, None])
+            to = kf_ptr + of_parts * (C * K) + x + (I * K + c[None, :])
+            store_parts(to, kf, tiles * (C * K), PARTS, LOW)
         bj = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)[None, :]
         if GATED:
             bj = tl.where(valid[None, :], opened(bj)[0], 0.0)
-        square = tile * (C * C) + (I * C + J)
-        tl.store(p_ptr + square, tl.where(see, -p * bj, 0.0).to(LOW))
-        # blocks of 2 are I - N; then blocks double. Every operand is the inverse of a part of
-        # I + N, so below 1 in size; powers of N are not where keys are alike.
+        square = of_parts * (C * C) + (I * C + J)
+        store_parts(p_ptr + square, tl.where(see, -p * bj, 0.0), tiles * (C * C), PARTS, LOW)
         N = tl.where(see & (I > J), low * bj, 0.0)
-        T = tl.where(I == J, 1.0, 0.0) - tl.where(I // 2 == J // 2, N, 0.0)
-        for s in tl.static_range(1, 4):
-            step = (I // (2 << s) == J // (2 << s)) & (I // (1 << s) > J // (1 << s))
-            part = T.to(HALF)
-            M = tl.where(step, N, 0.0).to(HALF)
-            T -= tl.dot(
-                part,
-                tl.dot(M, part, input_precision="ieee").to(HALF),
-                input_precision="ieee",
-            )
+        T = inverse(N, 3, HALF)
         Tr = tl.where(enters[None, :], T, 0.0).to(LOW)
-        T = T.to(LOW)
-        tl.store(inverse_ptr + square, T)
+        T = store_parts(inverse_ptr + square, T, tiles * (C * C), PARTS, LOW)
         for x in tl.static_range(0, K, BLOCK):
             if x == 0:
                 w = tl.dot(Tr, decayed, input_precision="ieee")

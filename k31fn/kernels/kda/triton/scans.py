@@ -47,13 +47,12 @@ def kda_scan(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     STACKED: tl.constexpr,
-    MARKS: tl.constexpr,
+    PARTS: tl.constexpr,
     LOW: tl.constexpr,
 ):
     """Outputs of a segment of tiles. ``state`` has the state before each piece, and gets the one
-    after the last, as ``after [K V]`` does; with one piece the one after each ``every`` tiles,
-    MARKS times. ``line_step``: its elements from one head to the next. STACKED: W S and Q~ S are
-    one product, which on CUDA saves a wait.
+    after the last, as ``after [K V]`` does. ``line_step``: its elements from one head to the next.
+    STACKED: W S and Q~ S are one product, which on CUDA saves a wait.
     """
     piece = tl.program_id(0) // (V // BLOCK) % pieces
     line = tl.program_id(0) // (V // BLOCK) // pieces
@@ -68,41 +67,44 @@ def kda_scan(
     S = tl.load(state_ptr + state)
     base = line.to(tl.int64) * tiles
     wq_ptr += base * (2 * C * K)
-    kf_ptr += base * (C * K)
+    kf_ptr += base * (PARTS * C * K)
     u_ptr += base * (C * V)
-    p_ptr += base * (C * C)
+    p_ptr += base * (PARTS * C * C)
     d_ptr += base * K
     o_ptr += (row.to(tl.int64) * tokens * H + h) * V
-    for mark in tl.static_range(MARKS):
-        start = (piece + mark) * every
-        for n in tl.range(start, tl.minimum(start + every, tiles), num_stages=STAGES):
-            u = tl.load(u_ptr + n * (C * V) + x[:, None] * C + r[None, :])
-            kf = tl.load(kf_ptr + (n * C + r)[:, None] * K + c[None, :])
-            p = tl.load(p_ptr + (n * C + r)[:, None] * C + r[None, :])
-            d = tl.load(d_ptr + n * K + c)
-            low = S.to(LOW)
-            if STACKED:
-                # taking the product apart moves nothing between threads
-                wq = tl.load(wq_ptr + (n * (2 * C) + r2)[:, None] * K + c[None, :])
-                both = tl.dot(low, tl.trans(wq), input_precision="ieee")
-                wS, qS = tl.split(tl.permute(tl.reshape(both, [BLOCK, 2, C]), (0, 2, 1)))
-            else:
-                w = tl.load(wq_ptr + (n * (2 * C) + r)[:, None] * K + c[None, :])
-                q = tl.load(wq_ptr + (n * (2 * C) + C + r)[:, None] * K + c[None, :])
-                wS = tl.dot(low, tl.trans(w), input_precision="ieee")
-                qS = tl.dot(low, tl.trans(q), input_precision="ieee")
-            y = (u.to(tl.float32) - wS).to(LOW)
-            S = product(y, kf, S * d[None, :])
-            o = tl.dot(y, tl.trans(p), input_precision="ieee") - qS
-            t = (first + n) * C + r
-            # int64: a row of tokens may have more than 2^31 elements
-            to = t.to(tl.int64)[None, :] * (H * V) + x[:, None]
-            tl.store(o_ptr + to, o.to(o_ptr.dtype.element_ty), mask=(t < tokens)[None, :])
-        state_ptr += K * V
-        # the others end where the next piece began, in a state that the relay made
-        if piece == pieces - 1:
-            tl.store(state_ptr + state, S)
+    start = piece * every
+    for n in tl.range(start, tl.minimum(start + every, tiles), num_stages=STAGES):
+        u = tl.load(u_ptr + n * (C * V) + x[:, None] * C + r[None, :])
+        kf = tl.load(kf_ptr + (n * C + r)[:, None] * K + c[None, :])
+        p = tl.load(p_ptr + (n * C + r)[:, None] * C + r[None, :])
+        d = tl.load(d_ptr + n * K + c)
+        low = S.to(LOW)
+        if STACKED:
+            # taking the product apart moves nothing between threads
+            wq = tl.load(wq_ptr + (n * (2 * C) + r2)[:, None] * K + c[None, :])
+            both = tl.dot(low, tl.trans(wq), input_precision="ieee")
+            wS, qS = tl.split(tl.permute(tl.reshape(both, [BLOCK, 2, C]), (0, 2, 1)))
+        else:
+            w = tl.load(wq_ptr + (n * (2 * C) + r)[:, None] * K + c[None, :])
+            q = tl.load(wq_ptr + (n * (2 * C) + C + r)[:, None] * K + c[None, :])
+            wS = tl.dot(low, tl.trans(w), input_precision="ieee")
+            qS = tl.dot(low, tl.trans(q), input_precision="ieee")
+        y = (u.to(tl.float32) - wS).to(LOW)
+        S = product(y, kf, S * d[None, :])
+        o = tl.dot(y, tl.trans(p), input_precision="ieee")
+        if PARTS == 2:
+            kf = tl.load(kf_ptr + ((tiles + n) * C + r)[:, None] * K + c[None, :])
+            p = tl.load(p_ptr + ((tiles + n) * C + r)[:, None] * C + r[None, :])
+            S = product(y, kf, S)
+            o = product(y, tl.trans(p), o)
+        o -= qS
+        t = (first + n) * C + r
+        # int64: a row of tokens may have more than 2^31 elements
+        to = t.to(tl.int64)[None, :] * (H * V) + x[:, None]
+        tl.store(o_ptr + to, o.to(o_ptr.dtype.element_ty), mask=(t < tokens)[None, :])
+    # the others end where the next piece began, in a state that the relay made
     if piece == pieces - 1:
+        tl.store(state_ptr + K * V + state, S)
         tl.store(after_ptr + line.to(tl.int64) * (K * V) + state, S)
 
 
@@ -160,7 +162,7 @@ def kda_states(
         S = tl.load(state_ptr + state)
     base = line.to(tl.int64) * tiles
     wq_ptr += base * (2 * C * K)
-    kf_ptr += base * (C * K)
+    kf_ptr += base * (PARTS * C * K)
     u_ptr += base * (C * V)
     d_ptr += base * K
     s_ptr += base * (K * N)
@@ -185,7 +187,11 @@ def kda_states(
         y = u.to(tl.float32) - tl.dot(low, tl.trans(w), input_precision="ieee")
         if not FRESH:
             tl.store(y_ptr + n * (C * N) + (r[None, :] * N + x[:, None]), y.to(LOW))
-        S = product(y.to(LOW), kf, S * d[None, :])
+        y = y.to(LOW)
+        S = product(y, kf, S * d[None, :])
+        if PARTS == 2:
+            kf = tl.load(kf_ptr + ((tiles + n) * C + r)[:, None] * K + c[None, :])
+            S = product(y, kf, S)
     if FRESH:
         if column < V:
             if not INNER or piece < pieces - 1:
@@ -224,6 +230,7 @@ def kda_adjoint(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     FRESH: tl.constexpr,
+    PARTS: tl.constexpr,
     LOW: tl.constexpr,
 ):
     """Minus the gradient of the state that leaves each tile of a segment, and that of v; last tile
@@ -253,9 +260,9 @@ def kda_adjoint(
         S = -tl.load(d_state_ptr + state)
     base = line.to(tl.int64) * tiles
     wq_ptr += base * (2 * C * K)
-    kf_ptr += base * (C * K)
-    p_ptr += base * (C * C)
-    inverse_ptr += base * (C * C)
+    kf_ptr += base * (PARTS * C * K)
+    p_ptr += base * (PARTS * C * C)
+    inverse_ptr += base * (PARTS * C * C)
     d_ptr += base * K
     ds_ptr += base * (K * V)
     rows = ((row.to(tl.int64) * tokens + first * C) * H + h) * V
@@ -280,11 +287,17 @@ def kda_adjoint(
         if not FRESH:
             tl.store(ds_ptr + n * (K * V) + (x[:, None] * K + c[None, :]), low)
         from_o = tl.dot(tl.trans(d_o), p, input_precision="ieee")
-        dy = from_o - tl.dot(low, tl.trans(kf), input_precision="ieee")
-        dy = dy.to(LOW)
+        from_s = tl.dot(low, tl.trans(kf), input_precision="ieee")
+        if PARTS == 2:
+            kf = tl.load(kf_ptr + ((tiles + n) * C + r)[:, None] * K + c[None, :])
+            from_s = product(low, tl.trans(kf), from_s)
+        dy = (from_o - from_s).to(LOW)
         if not FRESH:
             inverse = tl.load(inverse_ptr + (n * C + r)[:, None] * C + r[None, :])
             nu = tl.dot(dy, inverse, input_precision="ieee")
+            if PARTS == 2:
+                to = inverse_ptr + ((tiles + n) * C + r)[:, None] * C + r[None, :]
+                nu = product(dy, tl.load(to), nu)
             tl.store(
                 d_v_ptr + t[None, :] * (H * V) + x[:, None],
                 nu.to(d_v_ptr.dtype.element_ty),

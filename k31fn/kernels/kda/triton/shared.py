@@ -9,7 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["documents", "log2_decay", "opened", "product", "running", "sums"]
+from k31fn.kernels.kda_gates.reference import MOST_A_LOG
+
+__all__ = [
+    "documents",
+    "inverse",
+    "log2_decay",
+    "opened",
+    "product",
+    "rate_of",
+    "running",
+    "store_parts",
+    "sums",
+]
+
+
+_MOST_A_LOG = tl.constexpr(MOST_A_LOG)
 
 
 @triton.jit
@@ -22,16 +37,48 @@ def product(a, b, acc):
 def sums(mask, x, acc, HALF: tl.constexpr):
     """``acc + mask x`` for a 0/1 mask: a product, since not all backends have a cumulative sum.
 
-    x is taken as two float16 numbers, 22 bits; where HALF is bfloat16 as one, which is enough for
-    gradients, that are products of such; where it is float32 as it is.
+    x is taken as two numbers of HALF: 22 bits of float16, 16 of bfloat16, which holds gradients of
+    any size; where HALF is float32 as it is.
     """
     ones = mask.to(HALF)
     high = x.to(HALF)
     acc = tl.dot(ones, high, acc, input_precision="ieee")
-    if tl.float16 == HALF:
+    if tl.float32 != HALF:
         low = (x - high.to(tl.float32)).to(HALF)
         acc = tl.dot(ones, low, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def store_parts(to, x, step, PARTS: tl.constexpr, LOW: tl.constexpr):
+    """``x`` in LOW, which is stored; PARTS 2: and what rounding left, ``step`` elements behind."""
+    high = x.to(LOW)
+    tl.store(to, high)
+    if PARTS == 2:
+        tl.store(to + step, (x - high.to(tl.float32)).to(LOW))
+    return high
+
+
+@triton.jit
+def inverse(N, DOUBLINGS: tl.constexpr, HALF: tl.constexpr):
+    """``(I + N)^-1`` of a strictly lower matrix with 2^(DOUBLINGS + 1) rows.
+
+    Blocks of 2 are I - N; then blocks double. Every operand is the inverse of a part of I + N, so
+    below 1 in size; powers of N are not where keys are alike.
+    """
+    I = tl.arange(0, N.shape[0])[:, None]
+    J = tl.arange(0, N.shape[0])[None, :]
+    T = tl.where(I == J, 1.0, 0.0) - tl.where(I // 2 == J // 2, N, 0.0)
+    for s in tl.static_range(1, DOUBLINGS + 1):
+        step = (I // (2 << s) == J // (2 << s)) & (I // (1 << s) > J // (1 << s))
+        part = T.to(HALF)
+        M = tl.where(step, N, 0.0).to(HALF)
+        T -= tl.dot(
+            part,
+            tl.dot(M, part, input_precision="ieee").to(HALF),
+            input_precision="ieee",
+        )
+    return T
 
 
 @triton.jit
@@ -47,6 +94,14 @@ def opened(x):
     e = tl.exp2(tl.where(x > 126.0, 126.0, x))
     s = 1.0 / (1.0 + e)
     return s, e * s
+
+
+@triton.jit
+def rate_of(A_log):
+    """``exp(A_log)``, of at most ``MOST_A_LOG``, and whether it is above; a NaN stays one."""
+    A_log = A_log.to(tl.float32)
+    above = A_log > _MOST_A_LOG
+    return tl.exp(tl.where(above, _MOST_A_LOG, A_log)), above
 
 
 @triton.jit

@@ -18,7 +18,6 @@ from k31fn.kernels.kda.triton.fragment_gradients import (
     kda_fragment_adjoint,
     kda_fragment_gradients,
 )
-from k31fn.kernels.kda.triton.gated_gradients import kda_gated_gradients
 from k31fn.kernels.kda.triton.gradients import kda_gradients
 from k31fn.kernels.kda.triton.prepare import kda_prepare
 from k31fn.kernels.kda.triton.relay import kda_relay
@@ -31,8 +30,7 @@ __all__ = ["TILES", "Shape", "builds", "constants", "kind_of"]
 class _Tiles(NamedTuple):
     """One per kernel, called after it. ``columns``: of V (of K in ``gradients``, of both in
     ``prepare``) that a program or a step has; ``rows``: the most tiles of tokens that a program
-    has, in ``scan`` segments of the backward, whose states the forward does not hold.
-    ``per_core``: programs that a core has at once.
+    has. ``per_core``: programs that a core has at once.
     """
 
     prepare: Tile
@@ -40,7 +38,6 @@ class _Tiles(NamedTuple):
     states: Tile
     adjoint: Tile
     gradients: Tile
-    gated_gradients: Tile
     relay: Tile
     fragment_gradients: Tile
 
@@ -52,6 +49,7 @@ class _Tiles(NamedTuple):
 # kernels that are another form of one, or of a size with one
 _FORM_OF = {
     "gated_prepare": "prepare",
+    "gated_gradients": "gradients",
     "pieces": "states",
     "pieces_back": "adjoint",
     "relay_back": "relay",
@@ -69,11 +67,10 @@ _FORM_OF = {
 TILES = {
     "cuda": _Tiles(
         prepare=Tile(warps=2, per_core=4, rows=16, columns=64, stages=3),
-        scan=Tile(warps=4, rows=2, columns=64, stages=5),
+        scan=Tile(warps=4, columns=64, stages=5),
         states=Tile(warps=4, columns=64, stages=4),
         adjoint=Tile(warps=4, columns=64, stages=4),
         gradients=Tile(warps=1, per_core=8, rows=8, columns=32, stages=2),
-        gated_gradients=Tile(warps=1, per_core=8, rows=8, columns=32, stages=3),
         relay=Tile(warps=4, columns=64, stages=2),
         fragment_gradients=Tile(warps=1, per_core=8, rows=8, columns=32, stages=2),
     ),
@@ -83,7 +80,6 @@ TILES = {
         states=Tile(warps=4, columns=32, stages=1),
         adjoint=Tile(warps=4, columns=32, stages=1),
         gradients=Tile(warps=4, columns=32, stages=1),
-        gated_gradients=Tile(warps=4, columns=32, stages=1),
         relay=Tile(warps=8, columns=32, stages=1),
         fragment_gradients=Tile(warps=4, columns=32, stages=1),
     ),
@@ -93,11 +89,10 @@ TILES = {
         states=Tile(columns=16, stages=1),
         adjoint=Tile(columns=16, stages=1),
         gradients=Tile(rows=4, columns=32, stages=1),
-        gated_gradients=Tile(rows=4, columns=32, stages=1),
         relay=Tile(columns=8, stages=1),
         fragment_gradients=Tile(rows=4, columns=32, stages=1),
     ),
-    "cpu": _Tiles(*(Tile(rows=2, columns=16, stages=1),) * 8),
+    "cpu": _Tiles(*(Tile(rows=2, columns=16, stages=1),) * 7),
 }
 
 
@@ -130,25 +125,26 @@ def kind_of(q: Tensor) -> str:
 
 # kernels and their constants
 _STATES = "K V N WIDE C BLOCK STAGES FRESH INNER PARTS LOW"
-_ADJOINT = "H K V C BLOCK STAGES FRESH LOW"
+_ADJOINT = "H K V C BLOCK STAGES FRESH PARTS LOW"
 _RELAY = "K WIDE ADDED BLOCK STAGES BACK PARTS LOW"
-_PREPARE = "H K V C BLOCK VBLOCK PER STAGES LEAST LOW HALF GATED"
+_PREPARE = "H K V C BLOCK VBLOCK PER STAGES LEAST LOW HALF PARTS GATED"
+_GRADIENTS = "H K V C BLOCK PER STAGES LEAST LOW HALF GATED"
 _KERNELS = {
     "prepare": (kda_prepare, _PREPARE),
     "gated_prepare": (kda_prepare, _PREPARE),
-    "scan": (kda_scan, "H K V C BLOCK STAGES STACKED MARKS LOW"),
+    "scan": (kda_scan, "H K V C BLOCK STAGES STACKED PARTS LOW"),
     "pieces": (kda_states, _STATES),
     "relay": (kda_relay, _RELAY),
     "states": (kda_states, _STATES),
     "adjoint": (kda_adjoint, _ADJOINT),
     "pieces_back": (kda_adjoint, _ADJOINT),
     "relay_back": (kda_relay, _RELAY),
-    "gradients": (kda_gradients, "H K V C BLOCK PER STAGES LEAST LOW HALF"),
-    "gated_gradients": (kda_gated_gradients, "H K V C BLOCK STEP PER STAGES LOW HALF"),
+    "gradients": (kda_gradients, _GRADIENTS),
+    "gated_gradients": (kda_gradients, _GRADIENTS),
     "fragment": (kda_states, _STATES),
     "fragment_relay": (kda_relay, _RELAY),
     "fragment_states": (kda_states, _STATES),
-    "fragment_adjoint": (kda_fragment_adjoint, "H K V N C BLOCK STAGES LOW"),
+    "fragment_adjoint": (kda_fragment_adjoint, "H K V N C BLOCK STAGES PARTS LOW"),
     "fragment_relay_back": (kda_relay, _RELAY),
     "fragment_gradients": (
         kda_fragment_gradients,
@@ -205,11 +201,10 @@ def constants(kind: str, name: str, shape: Shape, dtype: torch.dtype) -> dict[st
         "C": TILE,
         "BLOCK": block,
         "VBLOCK": min(tile.columns, columns),
-        "STEP": min(columns, 32) if gated else min(columns, width),
+        "STEP": min(columns, width),
         "PER": _per(kind, shape, tile, width // block if name.endswith("gradients") else 1),
         "STAGES": tile.stages,
         "STACKED": kind.startswith("cuda"),
-        "MARKS": tile.rows,
         "LEAST": MIN_LOG_DECAY,
         "PARTS": 2 if matrix_units else 1,
         "GATED": gated,
