@@ -260,3 +260,15 @@ def test_a_fragment_equals_the_recurrence():
     assert not made[3].any()
     final = gdn(k, *xs, ids, state).state
     torch.testing.assert_close(transition @ state + made, final, rtol=0, atol=1e-12)
+
+
+def test_no_tokens_change_no_state():
+    k = torch.randn(2, 0, 1, 4).double()
+    beta, ids = k[..., 0], torch.zeros(2, 0, dtype=torch.int64)
+    state = torch.randn(2, 1, 4, 4).double()
+    out = gdn(k, k, k, beta, beta, ids, state)
+    assert out.o.shape == k.shape
+    assert torch.equal(out.state, state)
+    found = gdn_fragment(k, k, beta, beta, ids)
+    assert not found.state.any()
+    assert torch.equal(found.transition, torch.eye(4).double().expand(2, 1, 4, 4))

@@ -160,3 +160,16 @@ def test_without_the_document_mask_it_is_wrong(monkeypatch):
     )
     for wrong, expected in zip(kda_fragment(*xs, ids), right, strict=True):
         assert (wrong - expected).abs().max() > 1e-2
+
+
+def test_no_tokens_change_no_state():
+    k, g = torch.randn(2, 2, 0, H, K).double()
+    v, beta, ids = g[..., :V], g[..., 0], torch.zeros(2, 0, dtype=torch.int64)
+    state = torch.randn(2, H, K, v.shape[-1]).double().requires_grad_()
+    out = kda(k, k, v, g, beta, ids, state)
+    assert out.o.shape == v.shape
+    assert torch.equal(out.state, state)
+    assert torch.equal(torch.autograd.grad(out.state.sum(), state)[0], torch.ones_like(state))
+    found = kda_fragment(k, v, g, beta, ids)
+    assert not found.state.any()
+    assert torch.equal(found.transition, torch.eye(K).double().expand(2, H, K, K))

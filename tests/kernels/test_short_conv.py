@@ -131,3 +131,12 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once():
     y = short_conv(low, weight, ids, before)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, short_conv(low.float(), weight, ids, before.float()).bfloat16())
+
+
+def test_no_tokens_at_all():
+    weight = torch.randn(3, 4, requires_grad=True)
+    ids = torch.zeros(2, 0, dtype=torch.int64)
+    for history in ((), (torch.randn(2, 3, 3),)):
+        y = short_convs((torch.zeros(2, 0, 3),), (weight,), ids, history)[0]
+        assert y.shape == (2, 0, 3)
+        assert not torch.autograd.grad(y.sum(), weight)[0].any()

@@ -80,7 +80,7 @@ def gdn_fragment(
 def _slabs(
     ids: Int[Tensor, "B T"], inputs: tuple[Tensor, ...]
 ) -> Iterator[tuple[Masks, tuple[Tensor, ...]]]:
-    tile = min(_TILE, ids.shape[1])
+    tile = max(1, min(_TILE, ids.shape[1]))
     masks = make_masks(ids, tile, island(inputs[0].dtype))
     tokens = zip(*(x.split(_SLAB * tile, dim=1) for x in inputs), strict=True)
     for mask, xs in zip(zip(*(m.split(_SLAB) for m in masks), strict=True), tokens, strict=True):

@@ -106,7 +106,8 @@ def make_masks(ids: Int[Tensor, "B T"], tile: int, dtype: torch.dtype) -> Masks:
     """Masks of every tile; padding, that of the grid included, counts to the document before it but
     is not valid.
     """
-    ids = torch.nn.functional.pad(ids, (0, -ids.shape[1] % tile))
+    # no tokens at all are one tile of padding
+    ids = torch.nn.functional.pad(ids, (0, -ids.shape[1] % tile if ids.shape[1] else tile))
     # padding counts to the document before it, so that the state goes on to the end of the row
     document = _as_tiles(ids.cummax(dim=1).values, tile)
     valid = _as_tiles(ids != 0, tile)

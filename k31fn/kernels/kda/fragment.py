@@ -42,7 +42,7 @@ def kda_fragment(
 ) -> KdaFragment:
     """The chunked form; contract in :mod:`k31fn.kernels.kda`."""
     batch, length, heads, width = k.shape
-    tile = min(TILE, length)
+    tile = max(1, min(TILE, length))
     masks = make_masks(ids, tile, island(v.dtype))
     identity = torch.eye(width, dtype=island(v.dtype), device=v.device)
     # [0 | I]: the columns of v, then those that end in the transition

@@ -54,7 +54,7 @@ def kda(
     """The chunked form; contract in :mod:`k31fn.kernels.kda`."""
     del keep
     batch, length, heads, width = k.shape
-    tile = min(TILE, length)
+    tile = max(1, min(TILE, length))
     masks = make_masks(ids, tile, island(v.dtype))
     if isinstance(initial_state, tuple):
         state = torch.zeros(

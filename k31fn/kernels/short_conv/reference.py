@@ -52,6 +52,8 @@ def _visible(ids: Int[Tensor, "B T"], width: int, dtype: torch.dtype) -> Float[T
     """Which tokens the taps may see. [t, j] is 1 where token t - (W-1-j), which tap j meets, is in
     the document of t; else, and for padding, 0.
     """
+    if not ids.shape[1]:  # no first token, whose document the history is of
+        return ids.new_zeros((*ids.shape, width), dtype=dtype)
     # what lies before the row counts as the first document, which history is of; zeros otherwise
     extended = torch.cat([ids[:, :1].expand(-1, width - 1), ids], dim=1)
     return ((extended.unfold(1, width, 1) == ids[..., None]) & (ids > 0)[..., None]).to(dtype)
