@@ -2,6 +2,9 @@
 """``make ascend-check``: every Triton kernel compiled for Ascend up to machine code, and its IR run
 on the CPU.
 
+By default each kernel in the first of its listed shapes, for one target, which take turns; ``make
+ascend-check ARGS=--all`` has all shapes for all targets.
+
 Proves every step before machine code and the numbers of the front half. It does not prove a run on
 an NPU, nor its speed. Fails when a kernel fails, when one is skipped, when none ran, when a kernel
 that cannot fit UB compiles, and when an adapter calls an operator that torch_npu does not have.
@@ -36,13 +39,21 @@ from tools.ascend.operators import WHEELS, unconfirmed, wanted
 from tools.ascend.run import OnCpu, load_shim
 from tools.kernel_builds import builds, modules
 
-__all__ = ["compile_all", "main", "operators", "run_all", "too_large"]
+__all__ = ["compile_all", "main", "one_of_each", "operators", "run_all", "too_large"]
 
 _FRONTEND = threading.Lock()
 
 
-def compile_all(kernels: list[Build], targets: tuple[str, ...]) -> int:
-    """Compiles each for each target, a process per core, prints a line each, and returns how many
+def one_of_each(kernels: list[Build], targets: tuple[str, ...]) -> list[tuple[Build, str]]:
+    """The first listed form of each kernel, for one of the targets in turn."""
+    first: dict[str, Build] = {}
+    for build in kernels:
+        first.setdefault(build.kernel.__name__, build)
+    return [(build, targets[i % len(targets)]) for i, build in enumerate(first.values())]
+
+
+def compile_all(pairs: list[tuple[Build, str]]) -> int:
+    """Compiles each for its target, a process per core, prints a line each, and returns how many
     failed.
     """
 
@@ -58,7 +69,6 @@ def compile_all(kernels: list[Build], targets: tuple[str, ...]) -> int:
             return False, f"FAILED: {e}, {time.perf_counter() - started:.1f} s"
         return True, f"{told}, {time.perf_counter() - started:.1f} s"
 
-    pairs = [(build, target) for build in kernels for target in targets]
     failed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = pool.map(lambda pair: compiled(*pair), pairs)
@@ -207,6 +217,7 @@ def main() -> int:
     """Returns 0 if all is well."""
     parser = argparse.ArgumentParser(prog="python -m tools.ascend.check", description=__doc__)
     parser.add_argument("--target", action="append", help=f"default: {', '.join(TARGETS)}")
+    parser.add_argument("--all", action="store_true", help="all shapes for all targets")
     parser.add_argument("--only", default="", help="kernels and ops whose name contains this")
     args = parser.parse_args()
     kernels = [b for b in builds("npu") if args.only in b.name]
@@ -215,7 +226,12 @@ def main() -> int:
     if missing:
         print(f"no case in tools/ascend/cases.py for {sorted(missing)}")
         return 1
-    failed = compile_all(kernels, tuple(args.target or TARGETS))
+    targets = tuple(args.target or TARGETS)
+    if args.all:
+        pairs = [(build, target) for build in kernels for target in targets]
+    else:
+        pairs = one_of_each(kernels, targets)
+    failed = compile_all(pairs)
     if not args.only:
         failed += too_large(kernels, TARGETS[-1]) + operators(
             sorted(WHEELS.glob("torch_npu-*.whl"))
@@ -223,7 +239,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         load_shim(Path(folder))
         failed += run_all(found)
-    print(f"{len(kernels)} kernels compiled, {len(found)} ops run, {failed} failures")
+    forms = f"{len(pairs)} of {len(kernels) * len(targets)} forms compiled"
+    print(f"{forms}, {len(found)} ops run, {failed} failures")
     return 1 if failed or not kernels or not found else 0
 
 
