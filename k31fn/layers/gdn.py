@@ -35,7 +35,7 @@ from k31fn.kernels.gdn import gdn, gdn_fragment
 from k31fn.kernels.short_conv import short_conv
 from k31fn.layers import short_conv as conv
 from k31fn.layers.kind import Flops, Halo, Output, TokenMixer
-from k31fn.layers.linear import linear, split_heads
+from k31fn.layers.linear import linear, linears, split_heads
 from k31fn.parallel.collectives import all_gather, axis_size, psum_scatter, pvary
 from k31fn.parallel.context import relay, whole_slice
 from k31fn.parallel.sharding import UNSHARDED, Sharding
@@ -245,7 +245,9 @@ def _mix(
     the convolutions, and S after the last token.
     """
     heads = cfg.num_heads // axis_size(sh.heads)
-    projected = tuple(linear(x, w) for w in (params.w_q, params.w_k, params.w_v))
+    weights = (params.w_q, params.w_k, params.w_v, params.w_a, params.w_b)
+    of_q, of_k, of_v, of_step, of_beta = linears(x, weights)
+    projected = (of_q, of_k, of_v)
     if isinstance(state, State):
         before = (state.conv_q, state.conv_k, state.conv_v)
     else:
@@ -257,9 +259,9 @@ def _mix(
     q, k, v = (split_heads(y, heads, width, "gdn w_q, w_k, w_v") for y, width in pairs)
     q = _l2_norm(q, cfg.l2_eps, cfg.head_dim**-0.5)
     k = _l2_norm(k, cfg.l2_eps, 1.0)
-    step = F.softplus(upcast(linear(x, params.w_a)) + upcast(params.dt_bias))
+    step = F.softplus(upcast(of_step) + upcast(params.dt_bias))
     g = -upcast(params.A_log).exp() * step
-    beta = torch.sigmoid(upcast(linear(x, params.w_b)))
+    beta = torch.sigmoid(upcast(of_beta))
     s = state.s if isinstance(state, State) else _state_before(k, v, g, beta, segments, sh)
     o, s = gdn(q, k, v, g, beta, segments.ids, s)
     gate = split_heads(linear(x, params.w_g), heads, cfg.columns, "gdn w_g")

@@ -132,7 +132,7 @@ def test_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tokens", [16, 64])
 def test_other_tiles(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other devices."""
-    kind = op._kind(torch.empty(0, device=DEVICE))
+    kind = op.kind_of(torch.empty(0, device=DEVICE))
     monkeypatch.setitem(op._TILES, kind, op._TILES[kind]._replace(tokens=tokens))
     check(inputs([[60, 7]], 70), FLOAT32)
 

@@ -29,6 +29,7 @@ from k31fn.kernels.gdn.triton.gradients import gdn_gradients
 from k31fn.kernels.gdn.triton.prepare import gdn_prepare
 from k31fn.kernels.kda.recurrence import KdaOut
 from k31fn.kernels.kda.triton.scans import kda_adjoint, kda_scan, kda_states
+from k31fn.kernels.kda.triton.tiles import Shape, kind_of
 from k31fn.kernels.launch import INTERPRETED, Build, Tile, grouped
 
 __all__ = ["accepts", "builds", "gdn"]
@@ -145,22 +146,7 @@ def _bwd(residuals: tuple[Tensor, ...], ct: tuple[Tensor, Tensor]) -> tuple[Tens
 _gdn = custom_vjp(_fwd, _bwd, opaque=True, name="gdn (triton)")
 
 
-class _Shape(NamedTuple):
-    """Sizes of a launch. A line is a head of a row of a group."""
-
-    groups: int
-    rows: int
-    tokens: int
-    heads: int
-    width: int
-    columns: int
-
-    @property
-    def lines(self) -> int:
-        return self.groups * self.rows * self.heads
-
-
-def _folded(operands: tuple[Tensor, ...]) -> tuple[_Shape, list[Tensor]]:
+def _folded(operands: tuple[Tensor, ...]) -> tuple[Shape, list[Tensor]]:
     """Sizes, and the operands with groups and rows as one dimension.
 
     What samples share under vmap is copied for each.
@@ -169,7 +155,7 @@ def _folded(operands: tuple[Tensor, ...]) -> tuple[_Shape, list[Tensor]]:
     if groups > 1:
         operands = tuple(x.expand(groups, *x.shape[1:]) for x in operands)
     q, v = operands[0], operands[2]
-    return _Shape(groups, *q.shape[1:], v.shape[-1]), [
+    return Shape(groups, *q.shape[1:], v.shape[-1]), [
         x.flatten(0, 1).contiguous() for x in operands
     ]
 
@@ -179,7 +165,7 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
     before its padding.
     """
     shape, (q, k, v, g, beta, ids, before) = _folded(operands)
-    kind = _kind(q)
+    kind = kind_of(q)
     stop = (ids > 0).sum(-1, dtype=torch.int32)
     tiles = triton.cdiv(shape.tokens, _TILES[kind].tokens)
     longest = max(_SHORTEST, _SEGMENT // shape.lines) // _TILES[kind].tokens
@@ -220,7 +206,7 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
 def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g, beta and the state before all tokens."""
     shape, (q, k, v, g, beta, ids, before, states, stop, d_o, d_after) = _folded(operands)
-    kind = _kind(q)
+    kind = kind_of(q)
     count = states.shape[2]
     states = states.flatten(0, 1)
     all_tiles = triton.cdiv(shape.tokens, _TILES[kind].tokens)
@@ -302,7 +288,7 @@ class _Factors(NamedTuple):
     d: Tensor
 
 
-def _factors(q: Tensor, shape: _Shape, kind: str, tiles: int) -> _Factors:
+def _factors(q: Tensor, shape: Shape, kind: str, tiles: int) -> _Factors:
     C, K, V = _TILES[kind].tokens, shape.width, shape.columns
     parts = _constants(kind, "prepare", shape, q.dtype)["PARTS"]
     sizes = ((2 * C, K), (parts * C, K), (V, C), (parts * C, C), (parts * C, C))
@@ -310,7 +296,7 @@ def _factors(q: Tensor, shape: _Shape, kind: str, tiles: int) -> _Factors:
     return _Factors(*(_low(q, shape, tiles, *size) for size in sizes), d)
 
 
-def _low(q: Tensor, shape: _Shape, tiles: int, *size: int) -> Tensor:
+def _low(q: Tensor, shape: Shape, tiles: int, *size: int) -> Tensor:
     """A matrix for each tile, as the kernels multiply it: the interpreter cannot multiply
     bfloat16.
     """
@@ -320,7 +306,7 @@ def _low(q: Tensor, shape: _Shape, tiles: int, *size: int) -> Tensor:
 
 def _prepare(
     kind: str,
-    shape: _Shape,
+    shape: Shape,
     operands: tuple[Tensor, ...],
     factors: _Factors,
     span: tuple[int, int, int],
@@ -328,12 +314,6 @@ def _prepare(
     given = _given(kind, "prepare", shape, operands[0].dtype)
     grid = (shape.lines * triton.cdiv(span[2], given["PER"]),)
     gdn_prepare[grid](*operands, *factors, *span, **given)
-
-
-def _kind(q: Tensor) -> str:
-    """The key of ``_TILES``: float32 on CUDA has its own."""
-    wide = q.dtype == torch.float32 and q.device.type == "cuda"
-    return "cuda32" if wide else q.device.type
 
 
 # kernels and their constants
@@ -346,13 +326,13 @@ _KERNELS = {
 }
 
 
-def _given(kind: str, name: str, shape: _Shape, dtype: torch.dtype) -> dict[str, Any]:
+def _given(kind: str, name: str, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """Constants and options of a launch."""
     tile = getattr(_TILES[kind], name)
     return {**_constants(kind, name, shape, dtype), "num_warps": tile.warps}
 
 
-def _constants(kind: str, name: str, shape: _Shape, dtype: torch.dtype) -> dict[str, Any]:
+def _constants(kind: str, name: str, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     tile = getattr(_TILES[kind], name)
     matrix_units = dtype == torch.bfloat16 and not INTERPRETED
     constants = {
@@ -383,7 +363,7 @@ _WIDE = ("g_ptr", "beta_ptr", "d_ptr", "state_ptr", "transition_ptr", "after_ptr
 
 def builds(kind: str) -> list[Build]:
     """What is compiled for 96 heads of 128 on a kind of device, in the dtype that it trains in."""
-    shape = _Shape(1, 1, 8192, 96, 128, 128)
+    shape = Shape(1, 1, 8192, 96, 128, 128)
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     listed: list[Build] = []
     for name, (kernel, _) in _KERNELS.items():
