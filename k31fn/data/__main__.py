@@ -101,6 +101,11 @@ def _prepare(args: argparse.Namespace) -> None:
     skipped = ", ".join(f"{n} {reason}" for reason, n in result.skipped.items()) or "none"
     totals = "{documents:,} documents, {tokens:,} tokens, {images:,} images"
     print(f"{totals.format_map(result.counts)} in {args.folder}; documents left out: {skipped}")
+    if args.images and not result.counts["images"]:
+        print(
+            f"k31fn.data: images={args.images!r}: no record has an image in this field",
+            file=sys.stderr,
+        )
     if result.others:
         files = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(result.others.items()))
         print(f"files of other suffixes, which are not read: {files}")

@@ -254,12 +254,12 @@ def text_bytes(where: str, field: str, value: Any) -> bytes:
         return value  # of a binary column; what it is not as UTF-8 is the tokenizer's to say
     if not isinstance(value, str):
         raise ValueError(
-            f"{where}: data.field={field!r} is of type {type(value).__name__}; it must be text"
+            f"{where}: the field {field!r} is of type {type(value).__name__}; it must be text"
         )
     try:
         return value.encode("utf-8")
     except UnicodeEncodeError as e:
-        raise ValueError(f"{where}: data.field={field!r} is not valid Unicode: {e.reason}") from e
+        raise ValueError(f"{where}: the field {field!r} is not valid Unicode: {e.reason}") from e
 
 
 def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:

@@ -103,7 +103,7 @@ def test_bad_lines_among_good_ones(tmp_path: Path):
         (2, "the line is not JSON"),
         (3, "the line: x is NaN, which JSON has not"),
         (4, "the line holds a list, not an object"),
-        (5, "the record: data.field='text' is of type int"),
+        (5, "the record: the field 'text' is of type int"),
         (6, r"no field 'text'; it has \[\]"),
     ):
         (tmp_path / "y.jsonl").write_text("\n" * (number - 1) + lines[number - 1])
@@ -512,6 +512,16 @@ def test_the_command(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.startswith(
         f"k31fn.data: source '{tmp_path / 'absent'}' does not exist"
     )
+
+
+def test_a_field_without_an_image_is_told(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A mistyped name: records may be of text alone, so it is no error."""
+    call = ["prepare", str(lines), str(tmp_path / "out"), "--images", "img", "--workers", "1"]
+    assert main([*call, "--tokenizer", "bytes+media"]) == 0
+    said = "k31fn.data: images='img': no record has an image in this field\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def test_jsonl_field(tmp_path):
             r"c\.jsonl:2: no field data.field='text'; the line has \['body', 'id'\]",
         ),
         (b"[1]", r"c\.jsonl:2: no field data.field='text'; the line has list"),
-        (b'{"text": 3}', r"c\.jsonl:2: data.field='text' is of type int"),
-        (b'{"text": null}', r"c\.jsonl:2: data.field='text' is of type NoneType"),
-        (b'{"text": "\\ud800"}', r"c\.jsonl:2: data.field='text' is not valid Unicode"),
+        (b'{"text": 3}', r"c\.jsonl:2: the field 'text' is of type int"),
+        (b'{"text": null}', r"c\.jsonl:2: the field 'text' is of type NoneType"),
+        (b'{"text": "\\ud800"}', r"c\.jsonl:2: the field 'text' is not valid Unicode"),
     ],
 )
 def test_bad_jsonl(tmp_path, line, message):
@@ -169,7 +169,7 @@ def test_parquet(tmp_path):
         ValueError, match=r"c\.parquet: no column data.field='body'; it has \['id', 'raw', 'text'\]"
     ):
         texts(tmp_path, field="body")
-    with pytest.raises(ValueError, match=r"c\.parquet, row 0: data.field='id' is of type int"):
+    with pytest.raises(ValueError, match=r"c\.parquet, row 0: the field 'id' is of type int"):
         texts(tmp_path, field="id")
     with pytest.raises(ValueError, match=r"^cannot read '.*bad\.parquet'"):
         texts(write(tmp_path / "bad.parquet", "not parquet"))
