@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 
@@ -130,9 +131,14 @@ def _import(args: argparse.Namespace) -> int:
     # The state before step 0: training goes on from it as from any checkpoint.
     state = trainer.first_state(trainer.lay_out(recipe), weights, biases)
     run = folder.new(args.runs, recipe)
-    # The whole state, with an optimiser that has taken no step: what a run restores is never less.
-    with Checkpointer(run / "checkpoints", keep=recipe.keep) as checkpoints:
-        checkpoints.save(0, state)
+    try:
+        # The whole state, with an optimiser that has taken no step: a run restores never less.
+        with Checkpointer(run / "checkpoints", keep=recipe.keep) as checkpoints:
+            checkpoints.save(0, state)
+    except BaseException:
+        # Of a run without that state training would begin with weights that it draws.
+        shutil.rmtree(run, ignore_errors=True)
+        raise
     print(f"run: {run}")
     print(f"train on: python train.py {run / folder.CONFIG}")
     return 0

@@ -43,6 +43,12 @@ COMMANDS = int(os.environ.get("K31FN_FUZZ_COMMANDS", "50"))
 ONLY = os.environ.get("K31FN_FUZZ_ONLY", "")
 LONGEST_S = 120  # of a mutation that takes a second or less, on a machine with other work
 DOORS = {door.name: door for door in all_doors()}
+# What a command imports when it needs it: once for all commands, as they are forks of one process.
+LAZY = {
+    "k31fn.data.__main__": ["PIL.Image", "pyarrow.parquet", "tokenizers", "tiktoken"],
+    "k31fn.plot": ["matplotlib.figure"],
+    "k31fn.trainer.cli": ["tyro"],
+}
 # Before an error's line: a progress bar's, and what a package prints.
 MOST_LINES = 3
 
@@ -239,6 +245,6 @@ def server(module: str) -> Iterator[Any]:
             process.stdin.flush()
             return json.loads(process.stdout.readline())
 
-        ask(**{"import": [module]})
+        ask(**{"import": [module, *LAZY.get(module, [])]})
         yield ask
         process.stdin.close()

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from k31fn import balance, config, data, hf, metrics, model, params, random, sample, trainer, tree
+from k31fn.checkpoint.checkpointer import Checkpointer
+from k31fn.checkpoint.errors import CheckpointError
 from k31fn.hf.__main__ import main
 from k31fn.layers import projector, vision, vision_block
 from tests import small
@@ -165,6 +167,25 @@ def test_a_checkpoint_whose_vocabulary_is_smaller_than_the_tokenizers(
         f"another tokenizer: set data.tokenizer in {other} to its own\n"
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_import_that_is_not_saved_leaves_no_run(
+    checkpoint: Path,
+    recipe: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Training on it would begin with weights of its own, without a word."""
+
+    def full(self: Checkpointer, step: int, state: object) -> None:
+        (self.directory / f"{step}.partial").mkdir(parents=True)
+        raise CheckpointError("step 0 is not saved: No space left on device")
+
+    monkeypatch.setattr(Checkpointer, "save", full)
+    assert main(["import", str(checkpoint), recipe, "--runs", str(tmp_path / "runs")]) == 1
+    assert "k31fn.hf: step 0 is not saved: No space" in capsys.readouterr().err
+    assert not list((tmp_path / "runs").glob("*/*"))
 
 
 def test_what_is_wrong_is_said(
