@@ -9,6 +9,7 @@ for how long.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import random
 import shutil
@@ -69,6 +70,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     run itself.
     """
     monkeypatch.setattr(checkpointer, "WriterSession", Direct)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax' notes would hide the progress
 
 
 @pytest.mark.parametrize("lane", range(len(LANES)))
