@@ -91,7 +91,11 @@ def check_base(recipe: Recipe, saved: str, base: str | None = None) -> None:
         ValueError: they differ.
     """
     if saved != (fingerprint(recipe) if base is None else base):
-        assert isinstance(recipe.lora, lora.Config)
+        if isinstance(recipe.lora, tuple):
+            raise ValueError(
+                "the checkpoint is of adapters, and the run's config.json has none: it is another "
+                "run's; put its own back"
+            )
         raise ValueError(
             f"lora.base={recipe.lora.base!r} has changed since the checkpoint, whose adapters are "
             "for another; put the old one back, or have the run's config.json name it: "

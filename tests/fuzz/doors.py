@@ -5,6 +5,7 @@ damaged, and the command that reads it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import io
 import json
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from k31fn import config, metrics, trainer
-from k31fn.checkpoint import Checkpointer
+from k31fn.checkpoint import Checkpointer, step_folders
 from k31fn.config.overrides import fields_of
 from k31fn.data import prepare
 from k31fn.trainer import folder as folders
@@ -81,6 +82,17 @@ def _run_with_checkpoints(folder: Path) -> None:
         for step in (1, 2):
             state = trainer.init_state(layout, torch.device("cpu"))
             checkpoints.save(step, state, {"text": "", "base": ""})
+
+
+def _manifest(data: bytes, draw: random.Random) -> bytes:
+    """Changed as JSON; half of the time its checksum is right, so that the content is looked at."""
+    changed = mutations.json_text(data, draw)
+    with contextlib.suppress(ValueError, RecursionError):  # text that is nearly JSON
+        manifest = json.loads(changed)
+        if isinstance(manifest, dict) and draw.random() < 0.5:
+            manifest.pop("sha256", None)
+            return step_folders._dump({**manifest, "sha256": step_folders._digest(manifest)})
+    return changed
 
 
 def _foreign(folder: Path) -> None:
@@ -228,7 +240,7 @@ def all_doors() -> list[Door]:
             "a checkpoint's manifest",
             "k31fn.sample",
             _run_with_checkpoints,
-            {"run/checkpoints/2/manifest.json": nested},
+            {"run/checkpoints/2/manifest.json": _manifest},
             lambda given, out: [str(given / "run"), "--tokens", "1", "--device", "cpu"],
         ),
         Door(

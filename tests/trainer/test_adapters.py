@@ -66,6 +66,12 @@ def test_a_checkpoint_has_the_adapters_alone(adapters):
     assert held["balance.bias"] == before["balance.bias"], "the routers' biases are the base's"
 
 
+def test_a_checkpoint_of_adapters_is_not_of_a_run_without():
+    trainer.check_base(runs.recipe("text"), "")
+    with pytest.raises(ValueError, match="the checkpoint is of adapters, and the run's config"):
+        trainer.check_base(runs.recipe("text"), "0a1b")
+
+
 @pytest.mark.slow
 def test_it_goes_on_bit_for_bit_and_not_on_another_base(adapters, base, tmp_path, capsys):
     again = tmp_path / "small" / "again"
