@@ -29,7 +29,8 @@ _TILES = {
     "npu": (Tile(per_core=2), Tile()),
     "cpu": (Tile(), Tile()),
 }
-_WIDEST = 16384  # a row is held in registers
+# A row is held in registers, or in the unified buffer.
+_WIDEST = {"cuda": 16384, "npu": 4096, "cpu": 16384}
 
 
 @triton.jit
@@ -112,8 +113,9 @@ def accepts(x: Tensor, weight: Tensor, eps: float) -> str:
             f"x is [... D] and weight [D], at most float32, got {list(x.shape)} and "
             f"{list(weight.shape)} of {weight.dtype}"
         )
-    if not 1 <= x.shape[-1] <= _WIDEST:
-        return f"a row has 1 to {_WIDEST} elements, got {x.shape[-1]}"
+    widest = _WIDEST[x.device.type]
+    if not 1 <= x.shape[-1] <= widest:
+        return f"a row has 1 to {widest} elements, got {x.shape[-1]}"
     return ""
 
 
@@ -197,10 +199,12 @@ def _warps(tile: Tile, width: int) -> int:
 
 
 def builds(kind: str) -> list[Build]:
-    """What is compiled for the width of K3.1 Pro and of its latents on a kind of device."""
+    """What is compiled for widths of K3.1 Pro on a kind of device: the stream's where it fits, the
+    experts' latent, and that of keys and values.
+    """
     listed: list[Build] = []
     for low in ("bf16", "fp32"):
-        for width in (7168, 512):
+        for width in [w for w in (7168, 3584, 512) if w <= _WIDEST[kind]]:
             for kernel, tile, direction in zip(
                 (rms_norm_forward, rms_norm_backward),
                 _TILES[kind],

@@ -28,7 +28,8 @@ _TILES = {
         Tile(warps=4, per_core=64, rows=2, columns=1024),
         Tile(warps=1, per_core=32, rows=1, columns=256),
     ),
-    "npu": (Tile(per_core=2, rows=1, columns=2048), Tile(rows=1, columns=1024)),
+    # One row a step ends Ascend's compiler where its weight's gradient is stored.
+    "npu": (Tile(per_core=2, rows=1, columns=2048), Tile(rows=2, columns=512)),
     "cpu": (Tile(rows=4, columns=64), Tile(rows=4, columns=64)),
 }
 
