@@ -47,7 +47,7 @@ def rounded(
     bit. Parameters of other dtypes are stepped as ``inner`` does.
 
     Args:
-        inner: the optimiser; it sees parameters in float32.
+        inner: the optimiser; it keeps no masters and is given the draws.
         specs: of all parameters.
         seed: of the draws.
         tile: ``(path, spec) -> slices``: what this rank holds; None: all.
