@@ -21,6 +21,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "tiny.py")
         ("head", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
         ("optimizer_step", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA"),
         ("gdn", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
+        ("dsa", ["--device", "cpu"], "--device cpu: times kernels, which need a CUDA device"),
         ("mhc", ["--device", "gpu"], "device='gpu' must be one of"),
         ("fp8", ["--device", "cpu"], "on the cpu only --small"),
         ("table", ["nowhere.md"], "nowhere.md: no such file"),

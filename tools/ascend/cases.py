@@ -14,6 +14,7 @@ import torch
 from k31fn import random
 from k31fn.kernels.adamw import Constants
 from k31fn.kernels.philox import Draws
+from k31fn.kernels.sparse_attention.reference import sparse_attention
 
 __all__ = ["CASES", "Case"]
 
@@ -70,6 +71,48 @@ def _fp8_encode_cases() -> tuple[Case, ...]:
         # 0: codes are integers, and the kernel rounds as the reference does
         cases.append(Case(functools.partial(_fp8_encode, *choice), 0))
     return tuple(cases)
+
+
+def _attention() -> tuple[Any, ...]:
+    """Two documents over two tiles of queries and of keys."""
+    q, k, v = torch.randn(1, 40, 2, 10), torch.randn(1, 40, 2, 7), torch.randn(1, 40, 2, 5)
+    index = torch.arange(40)[None]
+    start = torch.where(index < 13, 0, 13)
+    return q, k, torch.randn(1, 40, 3), v, start, index + 1, 0.4
+
+
+def _sets() -> torch.Tensor:
+    """Up to 6 earlier keys of each query, by position, then -1."""
+    found = torch.full((1, 40, 6), -1, dtype=torch.int32)
+    for t in range(40):
+        own = torch.randperm(t + 1)[:6].sort().values
+        found[0, t, : len(own)] = own.int()
+    return found
+
+
+def _sparse_attention() -> tuple[Any, ...]:
+    return *_attention()[:4], _sets(), 0.4
+
+
+def _head_probs() -> tuple[Any, ...]:
+    """With the statistics of the reference."""
+    q, k, k_shared, v, sets, scale = _sparse_attention()
+    lse = sparse_attention(q, k, k_shared, v, sets, scale).lse
+    return q, k, k_shared, lse, sets, scale
+
+
+def _index_topk() -> tuple[Any, ...]:
+    """Small integers: sums are exact, and many scores equal."""
+    q, k, w = torch.randn(1, 12, 3, 6), torch.randn(1, 12, 6), torch.randn(1, 12, 3)
+    stop = torch.arange(1, 13)[None]
+    return *(x.round() for x in (q, k, w)), torch.zeros_like(stop), stop, 4, 0.5
+
+
+def _indexer_kl() -> tuple[Any, ...]:
+    q, k, w = torch.randn(1, 40, 3, 10), torch.randn(1, 40, 10), torch.randn(1, 40, 3)
+    sets = _sets()
+    teacher = torch.where(sets >= 0, torch.rand(1, 40, 6), 0.0)
+    return q, k, w, teacher / teacher.sum(-1, keepdim=True), sets, 0.4
 
 
 def _kda_gates() -> tuple[Any, ...]:
@@ -164,6 +207,11 @@ CASES = {
     ),
     "random_bits": (Case(lambda: (_draws((20, 70), (4, 7)), (9, 45)), 0),),
     "stochastic_round": (Case(lambda: (torch.randn(9, 45), _draws((20, 70), (4, 7))), 0),),
+    "attention": (Case(_attention, 2e-5),),
+    "sparse_attention": (Case(_sparse_attention, 2e-5),),
+    "head_probs": (Case(_head_probs, 2e-5),),
+    "index_topk": (Case(_index_topk, 0),),
+    "indexer_kl": (Case(_indexer_kl, 2e-5),),
     "attn_res": (Case(_attn_res, 2e-5),),
     "fp8_encode": _fp8_encode_cases(),
     "kda": (Case(_kda, 2e-5),),

@@ -270,16 +270,17 @@ def builds(kind: str) -> list[Build]:
     integers = ("first", "strip", "queries", "keys", "chunks", "slots", "pieces")
     types = dict.fromkeys(integers, "i32") | {"scale": "fp32", "w_ptr": "*fp32"}
     types |= {"scores_ptr": "*fp32", "start_ptr": "*i64", "stop_ptr": "*i64", "out_ptr": "*i32"}
-    choice = {**_row(8192), "SLOTS": 2048, "WIDE": False}
+    # on Ascend a row of 4096 is what its memory holds
+    choice = {**_row(4096 if kind == "npu" else 8192), "SLOTS": 2048, "WIDE": False}
     found = []
     for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
         scorer = _SCORES[kind, itemsize]
         known = types | {"q_ptr": f"*{dtype}", "k_ptr": f"*{dtype}"}
-        signature = {n: t for n, t in known.items() if n in index_scores_strip.arg_names}
+        signature = {n: known[n] for n in index_scores_strip.arg_names if n in known}
         label = f"index_scores_strip {dtype}"
         constants = {**_sizes(32, 128, scorer), "WIDE": False}
         found.append(Build(label, index_scores_strip, signature, constants, "forward", scorer))
-    signature = {n: t for n, t in types.items() if n in index_choose_strip.arg_names}
+    signature = {n: types[n] for n in index_choose_strip.arg_names if n in types}
     found.append(
         Build("index_choose_strip", index_choose_strip, signature, choice, "forward", _CHOICE[kind])
     )

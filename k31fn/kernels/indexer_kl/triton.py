@@ -322,7 +322,7 @@ def builds(kind: str) -> list[Build]:
             (indexer_kl_queries, of_queries, constants, "forward"),
             (indexer_kl_keys, of_keys, sizes, "backward"),
         ):
-            signature = {n: t for n, t in known.items() if n in kernel.arg_names}
+            signature = {n: known[n] for n in kernel.arg_names if n in known}
             label = f"{kernel.__name__} {dtype}"
             found.append(Build(label, kernel, signature, given, direction, tile))
     return found

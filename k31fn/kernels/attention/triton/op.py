@@ -244,11 +244,11 @@ def listed(kind: str, sets: bool) -> list[Build]:
         kernels = (attention_forward, attention_backward_queries, attention_backward_keys)
         for kernel, tile in zip(kernels, _TILES[kind, itemsize], strict=True):
             name = kernel.__name__
-            of_keys = {"ct_ptr": f"*{dtype}"} if kernel is attention_backward_keys else {}
+            known = types | ({"ct_ptr": f"*{dtype}"} if kernel is attention_backward_keys else {})
             constants = {"H": 96, "N": 128, "P": 64, "V": 128, "SETS": sets, "WIDE": False}
             constants |= {"N_PADDED": 128, "P_PADDED": 64, "V_PADDED": 128}
             constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns}
-            signature = {n: t for n, t in (types | of_keys).items() if n in kernel.arg_names}
+            signature = {n: known[n] for n in kernel.arg_names if n in known}
             direction = "forward" if kernel is attention_forward else "backward"
             mask = "sets" if sets else "intervals"
             label = f"{name} {mask} {dtype}"

@@ -229,12 +229,12 @@ def builds(kind: str) -> list[Build]:
     for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
         tile = _TILES[kind, itemsize]
         known = types | dict.fromkeys(("q_ptr", "k_ptr", "shared_ptr"), f"*{dtype}")
-        signature = {n: t for n, t in known.items() if n in head_probs_tiles.arg_names}
+        signature = {n: known[n] for n in head_probs_tiles.arg_names if n in known}
         constants = {"H": 96, "N": 128, "P": 64, "N_PADDED": 128, "P_PADDED": 64, "WIDE": False}
         constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns}
         label = f"head_probs_tiles {dtype}"
         found.append(Build(label, head_probs_tiles, signature, constants, "forward", tile))
-    signature = {n: t for n, t in types.items() if n in head_probs_sets.arg_names}
+    signature = {n: types[n] for n in head_probs_sets.arg_names if n in types}
     constants = {"SLOTS": _SLOTS, "WORDS": 256}
     found.append(Build("head_probs_sets", head_probs_sets, signature, constants, "forward", Tile()))
     return found

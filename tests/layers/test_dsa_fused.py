@@ -1,0 +1,54 @@
+"""Gated DSA by the fused kernels: the layer's output, loss and gradients are the references'.
+
+Few tokens of a tiny layer, since the kernels run in Triton's interpreter where there is no GPU;
+they are tested themselves in tests/kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from k31fn import tree
+from k31fn.autodiff import remat, value_and_grad
+from k31fn.kernels.registry import record_impls, use_impl
+from k31fn.layers import dsa
+from k31fn.segments import from_lengths
+from tests.kernels.fused import DEVICE
+from tests.layers.attention_configs import drawn, dsa_config, tokens
+
+pytest.importorskip("triton")
+
+OPS = ("index_topk", "sparse_attention", "head_probs", "indexer_kl")
+# More latent dims than tokens, so that keys and values are made for each head.
+CONFIG = dsa_config(3)
+CONFIG = dataclasses.replace(CONFIG, attn=dataclasses.replace(CONFIG.attn, kv_lora_rank=64), topk=3)
+T = 9
+
+
+def results(x: Tensor, p: dsa.Params[Tensor], impl: str) -> list[Tensor]:
+    segments = tree.map(lambda s: s.to(DEVICE), from_lengths([[5, 3]], T))
+
+    def loss(p: dsa.Params[Tensor], x: Tensor) -> Tensor:
+        out = dsa.apply(p, x, CONFIG, segments=segments)
+        return out.y.square().sum() + out.aux.kl
+
+    with use_impl(**dict.fromkeys(OPS, impl)), record_impls() as calls:
+        found = tree.leaves(value_and_grad(remat(loss), (0, 1))(p, x))
+    counts = {op: calls[op, impl] for op in OPS}
+    # the replay of remat does all but choose again
+    assert counts == {op: 1 if op == "index_topk" else 2 for op in OPS}
+    return found
+
+
+def test_equals_the_references():
+    """float32; two documents and padding. 1e-5 of the largest: sums of some 100 products."""
+    p = tree.map(lambda w: w.to(DEVICE), drawn(dsa.specs(CONFIG), torch.float32))
+    x = tokens(1, T, torch.float32).to(DEVICE)
+    ours = results(x, p, "triton")
+    exact = results(x.double(), tree.map(Tensor.double, p), "reference")
+    for a, b in zip(ours, exact, strict=True):
+        assert (a.double() - b).abs().max() <= 1e-5 * b.abs().max()
