@@ -16,6 +16,7 @@ from torch import Tensor
 
 from k31fn.autodiff import vjp
 from k31fn.kernels.attention import attention
+from k31fn.kernels.interval_attention import interval_attention
 from k31fn.kernels.registry import record_impls, use_impl
 from k31fn.kernels.sparse_attention import head_probs, sparse_attention
 from k31fn.kernels.sparse_attention.reference import as_mask
@@ -67,7 +68,8 @@ def errors(f: Callable[..., Any], args: list[Tensor]) -> list[float]:
         cts = (ct.to(parts[0].dtype), *[torch.ones_like(x) for x in parts[1:]])
         return [*parts, *pull(type(out)(*cts) if isinstance(out, tuple) else cts[0])]
 
-    chosen_impl = use_impl(sparse_attention="triton", attention="triton")
+    fused = dict.fromkeys(("sparse_attention", "attention", "interval_attention"), "triton")
+    chosen_impl = use_impl(**fused)
     with chosen_impl, record_impls() as calls, poisoned():
         ours = results(args)
     assert {name for _, name in calls} == {"triton"}
@@ -93,6 +95,16 @@ def test_intervals_equal_the_reference(dtype: torch.dtype):
     bounds = documents(T)
     found = errors(lambda *x: attention(*x, *bounds, SCALE), inputs(T, H, dtype))
     assert max(found) < TOLERANCE[dtype][1], found
+
+
+def test_images_equal_the_reference():
+    """Intervals that reach behind the query, and no shared dims."""
+    q, k, v = (torch.randn(1, 40, 1, d, device=DEVICE) for d in (6, 6, 5))
+    index = torch.arange(40, device=DEVICE)[None]
+    start = torch.where(index < 7, 0, 7)
+    stop = torch.where(index < 7, 7, torch.where(index < 37, 37, start))
+    found = errors(lambda *x: interval_attention(*x, start, stop, SCALE), [q, k, v])
+    assert max(found) < 1e-5, found
 
 
 def test_under_vmap():

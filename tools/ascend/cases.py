@@ -81,6 +81,14 @@ def _attention() -> tuple[Any, ...]:
     return q, k, torch.randn(1, 40, 3), v, start, index + 1, 0.4
 
 
+def _interval_attention() -> tuple[Any, ...]:
+    """An image of 7 patches and one of 33."""
+    q, k, _, v, *_ = _attention()
+    index = torch.arange(40)[None]
+    start = torch.where(index < 7, 0, 7)
+    return q[..., :7], k, v, start, torch.where(index < 7, 7, 40), 0.4
+
+
 def _sets() -> torch.Tensor:
     """Up to 6 earlier keys of each query, by position, then -1."""
     found = torch.full((1, 40, 6), -1, dtype=torch.int32)
@@ -208,6 +216,7 @@ CASES = {
     "random_bits": (Case(lambda: (_draws((20, 70), (4, 7)), (9, 45)), 0),),
     "stochastic_round": (Case(lambda: (torch.randn(9, 45), _draws((20, 70), (4, 7))), 0),),
     "attention": (Case(_attention, 2e-5),),
+    "interval_attention": (Case(_interval_attention, 2e-5),),
     "sparse_attention": (Case(_sparse_attention, 2e-5),),
     "head_probs": (Case(_head_probs, 2e-5),),
     "index_topk": (Case(_index_topk, 0),),

@@ -22,7 +22,8 @@ receives zero.
 import torch
 
 from k31fn.kernels.interval_attention.reference import interval_attention as _reference
-from k31fn.kernels.registry import Op
+from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
+from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.vendor import adapter
 
 __all__ = ["interval_attention"]
@@ -37,5 +38,19 @@ interval_attention.register(
         *_OPERATORS,
         dtypes=_DTYPES,
         no_capture="CANN's operator takes the lengths of images from the host",
+    )
+)
+_TRITON = "k31fn.kernels.interval_attention.triton"
+interval_attention.register(
+    Implementation(
+        "triton",
+        (),
+        lazily(_TRITON, "interval_attention"),
+        lazily(_TRITON, "accepts"),
+        dtypes=_DTYPES,
+        # not chosen by itself: it has run in the interpreter and on no device yet
+        on_request=("cuda", *ON_REQUEST),
+        missing=missing_triton,
+        kernels=_TRITON,
     )
 )

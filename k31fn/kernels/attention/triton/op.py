@@ -230,11 +230,19 @@ def _launch_backward(scale: float, sets: bool, *operands: Tensor) -> tuple[Tenso
     return tuple(x.unflatten(0, (groups, -1)) for x in (d_q, d_k, d_shared, d_v))
 
 
-def listed(kind: str, sets: bool) -> list[Build]:
-    """What is compiled for 96 heads of 128 + 64 and 128 dims on a kind of device."""
+def listed(
+    kind: str,
+    mask: str,
+    *,
+    sets: bool = False,
+    widths: tuple[int, int, int] = (128, 64, 128),
+    dtypes: tuple[str, ...] = ("bf16",),
+) -> list[Build]:
+    """What is compiled for 96 heads whose own and shared keys and values have these widths."""
     found = []
-    # float32 with one of the masks: such products take the compiler long
-    for dtype, itemsize in (("bf16", 2),) if sets else (("bf16", 2), ("fp32", 4)):
+    sizes = dict(zip(("N", "P", "V"), widths, strict=True))
+    sizes |= {f"{n}_PADDED": max(16, triton.next_power_of_2(w)) for n, w in sizes.items()}
+    for dtype in dtypes:
         tensors = ("q_ptr", "k_ptr", "shared_ptr", "v_ptr", "d_q_ptr", "d_k_ptr", "d_v_ptr")
         types = dict.fromkeys(tensors, f"*{dtype}")
         types |= dict.fromkeys(("out_ptr", "lse_ptr", "ct_ptr", "delta_ptr"), "*fp32")
@@ -242,20 +250,20 @@ def listed(kind: str, sets: bool) -> list[Build]:
         integers = ("queries", "keys", "seen_rows", "width", "most", "listed_keys", "pieces")
         types |= dict.fromkeys(integers, "i32") | {"d_shared_ptr": "*fp32", "scale": "fp32"}
         kernels = (attention_forward, attention_backward_queries, attention_backward_keys)
-        for kernel, tile in zip(kernels, _TILES[kind, itemsize], strict=True):
-            name = kernel.__name__
+        for kernel, tile in zip(kernels, _TILES[kind, 2 if dtype == "bf16" else 4], strict=True):
             known = types | ({"ct_ptr": f"*{dtype}"} if kernel is attention_backward_keys else {})
-            constants = {"H": 96, "N": 128, "P": 64, "V": 128, "SETS": sets, "WIDE": False}
-            constants |= {"N_PADDED": 128, "P_PADDED": 64, "V_PADDED": 128}
-            constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns}
+            constants = {"H": 96, **sizes, "ROWS": tile.rows, "COLUMNS": tile.columns}
+            constants |= {"SETS": sets, "WIDE": False}
             signature = {n: known[n] for n in kernel.arg_names if n in known}
             direction = "forward" if kernel is attention_forward else "backward"
-            mask = "sets" if sets else "intervals"
-            label = f"{name} {mask} {dtype}"
+            label = f"{kernel.__name__} {mask} {dtype}"
             found.append(Build(label, kernel, signature, constants, direction, tile))
     return found
 
 
 def builds(kind: str) -> list[Build]:
-    """What is compiled for intervals."""
-    return listed(kind, False)
+    """What is compiled for intervals, in float32 too.
+
+    Not on Ascend: there bishengir-compile 1.2.0 ends in a crash, with tiles of any size.
+    """
+    return listed(kind, "intervals", dtypes=("bf16", "fp32") if kind == "cuda" else ("bf16",))

@@ -33,4 +33,4 @@ def sparse_attention(
 
 def builds(kind: str) -> list[Build]:
     """What is compiled for heads of 128 + 64 and 128 dims on a kind of device."""
-    return selection.builds(kind) + listed(kind, True)
+    return selection.builds(kind) + listed(kind, "sets", sets=True)
