@@ -103,6 +103,8 @@ def test_fused_kernels_on_two_ranks_equal_plain_torch_on_one_device(mesh: Mesh):
     x = torch.randn(2, 40, cases.WIDE.hidden_size)
     args = (weights, x, from_lengths([[7, 25, 8], [20, 17]], 40))
     found = partition(kda.specs(cases.WIDE), AxisRules(spread=()), mesh)
+    # on a split context norms and gates are made before the state is known
+    ran = ("kda", "kda_fragment") if mesh.cp > 1 else ("kda_gated",)
     assert_sharded_equals_dense(
         cases.fused,
         tree.map(lambda t: t.cuda(), args) if on_gpu else args,
@@ -113,7 +115,7 @@ def test_fused_kernels_on_two_ranks_equal_plain_torch_on_one_device(mesh: Mesh):
             kda.apply(params, rest[0], cases.WIDE, segments=rest[1]).y
         ),
         collectives=counts(mesh, spread=False),
-        impls={"kda": "triton"} | ({"kda_fragment": "triton"} if mesh.cp > 1 else {}),
+        impls=dict.fromkeys(ran, "triton"),
         rtol=1e-4,
         atol=1e-3,  # gradients of some 100, as in test_fp32_on_processes
         # Triton's interpreter changes its module while it runs, so it takes one thread
