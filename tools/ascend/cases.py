@@ -201,8 +201,8 @@ def _adamw(dtype: torch.dtype) -> tuple[Any, ...]:
     p, g, mu = (torch.randn(9, 45).to(dtype) for _ in range(3))
     scalars = (torch.tensor(3.0), torch.tensor(0.02))
     constants = Constants(0.9, 0.95, 1e-8, 0.1)
-    draws = None if dtype == torch.float32 else _draws((20, 70), (4, 7))
-    return p, g, mu, mu.abs(), *scalars, constants, torch.tensor(0.5), torch.tensor(False), draws
+    draws = () if dtype == torch.float32 else (_draws((20, 70), (4, 7)),)
+    return p, g, mu, mu.abs(), *scalars, constants, torch.tensor(0.5), torch.tensor(False), *draws
 
 
 # float32 sums of thousands of products: some sqrt(5000) units of 2^-24 for each of two factors;

@@ -170,7 +170,8 @@ def _worst(op: str, module: Any, case: Case, stand_ins: dict[str, OnCpu]) -> flo
                 given[i] = leaf
             return f(*tree.unflatten(structure, given))
 
-        leaves = [values[i] if dtype is None else values[i].to(dtype) for i in index]
+        # copies: some write in place
+        leaves = [values[i].to(dtype or values[i].dtype, copy=True) for i in index]
         out, pull = vjp(call, *leaves)
         if not OPS[op].differentiable:
             return tree.leaves(out)
