@@ -59,10 +59,14 @@ def sees(
             bits = words >> (c % 32)[None, :]
         seen = (bits & 1) != 0
     else:
-        first = tl.load(seen_ptr + r * 2) - key
-        last = tl.load(seen_ptr + r * 2 + 1) - key
+        at = seen_ptr + r * 2
         if KEYS_FIRST:
-            seen = (c[:, None] >= first[None, :]) & (c[:, None] < last[None, :])
+            first = tl.load(at)[None, :] - key
+            last = tl.load(at + 1)[None, :] - key
+            seen = (c[:, None] >= first) & (c[:, None] < last)
         else:
-            seen = (c[None, :] >= first[:, None]) & (c[None, :] < last[:, None])
+            # loaded as columns: bishengir-compile 1.2.0 crashes on rows that become columns
+            first = tl.load(at[:, None]) - key
+            last = tl.load(at[:, None] + 1) - key
+            seen = (c[None, :] >= first) & (c[None, :] < last)
     return seen

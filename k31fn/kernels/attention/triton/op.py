@@ -262,8 +262,5 @@ def listed(
 
 
 def builds(kind: str) -> list[Build]:
-    """What is compiled for intervals, in float32 too.
-
-    Not on Ascend: there bishengir-compile 1.2.0 ends in a crash, with tiles of any size.
-    """
-    return listed(kind, "intervals", dtypes=("bf16", "fp32") if kind == "cuda" else ("bf16",))
+    """What is compiled for intervals."""
+    return listed(kind, "intervals", dtypes=("bf16", "fp32"))
