@@ -27,6 +27,7 @@ __all__ = [
     "grid",
     "grouped",
     "lazily",
+    "looping_grid",
     "missing_triton",
     "programs",
     "share",
@@ -120,6 +121,11 @@ def share(where: torch.device, units: int, work: int, per_core: int) -> int:
     wanted = max(1, device.num_cores(where) * per_core // units)
     # one does nothing where there is no work: a grid may not be empty
     return max(1, min(work, wanted, MOST_PROGRAMS // units))
+
+
+def looping_grid(pieces: int) -> tuple[int]:
+    """The grid of a kernel whose programs go on to further pieces: one each, as far as allowed."""
+    return (max(1, min(pieces, MOST_PROGRAMS)),)
 
 
 def grid(count: int, groups: int) -> tuple[int]:

@@ -186,7 +186,7 @@ def test_every_launch_has_its_grid_from_the_one_helper(op: str, written: str):
     if op.startswith(BY_THEMSELVES):
         pytest.skip("counts its programs itself")
     bounded = written in ("(groups * per_group,)", "grid")
-    asked = written.startswith(("grid(", "(programs("))
+    asked = written.startswith(("grid(", "looping_grid(", "(programs("))
     assert bounded or asked, f"{op} launches {written} programs"
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k31fn.kernels.adamw.reference import Constants, Moved
-from k31fn.kernels.launch import Build, Tile, grouped, programs
+from k31fn.kernels.launch import Build, Tile, grid, grouped, programs
 from k31fn.kernels.philox.reference import Draws
 from k31fn.kernels.philox.triton.blocks import Blocks, places, rounded, words_of
 from k31fn.kernels.philox.triton.blocks import accepts as accepts_draws
@@ -208,7 +208,7 @@ def adamw_step(
         pointers = (*operands, step, rate, factor, skipped)
         if p.dtype != torch.bfloat16 or draws is None:
             count = programs(p.device, 1, triton.cdiv(p.numel(), plain.columns), plain.per_core)
-            adamw_plain[(count,)](
+            adamw_plain[grid(count, 1)](
                 *pointers,
                 *numbers,
                 p.numel(),
@@ -219,7 +219,7 @@ def adamw_step(
             return operands
         blocks = Blocks.of(tuple(p.shape), draws)
         count = programs(p.device, 1, triton.cdiv(blocks.total, narrow.rows), narrow.per_core)
-        adamw_rounded[(count,)](
+        adamw_rounded[grid(count, 1)](
             *pointers,
             *numbers,
             draws.key,

@@ -21,7 +21,7 @@ from torch import Tensor
 from k31fn import _functorch
 from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.cross_entropy.reference import Statistics
-from k31fn.kernels.launch import Build, Tile, programs
+from k31fn.kernels.launch import Build, Tile, grid, programs
 from k31fn.precision import island, upcast
 
 __all__ = ["accepts", "builds", "head_cross_entropy"]
@@ -225,7 +225,7 @@ def _launch_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     count = programs(logits.device, 1, rows, tile.per_core)
     # Triton launches on the thread's current device, not on that of the operands
     with torch.accelerator.device_index(logits.device.index):
-        head_statistics[(count,)](
+        head_statistics[grid(count, 1)](
             logits,
             labels,
             lse,
@@ -243,7 +243,7 @@ def _launch_gradient(logits: Tensor, *of_tokens: Tensor) -> None:
     tile = _TILES[logits.device.type][1]
     count = programs(logits.device, 1, rows, tile.per_core)
     with torch.accelerator.device_index(logits.device.index):
-        head_gradient[(count,)](
+        head_gradient[grid(count, 1)](
             logits,
             *(x.contiguous() for x in of_tokens),
             rows,

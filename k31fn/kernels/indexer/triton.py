@@ -18,7 +18,7 @@ from torch import Tensor
 
 from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.kernels.attention.triton.arithmetic import product, rows_of
-from k31fn.kernels.launch import INTERPRETED, MOST_PROGRAMS, Build, Tile, grouped
+from k31fn.kernels.launch import INTERPRETED, Build, Tile, grouped, looping_grid
 
 __all__ = ["accepts", "builds", "heads_of", "index_topk"]
 
@@ -209,7 +209,7 @@ def _launch(topk: int, scale: float, *operands: Tensor) -> Tensor:
     for first in range(0, queries, max(1, strip)):
         count = min(strip, queries - first)
         pieces = lines * triton.cdiv(strip, each) * chunks
-        index_scores_strip[(min(pieces, MOST_PROGRAMS),)](
+        index_scores_strip[looping_grid(pieces)](
             q,
             k,
             w,
@@ -228,7 +228,7 @@ def _launch(topk: int, scale: float, *operands: Tensor) -> Tensor:
         )
         # rows of the strip behind the last query are none of the next line's
         for line in range(lines):
-            index_choose_strip[(min(count, MOST_PROGRAMS),)](
+            index_choose_strip[looping_grid(count)](
                 scores[line],
                 start[line],
                 stop[line],

@@ -19,7 +19,7 @@ from torch import Tensor
 from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.attention.triton.arithmetic import product, rows_of
 from k31fn.kernels.indexer.triton import heads_of
-from k31fn.kernels.launch import INTERPRETED, MOST_PROGRAMS, Build, Tile, grouped
+from k31fn.kernels.launch import INTERPRETED, Build, Tile, grouped, looping_grid
 
 __all__ = ["accepts", "builds", "indexer_kl"]
 
@@ -263,7 +263,7 @@ def _one_row(
     for first in range(0, len(q), max(1, strip)):
         rows = min(strip, len(q) - first)
         d_scores.zero_()
-        indexer_kl_queries[(min(rows, MOST_PROGRAMS),)](
+        indexer_kl_queries[looping_grid(rows)](
             q,
             k,
             w,
@@ -282,7 +282,7 @@ def _one_row(
             num_warps=of_queries.warps,
             num_stages=of_queries.stages,
         )
-        indexer_kl_keys[(max(1, min(triton.cdiv(keys, of_keys.columns), MOST_PROGRAMS)),)](
+        indexer_kl_keys[looping_grid(triton.cdiv(keys, of_keys.columns))](
             q,
             k,
             w,

@@ -22,7 +22,7 @@ from k31fn.kernels.attention.triton.gradients import (
     attention_backward_queries,
 )
 from k31fn.kernels.attention.triton.masks import bounds, occupied, tile_lists
-from k31fn.kernels.launch import INTERPRETED, MOST_PROGRAMS, Build, Tile, grouped
+from k31fn.kernels.launch import INTERPRETED, Build, Tile, grouped, looping_grid
 
 __all__ = ["accepts", "attend", "attention", "builds", "listed", "refused", "sizes"]
 
@@ -135,7 +135,7 @@ def _launch_forward(scale: float, sets: bool, *operands: Tensor) -> tuple[Tensor
     lse = q.new_empty((lines, queries, heads), dtype=torch.float32)
     tiles, counts = tile_lists(occupied(seen, k.shape[1], sets), tile.rows, tile.columns)
     pieces = lines * heads * triton.cdiv(queries, tile.rows)
-    attention_forward[(max(1, min(pieces, MOST_PROGRAMS)),)](
+    attention_forward[looping_grid(pieces)](
         q,
         k,
         k_shared,
@@ -172,7 +172,7 @@ def _launch_backward(scale: float, sets: bool, *operands: Tensor) -> tuple[Tenso
     of_queries, of_keys = _TILES[q.device.type, q.itemsize][1:]
     tiles, counts = tile_lists(blocks, of_queries.rows, of_queries.columns)
     pieces = lines * heads * triton.cdiv(queries, of_queries.rows)
-    attention_backward_queries[(max(1, min(pieces, MOST_PROGRAMS)),)](
+    attention_backward_queries[looping_grid(pieces)](
         q,
         k,
         k_shared,
@@ -198,7 +198,7 @@ def _launch_backward(scale: float, sets: bool, *operands: Tensor) -> tuple[Tenso
     )
     tiles, counts = tile_lists(blocks.mT, of_keys.columns, of_keys.rows)
     pieces = lines * heads * triton.cdiv(keys, of_keys.columns)
-    attention_backward_keys[(max(1, min(pieces, MOST_PROGRAMS)),)](
+    attention_backward_keys[looping_grid(pieces)](
         q,
         k,
         k_shared,

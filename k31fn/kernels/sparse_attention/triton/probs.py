@@ -15,7 +15,7 @@ from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.kernels.attention.triton.arithmetic import product, rows_of, sees
 from k31fn.kernels.attention.triton.masks import occupied, tile_lists
 from k31fn.kernels.attention.triton.op import refused, sizes
-from k31fn.kernels.launch import MOST_PROGRAMS, Build, Tile, grouped
+from k31fn.kernels.launch import Build, Tile, grouped, looping_grid
 from k31fn.kernels.sparse_attention.triton.selection import selection
 
 __all__ = ["accepts", "builds", "head_probs"]
@@ -183,7 +183,7 @@ def _one_row(
     for first in range(0, queries, strip):
         rows = min(strip, queries - first)
         pieces = triton.cdiv(rows, tile.rows) * tiles.shape[1]
-        head_probs_tiles[(min(pieces, MOST_PROGRAMS),)](
+        head_probs_tiles[looping_grid(pieces)](
             q,
             k,
             k_shared,
@@ -203,7 +203,7 @@ def _one_row(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        head_probs_sets[(min(rows, MOST_PROGRAMS),)](
+        head_probs_sets[looping_grid(rows)](
             sums,
             seen,
             topk_idx,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k31fn.kernels.attention.triton.masks import WORD, padded
-from k31fn.kernels.launch import MOST_PROGRAMS, Build, Tile, grouped
+from k31fn.kernels.launch import Build, Tile, grouped, looping_grid
 
 __all__ = ["builds", "selection"]
 
@@ -68,7 +68,7 @@ def _launch(topk_idx: Tensor, keys: int) -> Tensor:
     for line, chosen in zip(words.flatten(0, 1), topk_idx.flatten(0, 1), strict=True):
         for first in range(0, queries, strip):
             rows = min(strip, queries - first)
-            grid = (min(rows, MOST_PROGRAMS),)
+            grid = looping_grid(rows)
             marks.zero_()
             given = (marks, rows, slots, width)
             selection_mark[grid](chosen[first:], *given, SLOTS=_SLOTS, num_warps=4)
