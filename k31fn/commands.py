@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import io
@@ -9,11 +10,11 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-__all__ = ["outlives_output", "print_own_traceback"]
+__all__ = ["outlives_output", "parse_arguments", "print_own_traceback"]
 
 _Main = TypeVar("_Main", bound=Callable[..., Any])
 
@@ -114,6 +115,18 @@ class _Output(io.TextIOBase):
             os.close(nowhere)
         if self._note:
             print(f"{self._note} ({error.strerror})", file=sys.stderr, flush=True)
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """The arguments of a command, None: of this process; ends the process where they are wrong."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    for word in words:
+        # which argparse gives as an empty list, whatever the type of the option (Python 3.11)
+        if word.startswith("--") and word.endswith("=--"):
+            parser.error(f"{word}: '--' is no value")
+    return parser.parse_args(words)
 
 
 def print_own_traceback(error: BaseException) -> None:

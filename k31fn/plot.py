@@ -374,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="the picture (default: loss.png in the run's folder, of several beside the first)",
     )
-    options = parser.parse_args(arguments)
+    options = commands.parse_arguments(parser, arguments)
     try:
         runs = [_newest(regular_files.path(run, "RUN")) for run in options.runs]
         out = (runs[0] if len(runs) == 1 else runs[0].parent) / "loss.png"

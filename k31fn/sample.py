@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=1,
         help="CPU threads; a small model's decoding gains from none",
     )
-    args = parser.parse_args(argv)
+    args = commands.parse_arguments(parser, argv)
     try:
         _run(args)
     except (ValueError, OSError, CheckpointError) as error:

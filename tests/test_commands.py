@@ -1,5 +1,6 @@
 """Commands whose output vanishes or has few letters, and errors of a user's own code."""
 
+import argparse
 import io
 import os
 import subprocess
@@ -125,3 +126,13 @@ class TestTraceback:
 
         monkeypatch.setattr(commands, "_is_installed", lambda file: True)
         assert self.said(lambda: mlp.Config(0, 1), capsys) == ""
+
+
+def test_two_dashes_are_no_value(capsys: pytest.CaptureFixture[str]):
+    """Of which argparse of Python 3.11 makes an empty list."""
+    parser = argparse.ArgumentParser("x")
+    parser.add_argument("--count", type=int)
+    assert commands.parse_arguments(parser, ["--count=3"]).count == 3
+    with pytest.raises(SystemExit, match="2"):
+        commands.parse_arguments(parser, ["--count=--"])
+    assert capsys.readouterr().err.endswith("x: error: --count=--: '--' is no value\n")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from k31fn import regular_files
-from k31fn.commands import outlives_output
+from k31fn.commands import outlives_output, parse_arguments
 from k31fn.data import images
 from k31fn.data.prepare import Config, PrepareProgress, prepare
 from k31fn.data.verify import verify
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("folder", help="what was prepared, or one store of it")
     command.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads")
     command.set_defaults(verify=True)
-    args = parser.parse_args(arguments)
+    args = parse_arguments(parser, arguments)
     try:
         if args.workers < 1:
             raise ValueError(f"workers={args.workers} must be at least 1")

@@ -22,7 +22,7 @@ import torch
 
 from k31fn import data, hf, lora, model, params, regular_files, sample, trainer
 from k31fn.checkpoint.checkpointer import Checkpointer
-from k31fn.commands import outlives_output, print_own_traceback
+from k31fn.commands import outlives_output, parse_arguments, print_own_traceback
 from k31fn.config.files import load_recipe
 from k31fn.hf_format.config import describe
 from k31fn.hf_format.leaves import check_new
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     0: done. 1: what ``verify`` looked at is not right, or reading or writing failed. 2: a wrong
     call, of which nothing was written.
     """
-    args = _parser().parse_args(arguments)
+    args = parse_arguments(_parser(), arguments)
     command = {"verify": _verify, "import": _import, "export": _export}[args.command]
     try:
         return command(args)
