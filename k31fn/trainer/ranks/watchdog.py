@@ -169,12 +169,17 @@ class Watchdog:
         pause = min(1.0, self._timeout / _POLLS)
         issued = -1
         since = time.monotonic()  # the last time that this rank got on
-        while not self._sleep(pause):
+        while True:
+            began = time.monotonic()
+            if self._sleep(pause):
+                break
+            # each signal of a burst ends a sleep early, and would count as a whole pause
+            slept = min(pause, time.monotonic() - began)
             if self._progress.issued != issued:
                 issued = self._progress.issued
                 since = time.monotonic()
             # a ring: each rank looks after the next one, so the store is asked little
-            raised = self._next_died(pause) or time.monotonic() - since > self._timeout
+            raised = self._next_died(slept) or time.monotonic() - since > self._timeout
             if raised:
                 self._call(lambda: self._store.add("alarm", 1))
             if raised or self._call(lambda: self._store.add("alarm", 0)):
@@ -199,16 +204,16 @@ class Watchdog:
                 self._signalled_at = time.monotonic()
         return self._over.is_set()
 
-    def _next_died(self, pause: float) -> bool:
+    def _next_died(self, slept: float) -> bool:
         """Says that this rank lives, and whether the next one has said nothing for long.
 
-        Counted in pauses of this thread, not on a clock: a machine that stood still has nobody
+        Counted in sleeps of this thread, not on a clock: a machine that stood still has nobody
         dead.
         """
         other = (self._rank + 1) % self._mesh.world_size
         self._call(lambda: self._store.add(f"beats {self._rank}", 1))
         heard = self._call(lambda: self._store.add(f"beats {other}", 0))
-        self._silent_s = self._silent_s + pause if heard == self._last_beat else 0.0
+        self._silent_s = self._silent_s + slept if heard == self._last_beat else 0.0
         self._last_beat = heard
         limit = min(_SILENCE_S, _SILENCE_SIGNALLED_S) if self._signal_name else _SILENCE_S
         return self._silent_s > limit and not self._call(

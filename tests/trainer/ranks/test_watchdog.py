@@ -1,6 +1,7 @@
 """Who is to blame when a run on several ranks stands, and that all end."""
 
 import contextlib
+import signal
 import threading
 import time
 
@@ -162,6 +163,23 @@ def test_ranks_that_get_on_end_in_peace(two, capsys):
     two.run(works, works)
     assert two.ended == {}
     assert capsys.readouterr().err == ""
+
+
+def test_a_burst_of_signals_is_no_silence():
+    """Each wakes the thread early: its turns are no seconds in which the other rank said
+    nothing.
+    """
+    ended = []
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    two, progress = Mesh(tp=2), CollectiveProgress()
+    try:
+        with Watchdog(dist.HashStore(), 0, two, progress, timeout=100.0, end=ended.append):
+            for _ in range(30):
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+                time.sleep(0.02)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not ended
 
 
 class FrozenStore:
