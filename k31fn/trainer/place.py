@@ -26,23 +26,31 @@ class Place:
             self._config = (run / folders.CONFIG).read_text(encoding="utf-8")
 
     def moved(self) -> str:
-        """Where the folder is now; empty: where it was. One that was removed is made anew, with its
-        ``config.json``.
+        """Where the folder is now; empty: where it was. One that was removed is made anew, and so is
+        its ``config.json``, without which the run could not go on.
 
         Raises:
             OSError: it cannot be made.
         """
+        place = self._find()
+        self._restore_config(place)
+        return "" if place == self._run and self._is_here(place) else str(place)
+
+    def _find(self) -> Path:
         if self._is_here(self._run):
-            return ""
+            return self._run
         with contextlib.suppress(OSError):
             # what Linux says of a descriptor; elsewhere a folder that was renamed counts as removed
             named = Path(os.readlink(f"/proc/self/fd/{self._held}"))
             if self._is_here(named):
-                return str(named)
+                return named
         self._run.mkdir(parents=True, exist_ok=True)
-        if self._config:
-            folders.write(self._run / folders.CONFIG, self._config)
-        return str(self._run)
+        return self._run
+
+    def _restore_config(self, run: Path) -> None:
+        # a removal that met a file being written takes the files and leaves the folder
+        if self._config and not (run / folders.CONFIG).exists():
+            folders.write(run / folders.CONFIG, self._config)
 
     def close(self) -> None:
         """Lets go of the folder; a second call does nothing."""

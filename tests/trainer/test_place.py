@@ -52,6 +52,17 @@ def test_a_removed_folder_is_made_anew_with_its_config(text, tmp_path):
     place.close()
 
 
+def test_a_removed_config_is_written_again(text, tmp_path):
+    """As a removal leaves it that met a file being written: the folder without its files."""
+    where = folder.new(tmp_path, runs.recipe(text))
+    written = (where / "config.json").read_text()
+    place = Place(where)
+    (where / "config.json").unlink()
+    assert place.moved() == ""
+    assert (where / "config.json").read_text() == written
+    place.close()
+
+
 def change(where: list[Path], tmp_path: Path, what: str):
     def action():
         where.append(runs.only_run(tmp_path / "runs"))
