@@ -285,7 +285,8 @@ def test_the_layers_of_the_model_split(number, again, monkeypatch):
 
     monkeypatch.setattr(linear, "weight_product", counted)
     # one product after the other, as inside split_vjp
-    monkeypatch.setattr(linear, "current_weight_tape", lambda: "a tape")
+    for module in (linear, latent_moe):
+        monkeypatch.setattr(module, "current_weight_tape", lambda: "a tape")
     vjp(f, p, *args)
     expected = products[0]
     monkeypatch.undo()
