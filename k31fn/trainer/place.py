@@ -26,8 +26,10 @@ class Place:
             self._config = (run / folders.CONFIG).read_text(encoding="utf-8")
 
     def moved(self) -> str:
-        """Where the folder is now; empty: where it was. One that was removed is made anew, and so is
-        its ``config.json``, without which the run could not go on.
+        """Where the folder is now; empty: where it was.
+
+        A folder that was removed is made anew, and so is its ``config.json``, without which the run
+        could not go on.
 
         Raises:
             OSError: it cannot be made.
