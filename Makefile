@@ -35,7 +35,7 @@ types: env ## basedpyright
 imports: env ## the import rule (import-linter)
 	$(BIN)/lint-imports
 
-test: lint types imports ## everything but slow tests, at most 12 minutes; ARGS='-k kda' passes options to pytest
+test: lint types imports ## everything but slow tests (aim: 12 minutes); ARGS='-k kda' passes options to pytest
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 --durations-min 2 -m "not slow" $(ARGS)
 
 train: env ## train a small K3.1 on real text to the end: curve, samples, checkpoints (ARGS='--steps 300')
