@@ -29,7 +29,7 @@ from k31fn.autodiff.weight_grads import current_weight_tape, weight_product
 from k31fn.kernels.experts import grouped_matmul
 from k31fn.kernels.formats import fp8, mxfp4
 from k31fn.kernels.scaled_matmul import scaled_matmul
-from k31fn.kernels.scaled_matmul.reference import Scaling, fits
+from k31fn.kernels.scaled_matmul.reference import Scaling, refusal
 from k31fn.params import LowRank, Quantized
 from k31fn.precision import Products
 from k31fn.typing import Float, Int, Tensor
@@ -171,7 +171,7 @@ def _product_of(x: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     features = x.shape[-1]
     if scaling is None or x.dtype != torch.bfloat16 or w.ndim != 2:
         return torch.matmul
-    if not fits(x.numel() // features, features, w.shape[1], scaling):
+    if refusal(x.numel() // features, features, w.shape[1], scaling):
         return torch.matmul
 
     def product(x: Tensor, w: Tensor) -> Tensor:

@@ -97,8 +97,7 @@ def test_nothing_in_nothing_out(name: str, impl: str, without: str):
     low = impl not in ("reference", "ragged", "buckets")
     args = arguments(name, torch.bfloat16 if low else torch.float32, sizes)
     if name in REFUSED:
-        refusal = r"is empty; at least one|must be multiples of 16"
-        with use_impl(**{name: impl}), pytest.raises(ValueError, match=refusal):
+        with use_impl(**{name: impl}), pytest.raises(ValueError, match="is empty; at least one"):
             op(*args)
         return
     chosen = {} if impl == "reference" and not op.implementations else {name: impl}

@@ -13,7 +13,7 @@ from k31fn.autodiff import remat, split_vjp, value_and_grad
 from k31fn.kernels import scaled_matmul as package
 from k31fn.kernels.fp8_encode import fp8_encode
 from k31fn.kernels.registry import OPS, record_impls, use_impl
-from k31fn.kernels.scaled_matmul import fits, library, reference, scaled_matmul
+from k31fn.kernels.scaled_matmul import library, reference, refusal, scaled_matmul
 from k31fn.layers import losses
 from k31fn.layers.linear import linear, use_products
 
@@ -125,9 +125,12 @@ def test_weight_gradients_can_come_later():
 
 
 def test_sizes():
-    assert fits(16, 32, 48, "rows")
-    assert not fits(16, 32, 40, "rows")
-    assert not fits(128, 128, 64, "blocks")
+    assert not refusal(16, 32, 48, "rows")
+    assert "(16, 32, 40) with scaling='rows' must be multiples of 16" in refusal(16, 32, 40, "rows")
+    assert "must be multiples of 128" in refusal(128, 128, 64, "blocks")
+    # torch's product is refused by the same words, before it is tried
+    empty = torch.zeros(0, 128), torch.zeros(128, 128)
+    assert "M, K, N=(0, 128, 128) is empty; at least one" in library.accepts(*empty, "rows")
     with pytest.raises(ValueError, match=r"must be multiples of 128"):
         scaled_matmul(drawn(0, 128, 16), drawn(1, 16, 128), "blocks", True)
 

@@ -30,10 +30,10 @@ import torch
 
 from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.scaled_matmul.library import accepts, missing, scaled_mm
-from k31fn.kernels.scaled_matmul.reference import Scaling, fits
+from k31fn.kernels.scaled_matmul.reference import Scaling, refusal
 from k31fn.kernels.scaled_matmul.reference import scaled_matmul as _scaled_matmul
 
-__all__ = ["Scaling", "fits", "scaled_matmul"]
+__all__ = ["Scaling", "refusal", "scaled_matmul"]
 
 scaled_matmul = Op("scaled_matmul", _scaled_matmul)
 scaled_matmul.register(

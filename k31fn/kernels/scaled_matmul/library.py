@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from k31fn.kernels.fp8_encode.reference import Codes
-from k31fn.kernels.scaled_matmul.reference import Scaling, fits, product_rule
+from k31fn.kernels.scaled_matmul.reference import Scaling, product_rule, refusal
 from k31fn.kernels.scaled_matmul.reference import scaled_matmul as reference
 from k31fn.typing import Float, Tensor
 
@@ -39,9 +39,8 @@ def missing() -> str:
 def accepts(a: Tensor, b: Tensor, scaling: Scaling = "rows", b_blocks: bool = False) -> str:
     """Why it cannot compute these arguments, or nothing."""
     del b_blocks
-    if not fits(a.shape[0], a.shape[1], b.shape[1], scaling):
-        return f"sizes {list(a.shape)} x {list(b.shape)} do not fit scaling={scaling!r}"
-    return _trial(scaling, a.device.index or 0)
+    reason = refusal(a.shape[0], a.shape[1], b.shape[1], scaling)
+    return reason or _trial(scaling, a.device.index or 0)
 
 
 @functools.cache

@@ -13,18 +13,23 @@ from k31fn.kernels.fp8_encode import fp8_encode
 from k31fn.kernels.fp8_encode.reference import Codes
 from k31fn.typing import Float, Tensor
 
-__all__ = ["Scaling", "fits", "product_rule", "scaled_matmul"]
+__all__ = ["Scaling", "product_rule", "refusal", "scaled_matmul"]
 
 Scaling = Literal["rows", "blocks"]
 _LEAST = 16  # sizes that the library's products by rows take are multiples of it
 
 
-def fits(rows: int, features: int, columns: int, scaling: Scaling) -> bool:
-    """Whether the product ``[rows, features] x [features, columns]`` and both its gradients have
-    sizes for FP8.
+def refusal(rows: int, features: int, columns: int, scaling: Scaling) -> str:
+    """Why the product ``[rows, features] x [features, columns]``, or one of its gradients, has no
+    sizes for FP8; ``""`` if all have.
     """
+    sizes = rows, features, columns
+    if not all(sizes):
+        return f"M, K, N={sizes} is empty; at least one row, feature and column are needed"
     multiple = _LEAST if scaling == "rows" else BLOCK
-    return all(n > 0 and n % multiple == 0 for n in (rows, features, columns))
+    if any(size % multiple for size in sizes):
+        return f"M, K, N={sizes} with scaling={scaling!r} must be multiples of {multiple}"
+    return ""
 
 
 def _decode(x: Codes) -> Float[Tensor, "R K"]:
@@ -79,11 +84,7 @@ def scaled_matmul(
     Raises:
         ValueError: sizes that the scaling does not take.
     """
-    sizes = a.shape[0], a.shape[1], b.shape[1]
-    if not fits(*sizes, scaling):
-        multiple = _LEAST if scaling == "rows" else BLOCK
-        raise ValueError(
-            f"scaled_matmul: M, K, N={sizes} with scaling={scaling!r} must be multiples of "
-            f"{multiple}"
-        )
+    reason = refusal(a.shape[0], a.shape[1], b.shape[1], scaling)
+    if reason:
+        raise ValueError(f"scaled_matmul: {reason}")
     return _reference(a, b, scaling, b_blocks)
