@@ -11,6 +11,7 @@ reference is not taken silently. ``in no graph`` says why a step with it cannot 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 
@@ -41,12 +42,15 @@ def _rows(op: Op, kind: str) -> list[_Row]:
     for impl in op.implementations.values():
         state = _state(impl, kind)
         if not state:
-            second = takes_all or (impl.dtypes and taken.issuperset(impl.dtypes))
+            chosen_for = impl.by_default or impl.dtypes
+            second = takes_all or (impl.dtypes and taken.issuperset(chosen_for))
             state = "also" if second else "default"
             if impl.dtypes:
-                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in impl.dtypes)
-                state += f" for {names}"
-            taken.update(impl.dtypes)
+                state += f" for {_names(chosen_for)}"
+            others = [dtype for dtype in impl.dtypes if dtype not in chosen_for]
+            if others:
+                state += f", on request for {_names(others)}"
+            taken.update(chosen_for)
             takes_all = takes_all or not impl.dtypes
         places = ",".join((*impl.devices, *impl.on_request))
         rows.append((op.name, impl.name, places, state, impl.no_capture))
@@ -56,6 +60,10 @@ def _rows(op: Op, kind: str) -> list[_Row]:
     if not all(impl.dtypes for impl in registered):
         state = "on request"
     return [*rows, (op.name, "reference", "all", state, "")]
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _state(impl: Implementation, kind: str) -> str:

@@ -60,6 +60,7 @@ class Implementation:
         fn: the function, with the reference's signature.
         accepts: ``fn``'s arguments -> ``""`` if it can compute them, else the reason why not.
         dtypes: of the first floating argument; empty: all.
+        by_default: those of ``dtypes`` for which it is chosen by default; empty: all of them.
         on_request: device types on which it runs where :func:`use_impl` names it, and only there.
         no_vmap: why it cannot run on arguments batched by ``torch.func.vmap``; empty: it can.
         no_capture: why a graph cannot hold a call of it (:func:`k31fn.jit.jit`); empty: one can.
@@ -74,6 +75,7 @@ class Implementation:
     fn: Callable[..., Any]
     accepts: Callable[..., str] = lambda *_, **__: ""
     dtypes: tuple[torch.dtype, ...] = ()
+    by_default: tuple[torch.dtype, ...] = ()
     on_request: tuple[str, ...] = ()
     no_vmap: str = ""
     no_capture: str = ""
@@ -96,7 +98,8 @@ class Implementation:
     def registered_for(self, call: _Arguments) -> bool:
         """Whether a call without :func:`use_impl` is for it: then it runs, or says why not."""
         # not whether it can run: what is registered and cannot raises, it does not step aside
-        takes = call.device in self.devices and (not self.dtypes or call.dtype in self.dtypes)
+        dtypes = self.by_default or self.dtypes
+        takes = call.device in self.devices and (not dtypes or call.dtype in dtypes)
         return takes and not (self.no_vmap and call.batched)
 
 

@@ -134,6 +134,18 @@ def test_on_request_only(op: Op):
     assert op.refusal("slow", X.to("meta")) == "it runs on npu, cpu, the arguments are on meta"
 
 
+def test_by_default_for_some_of_its_dtypes(op: Op):
+    dtypes = (torch.float32, torch.float64)
+    some = implementation("some", 2.0)
+    op.register(dataclasses.replace(some, dtypes=dtypes, by_default=(torch.float64,)))
+    assert ran(op, X.double()) == "some"
+    assert ran(op, X.float()) == "reference"
+    with use_impl(registry_scale="some"):
+        assert ran(op, X.float()) == "some"
+    state = "default for float64, on request for float32"
+    assert ("registry_scale", "some", "cpu", state, "") in _table("cpu")
+
+
 def test_a_fused_implementation_is_first_order_and_says_what_is_not(op: Op):
     fused = autodiff.custom_vjp(
         lambda x: (2 * x, ()), lambda _, ct: (2 * ct.detach(),), opaque=True, name="fused scale"

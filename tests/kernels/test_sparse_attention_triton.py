@@ -206,8 +206,13 @@ def test_refusals():
     q, k, k_shared, v = inputs(4, 2)
     start, stop = documents(4)
     refuses = op.accepts
+    takes = attention.implementations["absorbed"].accepts
     assert refuses(q, k, k_shared, v, start, stop, 1.0) == ""
-    assert "absorbed" in refuses(q, k[:, :, :1], k_shared, v, start, stop, 1.0)
+    one = k[:, :, :1], k_shared, v[:, :, :1], start, stop, 1.0
+    assert "absorbed" in refuses(q, *one)
+    # in decoding: there is another implementation for it
+    assert takes(q, *one) == ""
+    assert "one head of keys for all" in takes(q, k, k_shared, v, start, stop, 1.0)
     assert "one dtype" in refuses(q, k.double(), k_shared, v, start, stop, 1.0)
     assert "at most 256" in refuses(q, k, k_shared, v.repeat(1, 1, 1, 60), start, stop, 1.0)
 

@@ -26,6 +26,7 @@ sees receives zero.
 
 import torch
 
+from k31fn.kernels.attention.absorbed import absorbed
 from k31fn.kernels.attention.reference import attention as _reference
 from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
 from k31fn.kernels.registry import Implementation, Op
@@ -49,13 +50,14 @@ _TRITON = "k31fn.kernels.attention.triton.op"
 attention.register(
     Implementation(
         "triton",
-        (),
+        ("cuda",),
         lazily(_TRITON, "attention"),
         lazily(_TRITON, "accepts"),
         dtypes=(torch.bfloat16, torch.float32),
-        # not chosen by itself: it has run in the interpreter and on no device yet
-        on_request=("cuda", *ON_REQUEST),
+        by_default=(torch.bfloat16,),  # of float32 no tensor core makes exact products
+        on_request=ON_REQUEST,
         missing=missing_triton,
         kernels=_TRITON,
     )
 )
+attention.register(absorbed(_reference))

@@ -37,12 +37,12 @@ _TRITON = "k31fn.kernels.indexer.triton"
 index_topk.register(
     Implementation(
         "triton",
-        (),
+        ("cuda",),
         lazily(_TRITON, "index_topk"),
         lazily(_TRITON, "accepts"),
         dtypes=(torch.bfloat16, torch.float32),
-        # not chosen by itself: it has run in the interpreter and on no device yet
-        on_request=("cuda", *ON_REQUEST),
+        by_default=(torch.bfloat16,),  # of float32 no tensor core makes exact products
+        on_request=ON_REQUEST,
         missing=missing_triton,
         kernels=_TRITON,
     )

@@ -44,12 +44,12 @@ _TRITON = "k31fn.kernels.interval_attention.triton"
 interval_attention.register(
     Implementation(
         "triton",
-        (),
+        ("cuda",),
         lazily(_TRITON, "interval_attention"),
         lazily(_TRITON, "accepts"),
         dtypes=_DTYPES,
-        # not chosen by itself: it has run in the interpreter and on no device yet
-        on_request=("cuda", *ON_REQUEST),
+        by_default=(torch.bfloat16,),  # of float32 no tensor core makes exact products
+        on_request=ON_REQUEST,
         missing=missing_triton,
         kernels=_TRITON,
     )

@@ -33,6 +33,7 @@ Gradients: of ``out`` to ``q, k, k_shared, v``, to any order; none through ``lse
 
 import torch
 
+from k31fn.kernels.attention.absorbed import absorbed
 from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
 from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.sparse_attention.reference import SparseAttentionOut
@@ -55,13 +56,14 @@ for _op, _file in ((sparse_attention, "op"), (head_probs, "probs")):
     _op.register(
         Implementation(
             "triton",
-            (),
+            ("cuda",),
             lazily(_module, _op.name),
             lazily(_module, "accepts"),
             dtypes=(torch.bfloat16, torch.float32),
-            # not chosen by itself: it has run in the interpreter and on no device yet
-            on_request=("cuda", *ON_REQUEST),
+            by_default=(torch.bfloat16,),  # of float32 no tensor core makes exact products
+            on_request=ON_REQUEST,
             missing=missing_triton,
             kernels=_module,
         )
     )
+    _op.register(absorbed(_op.reference))
