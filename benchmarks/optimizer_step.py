@@ -86,7 +86,7 @@ def adamw_rows(specs: Any, params: Any, grads: Any, where: torch.device, repeats
     lr = device.number(1e-6, where)
 
     def step() -> Any:
-        return transform.update(grads, state, params, lr=lr, scale=scale, skip=skip)
+        return transform.update(grads, state, params, lr=lr, scale=scale, skip=skip, donate=True)
 
     def norm() -> Tensor:
         return optim.global_norm(grads)
@@ -164,11 +164,11 @@ def muon_rows(specs: Any, params: Any, grads: Any, where: torch.device, repeats:
         return plain(x, **how)
 
     def step() -> Any:
-        return transform.update(grads, state, params, lr=lr)
+        return transform.update(grads, state, params, lr=lr, donate=True)
 
     with mock.patch.object(muon_module, "orthogonalize", noting):
         noted = optim.rounded(optim.muon(specs, storage=optim.Storage(BF16)), specs, 0)
-        noted.update(grads, state, params, lr=lr)
+        noted.update(grads, state, params, lr=lr, donate=True)
     peak = peak_over(step, where)
     made = {
         s: torch.randn(s[0], *sorted(s[1:]), dtype=BF16, device=where) / 64 for s in set(shapes)

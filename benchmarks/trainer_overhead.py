@@ -64,7 +64,7 @@ def optimiser(recipe: config.Recipe, weights: Any, grads: Any) -> Callable[[], A
     transform = trainer.make_optimizer(recipe, trainer.trained_specs(recipe))
     state = transform.init(weights)
     skip = torch.tensor(False)
-    return lambda: transform.update(grads, state, weights, lr=1e-6, skip=skip)
+    return lambda: transform.update(grads, state, weights, lr=1e-6, skip=skip, donate=True)
 
 
 def timed(times: dict[str, list[float]], name: str, f: Callable[[], Any]) -> None:

@@ -13,7 +13,7 @@ from k31fn.kernels.adamw import adamw_step
 from k31fn.kernels.adamw.reference import Constants, stepped
 from k31fn.kernels.philox.reference import Draws
 from k31fn.optim.storage import Storage
-from k31fn.optim.transform import Leaves, Transform, Where
+from k31fn.optim.transform import Leaves, Transform, Where, refuse_differentiated
 from k31fn.typing import Bool, Float, Tensor
 
 __all__ = ["adamw"]
@@ -58,7 +58,7 @@ def adamw(
     for each leaf: nothing is widened as a whole. On a CPU its numbers are those of
     ``torch.optim.AdamW(fused=True)``.
 
-    Differentiable with ``donate=False``; where a gradient was zero in every step, sqrt(v) has the
+    Differentiable unless donated; where a gradient was zero in every step, sqrt(v) has the
     derivative 0.
 
     Raises:
@@ -112,11 +112,13 @@ class _AdamW:
         scale: Float[Tensor, ""] | None = None,
         skip: Bool[Tensor, ""] | None = None,
         draws: Mapping[str, Draws] | None = None,
-        donate: bool = True,
+        donate: bool = False,
     ) -> tuple[Any, _AdamWState]:
         """See :class:`~k31fn.optim.transform.Update`."""
-        take_step = self._in_place if donate else self._apart
-        return take_step(grads, state, params, lr, scale, skip, draws)
+        if not donate:
+            return self._apart(grads, state, params, lr, scale, skip, draws)
+        refuse_differentiated(grads, params, lr, scale)
+        return self._in_place(grads, state, params, lr, scale, skip, draws)
 
     @torch.no_grad()
     def _in_place(

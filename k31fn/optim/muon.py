@@ -22,7 +22,7 @@ from k31fn.optim.matrix_owners import MatrixOwners
 from k31fn.optim.matrix_work import Part, Piece, joined, on_every_rank, on_owners
 from k31fn.optim.newton_schulz import orthogonalize, working_dtype
 from k31fn.optim.storage import Storage
-from k31fn.optim.transform import Leaves, Transform
+from k31fn.optim.transform import Leaves, Transform, refuse_differentiated
 from k31fn.parallel.axis import Axis
 from k31fn.parallel.fsdp.placement import Placement, Placements
 from k31fn.params import ParamSpec
@@ -139,9 +139,11 @@ class _Muon:
         scale: Float[Tensor, ""] | None = None,
         skip: Bool[Tensor, ""] | None = None,
         draws: Mapping[str, Draws] | None = None,
-        donate: bool = True,
+        donate: bool = False,
     ) -> tuple[Any, _MuonState]:
         """See :class:`~k31fn.optim.transform.Update`."""
+        if donate:
+            refuse_differentiated(grads, params, lr, scale)
         # A pipeline stage may have no matrix.
         if not self.leaves.paths:
             return params, state

@@ -69,7 +69,7 @@ def rounded(
         scale: Float[Tensor, ""] | None = None,
         skip: Bool[Tensor, ""] | None = None,
         draws: Mapping[str, Draws] | None = None,
-        donate: bool = True,
+        donate: bool = False,
     ) -> tuple[Any, _RoundedState]:
         del draws  # its own
         # A key of each update: with one for all, an element would be rounded the same way at every

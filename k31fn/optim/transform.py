@@ -7,10 +7,12 @@ is read from the tree of ParamSpecs.
 
 Two ways to update, with the same numbers:
 
+- By default no input is changed, and the step is built from plain differentiable operations: it
+  runs under ``torch.func.vmap`` (many runs at once) and ``grad`` (through the update). Of
+  parameters that require grad, the new ones are part of a graph.
 - ``donate=True`` writes into the tensors of ``params`` and ``state`` and returns them: the caller
-  gives them up. This is what training uses: no second copy of anything.
-- ``donate=False`` changes no input and builds the step from plain differentiable operations: it
-  runs under ``torch.func.vmap`` (many runs at once) and ``grad`` (through the update).
+  gives them up. This is what training uses: no second copy of anything. It is refused inside a
+  transform, and where a graph leads through the step.
 
 ``skip``, a bool tensor, leaves parameters and state as they were, bit for bit, without the host
 knowing.
@@ -31,13 +33,22 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from k31fn import precision, tree
+from k31fn import _functorch, precision, tree
 from k31fn.kernels.philox import stochastic_round
 from k31fn.kernels.philox.reference import Draws
 from k31fn.params import ParamSpec
 from k31fn.typing import Bool, Float, Tensor
 
-__all__ = ["Leaves", "Transform", "Update", "Where", "combine", "non_finite", "select"]
+__all__ = [
+    "Leaves",
+    "Transform",
+    "Update",
+    "Where",
+    "combine",
+    "non_finite",
+    "refuse_differentiated",
+    "select",
+]
 
 Where = Callable[[str, ParamSpec], bool]
 
@@ -56,7 +67,7 @@ class Update(Protocol):
         scale: Float[Tensor, ""] | None = None,
         skip: Bool[Tensor, ""] | None = None,
         draws: Mapping[str, Draws] | None = None,
-        donate: bool = True,
+        donate: bool = False,
     ) -> tuple[Any, Any]:
         """``(params, state)`` after the step.
 
@@ -69,7 +80,10 @@ class Update(Protocol):
             scale: factor of all gradients, such as :func:`k31fn.optim.clip_factor`; None: 1.
             skip: true: nothing changes (see :func:`non_finite`).
             draws: by path, for the rounding of each narrow parameter that has no master.
-            donate: write into ``params`` and ``state`` and return them.
+            donate: write into ``params`` and ``state`` and return them; the caller gives them up.
+
+        Raises:
+            ValueError: ``donate`` inside a transform or a graph, or trees that do not fit.
         """
         ...
 
@@ -124,7 +138,7 @@ def combine(specs: Any, *transforms: Transform) -> Transform:
         scale: Float[Tensor, ""] | None = None,
         skip: Bool[Tensor, ""] | None = None,
         draws: Mapping[str, Draws] | None = None,
-        donate: bool = True,
+        donate: bool = False,
     ) -> tuple[Any, Any]:
         # One after the other on the same tree: they step different leaves.
         new_states = []
@@ -143,6 +157,34 @@ def combine(specs: Any, *transforms: Transform) -> Transform:
         return params, tuple(new_states)
 
     return Transform(init, update, frozenset(stepped))
+
+
+def refuse_differentiated(grads: Any, params: Any, *factors: Any) -> None:
+    """Refuses to write where a transform or a graph leads through the step: torch would raise in
+    other words, or drop the derivative.
+
+    Args:
+        grads: of the step.
+        params: a leaf that requires grad is written into, as torch's own optimisers do.
+        factors: learning rate and scale.
+
+    Raises:
+        ValueError: names ``donate=False``.
+    """
+    where = ""
+    if _functorch.transforms_active():
+        where = "inside a torch.func transform (vmap, grad, a simulated mesh)"
+    elif torch.is_grad_enabled():
+        read = tree.leaves((grads, factors), allow_none=True)
+        if any(isinstance(x, Tensor) and x.requires_grad for x in read):
+            where = "to gradients, a rate or a scale that are part of an autograd graph"
+        elif any(x.requires_grad and not x.is_leaf for x in tree.leaves(params)):
+            where = "to parameters that are results of an autograd graph"
+    if where:
+        raise ValueError(
+            f"update(donate=True) {where}: it writes in place, which no derivative goes through; "
+            "leave donate=False, the default, which changes no input"
+        )
 
 
 def non_finite(values: Any) -> Bool[Tensor, ""]:

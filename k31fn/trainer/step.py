@@ -161,7 +161,13 @@ def make_step(layout: RankLayout) -> Step:
         scale = optim.clip_factor(norm, recipe.optimizer.max_norm)
         with scopes.scope("optimiser"):
             weights, opt_state = layout.optimizer.update(
-                grads, state.opt_state, state.params, lr=lr, scale=scale, skip=verdict.skip
+                grads,
+                state.opt_state,
+                state.params,
+                lr=lr,
+                scale=scale,
+                skip=verdict.skip,
+                donate=True,
             )
         if isinstance(sums.logits, Tensor):
             clip_logits(layout, weights, opt_state, sums.logits, verdict.skip)

@@ -79,7 +79,7 @@ def test_gradients_of_any_layout():
             layout,
             tree.map(lambda g: g.mean(-1, keepdim=True).expand_as(g) if g.ndim else g, plain),
         )
-        return transform.update(grads, transform.init(start), clone(start), lr=0.1)[0]
+        return transform.update(grads, transform.init(start), clone(start), lr=0.1, donate=True)[0]
 
     plain = gradients(0, start)
     assert identical(step(lambda g: g), step(lambda g: g.contiguous()))
@@ -94,7 +94,7 @@ def test_weights_of_any_layout():
     w, g = torch.randn(4, 6), {"w": torch.randn(4, 6)}
     expected, _ = transform.update(g, transform.init({"w": w}), {"w": w}, lr=0.1, donate=False)
     turned = {"w": w.T.contiguous().T}
-    got, _ = transform.update(g, transform.init(turned), turned, lr=0.1)
+    got, _ = transform.update(g, transform.init(turned), turned, lr=0.1, donate=True)
     torch.testing.assert_close(got["w"], expected["w"], rtol=1e-6, atol=1e-6)
 
 
@@ -102,7 +102,7 @@ def test_groups_come_from_the_specs():
     start = weights()
     transform = optim.adamw(specs(), **NUMBERS)
     zero = tree.map(torch.zeros_like, start)
-    values, state = transform.update(zero, transform.init(start), clone(start), lr=0.1)
+    values, state = transform.update(zero, transform.init(start), clone(start), lr=0.1, donate=True)
     shrunk = {"embedding", "layers.0.w", "layers.0.w_q", "layers.1.experts", "extra.scale"}
     for path, before in tree.flatten_with_paths(start):
         after = dict(tree.flatten_with_paths(values))[path]
@@ -127,7 +127,7 @@ def test_bf16_parameters_have_float32_masters():
     values = clone(start)
     for step in range(40):  # steps of 1e-4: each alone is below the rounding of weights about 0.5
         grads = gradients(step, start)
-        values, state = transform.update(grads, state, values, lr=1e-4)
+        values, state = transform.update(grads, state, values, lr=1e-4, donate=True)
         wide, reference = transform.update(
             tree.map(lambda g: g.to(torch.float32), grads), reference, wide, lr=1e-4, donate=False
         )
@@ -209,7 +209,7 @@ def test_on_cuda():
     for step in range(20):
         grads = tree.map(lambda g: g.cuda(), gradients(step, start))
         values, state = transform.update(
-            grads, state, values, lr=1e-2, skip=torch.tensor(False, device="cuda")
+            grads, state, values, lr=1e-2, skip=torch.tensor(False, device="cuda"), donate=True
         )
     assert (
         largest_difference(tree.map(lambda x: x.cpu(), values), torch_adamw(start, 20))
@@ -219,5 +219,5 @@ def test_on_cuda():
         clone((values, state)),
         tree.map(lambda p: torch.full_like(p, float("nan")), values),
     )
-    after = transform.update(bad, state, values, lr=1e-2, skip=optim.non_finite(bad))
+    after = transform.update(bad, state, values, lr=1e-2, skip=optim.non_finite(bad), donate=True)
     assert identical(after, before)

@@ -30,7 +30,7 @@ def step_of(transform, values, grads):
         norm = optim.global_norm(grads)
         scale = optim.clip_factor(norm, 1.0)
         skip = optim.non_finite(norm)
-        transform.update(grads, state, values, lr=0.01, scale=scale, skip=skip)
+        transform.update(grads, state, values, lr=0.01, scale=scale, skip=skip, donate=True)
     return live.peak
 
 
@@ -80,7 +80,9 @@ def test_slices_of_a_step_change_no_bit(monkeypatch):
         transform = rounded(specs(BF16))
         state = transform.init(values)
         for i in range(3):
-            values, state = transform.update(gradients(i, values), state, values, lr=0.05)
+            values, state = transform.update(
+                gradients(i, values), state, values, lr=0.05, donate=True
+            )
         return values, state
 
     want = three_steps()
@@ -122,7 +124,9 @@ def test_a_captured_step_has_the_bits_of_an_eager_one():
         norm = optim.global_norm(grads)
         scale = optim.clip_factor(norm, 1.0)
         skip = optim.non_finite(norm)
-        return transform.update(grads, state, values, lr=lr, scale=scale, skip=skip), norm
+        return transform.update(
+            grads, state, values, lr=lr, scale=scale, skip=skip, donate=True
+        ), norm
 
     want = steps(update)
     with captures_on_cpu():
@@ -158,11 +162,11 @@ def test_a_weight_of_four_dimensions_is_rounded_by_its_place():
     tile = lambda path, spec: (slice(1, 2), *(slice(0, n) for n in spec.shape[1:]))  # noqa: E731
     g = {"w": torch.randn(2, 3, 4, 8)}
     one, own = rounded(declared), rounded(declared, tile=tile)
-    whole, _ = one.update(g, one.init(whole), whole, lr=0.05)
-    half, _ = own.update({"w": g["w"][1:]}, own.init(half), half, lr=0.05)
+    whole, _ = one.update(g, one.init(whole), whole, lr=0.05, donate=True)
+    half, _ = own.update({"w": g["w"][1:]}, own.init(half), half, lr=0.05, donate=True)
     assert torch.equal(half["w"], whole["w"][1:])
     inner = lambda path, spec: (slice(0, 2), slice(0, 2), *(slice(0, n) for n in spec.shape[2:]))  # noqa: E731
     cut = rounded(declared, tile=inner)
     part = {"w": whole["w"][:, :2].clone()}
     with pytest.raises(ValueError, match="of more than three dimensions"):
-        cut.update({"w": g["w"][:, :2]}, cut.init(part), part, lr=0.05)
+        cut.update({"w": g["w"][:, :2]}, cut.init(part), part, lr=0.05, donate=True)

@@ -167,7 +167,9 @@ def test_leaves():
     transform = optim.muon(specs())
     assert transform.paths == {f"layers.{i}.{n}" for i in (0, 1) for n in ("w", "w_q", "experts")}
     start = weights()
-    new, state = transform.update(gradients(0, start), transform.init(start), clone(start), lr=0.1)
+    new, state = transform.update(
+        gradients(0, start), transform.init(start), clone(start), lr=0.1, donate=True
+    )
     assert state.momentum.embedding == ()
     for path, before in tree.flatten_with_paths(start):
         changed = not torch.equal(dict(tree.flatten_with_paths(new))[path], before)
@@ -180,7 +182,9 @@ def test_bf16_parameters_have_float32_masters():
     values, state = clone(start), transform.init(start)
     assert state.momentum.layers[0].w.dtype == state.master.layers[0].w.dtype == torch.float32
     for step in range(40):  # steps of 1e-4: each alone is below the rounding of weights about 0.5
-        values, state = transform.update(gradients(step, start), state, values, lr=5e-4)
+        values, state = transform.update(
+            gradients(step, start), state, values, lr=5e-4, donate=True
+        )
     for layer, master in zip(values.layers, state.master.layers, strict=True):
         assert torch.equal(layer.w, master.w.to(torch.bfloat16))
     assert (values.layers[0].w != start.layers[0].w).float().mean() > 0.3
@@ -228,12 +232,12 @@ def test_on_cuda():
     for step in range(10):
         grads = tree.map(lambda g: g.cuda(), gradients(step, start))
         values, state = transform.update(
-            grads, state, values, lr=0.05, skip=torch.tensor(False, device="cuda")
+            grads, state, values, lr=0.05, skip=torch.tensor(False, device="cuda"), donate=True
         )
     assert largest_difference(tree.map(lambda x: x.cpu(), values), ours(start, 10, 0.05)[0]) < 0.03
     before, bad = (
         clone((values, state)),
         tree.map(lambda p: torch.full_like(p, float("nan")), values),
     )
-    after = transform.update(bad, state, values, lr=1e-2, skip=optim.non_finite(bad))
+    after = transform.update(bad, state, values, lr=1e-2, skip=optim.non_finite(bad), donate=True)
     assert identical(after, before)

@@ -46,7 +46,7 @@ def test_steps_far_below_a_weight_add_up():
     state, one = transform.init(p), {"w": torch.ones(2048)}
     assert torch.equal((first - 1e-4).to(BF16).double(), first), "nearest rounding loses each step"
     for _ in range(100):
-        p, state = transform.update(one, state, p, lr=1e-4)
+        p, state = transform.update(one, state, p, lr=1e-4, donate=True)
     assert p["w"].dtype == BF16
     moved = p["w"].double() - first
     assert abs(float(moved.mean()) + 0.01) < 5 * (100 * 2.0**-7 * 1e-4 / 2048) ** 0.5
@@ -61,16 +61,16 @@ def test_both_updates_agree_and_a_skipped_one_changes_nothing():
         q, other = transform.update(grads(step), other, q, lr=0.01, donate=False)
         assert_close_trees(p, q, rtol=0, atol=0)
     before = tree.map(torch.clone, (p, state))
-    p, state = transform.update(grads(9), state, p, lr=0.01, skip=torch.tensor(True))
+    p, state = transform.update(grads(9), state, p, lr=0.01, skip=torch.tensor(True), donate=True)
     assert_close_trees((p, state), before, rtol=0, atol=0)
-    p, state = transform.update(grads(3), state, p, lr=0.01, skip=torch.tensor(False))
-    q, other = transform.update(grads(3), other, q, lr=0.01)
+    p, state = transform.update(grads(3), state, p, lr=0.01, skip=torch.tensor(False), donate=True)
+    q, other = transform.update(grads(3), other, q, lr=0.01, donate=True)
     assert_close_trees(p, q, rtol=0, atol=0)
     assert int(state.updates) == int(other.updates) == 4
     again, _ = optim.rounded(optim.adamw(SPECS), SPECS, 1).update(
-        grads(0), transform.init(start()), start(), lr=0.01
+        grads(0), transform.init(start()), start(), lr=0.01, donate=True
     )
-    first, _ = transform.update(grads(0), transform.init(start()), start(), lr=0.01)
+    first, _ = transform.update(grads(0), transform.init(start()), start(), lr=0.01, donate=True)
     assert not torch.equal(again["w"], first["w"]), "another seed"
     assert torch.equal(again["island"], first["island"])
 
@@ -90,6 +90,6 @@ def test_a_rank_rounds_its_part_as_one_device_does():
     state, own = one.init(whole), mine.init(part)
     for step in range(2):
         g = grads(step)
-        whole, state = one.update(g, state, whole, lr=0.01)
-        part, own = mine.update({**g, "w": g["w"][rows]}, own, part, lr=0.01)
+        whole, state = one.update(g, state, whole, lr=0.01, donate=True)
+        part, own = mine.update({**g, "w": g["w"][rows]}, own, part, lr=0.01, donate=True)
     assert torch.equal(part["w"], whole["w"][rows])

@@ -49,7 +49,7 @@ def test_a_mean_in_bfloat16_is_hardly_biased(beta2, bias):
     means = []
     for step in range(300):
         g = {"w": torch.randn(4000, generator=generator)}
-        values, state = transform.update(g, state, values, lr=0.0)
+        values, state = transform.update(g, state, values, lr=0.0, donate=True)
         if step >= 150:
             means.append(float(state.nu["w"].to(torch.float32).mean()))
     print(f"{beta2=}: mean {sum(means) / len(means):.4f}")
@@ -75,7 +75,9 @@ def test_a_skipped_step_keeps_the_bits():
     values, state = run(transform, 3)
     before = clone((values, state))
     bad = tree.map(lambda p: torch.full_like(p, math.nan), values)
-    assert identical(transform.update(bad, state, values, lr=0.1, skip=torch.tensor(True)), before)
+    assert identical(
+        transform.update(bad, state, values, lr=0.1, skip=torch.tensor(True), donate=True), before
+    )
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -113,7 +115,7 @@ def test_on_cuda_the_state_lies_in_pinned_memory(dtype):
         for step in range(4):
             grads = tree.map(lambda g: g.cuda(), gradients(step, weights()))
             values, state = t.update(
-                grads, state, values, lr=0.02, skip=torch.tensor(False, device="cuda")
+                grads, state, values, lr=0.02, skip=torch.tensor(False, device="cuda"), donate=True
             )
             if t is transform:
                 kept = [
@@ -132,6 +134,6 @@ def test_on_meta_tensors_it_says_the_shapes():
     transform = both(Storage(torch.bfloat16, host=True))
     values = tree.map(lambda x: x.to("meta"), weights())
     state = transform.init(values)
-    _, after = transform.update(values, state, values, lr=0.1)
+    _, after = transform.update(values, state, values, lr=0.1, donate=True)
     pairs = zip(tree.leaves(state), tree.leaves(after), strict=True)
     assert all(a.is_meta and (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)

@@ -21,7 +21,7 @@ def test_donate_reuses_storage(dtype):
     state = transform.init(values)
     pointers = [x.data_ptr() for x in tree.leaves((values, state))]
     before = clone((values, state))
-    values, state = transform.update(gradients(0, values), state, values, lr=0.1)
+    values, state = transform.update(gradients(0, values), state, values, lr=0.1, donate=True)
     assert [x.data_ptr() for x in tree.leaves((values, state))] == pointers
     changed = [
         not torch.equal(a, b)
@@ -32,14 +32,12 @@ def test_donate_reuses_storage(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_functional_update_changes_no_input(dtype):
+def test_an_update_changes_no_input(dtype):
     transform, values = everything(dtype), weights(dtype)
     state, grads = transform.init(values), gradients(0, values)
-    values, state = transform.update(
-        grads, state, values, lr=0.1, donate=False
-    )  # a state that is not all zero
+    values, state = transform.update(grads, state, values, lr=0.1)  # a state that is not all zero
     before = clone((grads, state, values))
-    new_values, new_state = transform.update(grads, state, values, lr=0.1, donate=False)
+    new_values, new_state = transform.update(grads, state, values, lr=0.1)
     assert identical((grads, state, values), before)
     inputs = {x.data_ptr() for x in tree.leaves((grads, state, values))}
     outputs = dict(tree.flatten_with_paths((new_values, new_state)))
@@ -75,7 +73,7 @@ def test_a_rate_in_float32_would_have_other_bits():
 def test_donated_update_leaves_gradients_alone():
     transform, values = everything(), weights()
     grads = gradients(0, values)
-    transform.update(grads, transform.init(values), values, lr=0.1)
+    transform.update(grads, transform.init(values), values, lr=0.1, donate=True)
     assert identical(grads, gradients(0, values))
 
 
@@ -85,7 +83,7 @@ def test_donated_update_leaves_gradients_alone():
 def test_a_non_finite_step_changes_nothing(dtype, donate, bad):
     transform, values = everything(dtype), weights(dtype)
     state = transform.init(values)
-    values, state = transform.update(gradients(0, values), state, values, lr=0.1)
+    values, state = transform.update(gradients(0, values), state, values, lr=0.1, donate=True)
     before = clone((values, state))
 
     def step(grads, values, state):
@@ -156,7 +154,7 @@ def test_gradients_may_lack_leaves_that_are_not_stepped():
         assert identical(got, expected)
         part = tree.map_with_path(lambda p, g, a=absent: a if p == "layers.1.w" else g, grads)
         with pytest.raises(ValueError, match=r"grads have no leaf 'layers.1.w' \(1 missing\)"):
-            transform.update(part, transform.init(values), values, lr=0.1)
+            transform.update(part, transform.init(values), values, lr=0.1, donate=True)
 
 
 def test_trees_must_match():
@@ -164,7 +162,7 @@ def test_trees_must_match():
     with pytest.raises(ValueError, match="trees differ in structure"):
         transform.init({"w": torch.ones(2)})
     with pytest.raises(ValueError, match="trees differ in structure"):
-        transform.update(values, transform.init(values), values.layers, lr=0.1)
+        transform.update(values, transform.init(values), values.layers, lr=0.1, donate=True)
 
 
 def test_combine_covers_every_leaf_once():
@@ -184,7 +182,28 @@ def test_parameters_that_require_grad():
     values = tree.map(lambda x: x.requires_grad_(), weights())
     state = transform.init(values)
     expected, _ = transform.update(gradients(0, values), state, weights(), lr=0.1, donate=False)
-    values, _ = transform.update(gradients(0, values), state, values, lr=0.1)
+    values, _ = transform.update(gradients(0, values), state, values, lr=0.1, donate=True)
     assert all(x.is_leaf and x.requires_grad for x in tree.leaves(values))
     pairs = zip(tree.leaves(values), tree.leaves(expected), strict=True)
     assert max((a - b).abs().max().item() for a, b in pairs) < 1e-6
+
+
+def test_where_a_derivative_leads_through_a_donated_step_is_refused():
+    """Muon's gave a gradient of zeros; AdamW's an error about captured tensors."""
+    transform, values = everything(), weights()
+    state, grads = transform.init(values), gradients(0, values)
+
+    def step(grads, values, lr):
+        return transform.update(grads, state, values, lr=lr, donate=True)[0].embedding.sum()
+
+    rates = torch.tensor([0.1, 0.2])
+    inside = "inside a torch.func transform .* leave donate=False, the default"
+    with pytest.raises(ValueError, match=inside):
+        torch.func.vmap(step, (None, None, 0))(grads, values, rates)
+    with pytest.raises(ValueError, match=inside):
+        torch.func.grad(step)(grads, values, rates[0])
+    with pytest.raises(ValueError, match="rate or a scale that are part of an autograd graph"):
+        step(grads, values, rates[0].requires_grad_())
+    moved = tree.map(lambda x: x.requires_grad_() * 1, weights())
+    with pytest.raises(ValueError, match="parameters that are results of an autograd graph"):
+        step(grads, moved, 0.1)

@@ -132,7 +132,7 @@ def worked_on(mesh: Mesh, monkeypatch: Any) -> tuple[list[list[tuple[int, ...]]]
 
     def step(axes: Any, w: Any) -> Any:
         transform = optim.muon(LAYERS, placements=fsdp.placements(LAYERS, part, axes))
-        return transform.update(w, transform.init(w), w, lr=0.1)
+        return transform.update(w, transform.init(w), w, lr=0.1, donate=True)
 
     monkeypatch.setattr(muon, "orthogonalize", noting)
     with record_collectives() as record:
@@ -173,7 +173,7 @@ def test_at_most_two_rounds_are_under_way(monkeypatch):
         places = fsdp.placements(LAYERS, part, axes)
         w = tree.map(lambda s, p: torch.randn(local_shape(p, s.shape, mesh)), LAYERS, part)
         transform = optim.muon(LAYERS, placements=places)
-        return transform.update(w, transform.init(w), w, lr=0.1)
+        return transform.update(w, transform.init(w), w, lr=0.1, donate=True)
 
     with record_collectives() as record:
         each_rank(step, mesh, lambda _: ())
@@ -197,7 +197,7 @@ def test_every_mesh_draws_the_same_bits(mesh, kind):
         transform = optim.rounded(inner, cases.SPECS, 7, tile=tile)
         state = transform.init(w)
         for g in grads:
-            w, state = transform.update(g, state, w, lr=0.1)
+            w, state = transform.update(g, state, w, lr=0.1, donate=True)
         return w
 
     def start() -> Any:

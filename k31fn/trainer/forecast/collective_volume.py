@@ -179,7 +179,7 @@ def _at_once(recipe: Recipe, stage_rank: int) -> Volume:
     histogram = torch.empty(shape, dtype=torch.int64, device=META)
     with record_collectives() as record:
         summed = fsdp.sum_gradients(grads, layout.placements)
-        layout.optimizer.update(summed, state.opt_state, state.params, lr=1e-3)
+        layout.optimizer.update(summed, state.opt_state, state.params, lr=1e-3, donate=True)
         if recipe.trains_trunk:
             next_biases(state.balance, histogram, layout, model.experts(recipe.model).top_k)
     return _volume(record)
