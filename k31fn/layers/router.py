@@ -18,8 +18,9 @@ import torch
 
 from k31fn import tree
 from k31fn.autodiff.replay import decision, report
+from k31fn.kernels.expert_choice import choose_experts
+from k31fn.kernels.expert_choice.reference import biased_scores
 from k31fn.kernels.histogram import required_bias_histogram
-from k31fn.kernels.topk import topk
 from k31fn.layers.linear import linear
 from k31fn.parallel.collectives import pslice, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
@@ -56,7 +57,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.hidden_size < 1:
             raise ValueError(f"router.Config.hidden_size={self.hidden_size}: a width is at least 1")
-        # All experts may not be chosen: `_choose` ranks one more than it takes.
+        # All experts may not be chosen: `choose_experts` ranks one more than it takes.
         if not 0 < self.top_k < self.num_experts:
             raise ValueError(
                 f"router.Config.top_k={self.top_k} must be in 1..num_experts-1 "
@@ -143,7 +144,7 @@ def apply(
     if segments is not None:
         # Segments are those of the slice of the context, tokens are split once more.
         valid = pslice(segments.ids, sh.sequence, 1) > 0
-    topk_idx, next_best = decision("router", _choose, scores, bias, valid, cfg)
+    topk_idx, next_best = decision("router", choose_experts, scores, bias, valid, cfg.top_k)
     shapes = (cfg.num_experts,), (cfg.num_experts, NUM_BINS)
     # No gradient reads counts, so a remat need neither keep them nor count again.
     load, histogram = report(
@@ -153,29 +154,6 @@ def apply(
     chosen = scores.gather(-1, topk_idx)
     weights = chosen / (chosen.sum(-1, keepdim=True) + _TINY) * cfg.scale
     return Routing(topk_idx, torch.where(valid[..., None], weights, 0), load, histogram)
-
-
-def _choose(
-    scores: Float[Tensor, "B T E"],
-    bias: Float[Tensor, "E"],
-    valid: Bool[Tensor, "B T"],
-    cfg: Config,
-) -> tuple[Int[Tensor, "B T G"], Int[Tensor, "B T 1"]]:
-    """The chosen experts, and the next best one: its biased score is the cutoff of balancing."""
-    ranked = topk(_biased(scores, bias), cfg.top_k + 1)
-    # Padding goes round all experts, so that it lengthens no expert's rows more than another's.
-    copy = torch.arange(valid.numel() * cfg.top_k, device=scores.device)
-    copy = copy.view(*valid.shape, cfg.top_k)
-    topk_idx = torch.where(valid[..., None], ranked[..., :-1], copy % cfg.num_experts)
-    # A view would keep the whole ranking alive for as long as the decision is kept.
-    return topk_idx, ranked[..., -1:].clone()
-
-
-def _biased(scores: Float[Tensor, "B T E"], bias: Float[Tensor, "E"]) -> Float[Tensor, "B T E"]:
-    """A non-finite step must end in a non-finite loss, which the trainer skips, not in an index out
-    of range.
-    """
-    return torch.nan_to_num(scores + bias)
 
 
 def _count(
@@ -194,7 +172,7 @@ def _count(
     if not cfg.balanced:
         # Expanded: zeros that nobody counts take no memory.
         return load, torch.zeros_like(load)[:, None].expand(-1, NUM_BINS)
-    cutoff = _biased(scores, bias).gather(-1, next_best).flatten()
+    cutoff = biased_scores(scores, bias).gather(-1, next_best).flatten()
     return load, required_bias_histogram(
         scores.flatten(0, 1), cutoff, valid.flatten(), bias, NUM_BINS
     )

@@ -3,6 +3,8 @@ import pytest
 import torch
 
 from k31fn.kernels.histogram import bin_range, required_bias_histogram
+from k31fn.kernels.registry import record_impls, use_impl
+from tests.kernels.fused import DEVICE, poisoned
 
 
 def case(tokens=300, experts=6):
@@ -53,3 +55,47 @@ def test_batches_add_up_and_vmap():
         scores.view(3, 100, 6), cutoff.view(3, 100), valid.view(3, 100)
     )
     assert torch.equal(parts.sum(0), whole)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "bins"), [(300, 6, 50), (1, 3, 1000), (70, 2, 1)], ids=str
+)
+def test_the_kernel_counts_the_same_numbers(tokens, experts, bins):
+    scores, cutoff, bias = (x.float().to(DEVICE) for x in case(tokens, max(experts, 3)))
+    valid = (torch.rand(tokens) < 0.7).to(DEVICE)
+    # Required biases on the edges of bins, and beyond the last ones.
+    cutoff[: tokens // 3] = bias.min() + (torch.arange(tokens // 3, device=DEVICE) - 3) / 16
+    scores[: tokens // 3] = scores[: tokens // 3].mul(16).round() / 16
+    with use_impl(required_bias_histogram="triton"), record_impls() as ran, poisoned():
+        found = required_bias_histogram(scores, cutoff, valid, bias, bins)
+    assert ran["required_bias_histogram", "triton"] == 1
+    with use_impl(required_bias_histogram="reference"):
+        assert torch.equal(found, required_bias_histogram(scores, cutoff, valid, bias, bins))
+
+
+def test_the_kernel_counts_samples_of_vmap():
+    scores, cutoff, bias = (x.float().to(DEVICE) for x in case())
+    valid = (torch.rand(300) < 0.7).to(DEVICE)
+    biases = torch.stack([bias, 2 * bias, -bias])
+
+    def count(s, c, v, b):
+        return required_bias_histogram(s, c, v, b, 64)
+
+    args = (scores.view(3, 100, 6), cutoff.view(3, 100), valid.view(3, 100), biases)
+    with use_impl(required_bias_histogram="triton"):
+        found = torch.vmap(count)(*args)
+    with use_impl(required_bias_histogram="reference"):
+        apart = [count(*sample) for sample in zip(*args, strict=True)]
+    assert torch.equal(found, torch.stack(apart))
+
+
+@pytest.mark.cuda
+def test_the_kernel_counts_the_same_numbers_at_full_size():
+    scores, bias = torch.rand(8192, 896, device=DEVICE), torch.randn(896, device=DEVICE) * 0.2
+    cutoff = (scores + bias).kthvalue(880, dim=1).values
+    valid = torch.rand(8192, device=DEVICE) < 0.9
+    with record_impls() as ran:
+        found = required_bias_histogram(scores, cutoff, valid, bias, 1000)
+    assert ran["required_bias_histogram", "triton"] == 1
+    with use_impl(required_bias_histogram="reference"):
+        assert torch.equal(found, required_bias_histogram(scores, cutoff, valid, bias, 1000))

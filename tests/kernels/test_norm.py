@@ -81,6 +81,24 @@ def test_layer_norm_equals_torch(dtype):
     )
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_the_library_layer_norm_equals_the_reference(weights):
+    x = torch.randn(4, 5, 24, device=DEVICE)
+    weight, bias = (torch.randn(24, device=DEVICE).to(weights) for _ in range(2))
+    limits = {"rtol": 1e-5, "atol": 1e-5, "grad_rtol": 3e-5, "grad_atol": 3e-5}
+    if weights == torch.bfloat16:
+        # Sums over rows that are rounded to bfloat16.
+        limits |= {"grad_rtol": 2**-8, "grad_atol": 2**-8}
+    assert_op_matches(
+        layer_norm, "library", (x, weight, bias, 1e-5), **limits, reference_dtype=torch.float64
+    )
+    low = x.bfloat16()
+    with use_impl(layer_norm="library"):
+        y = layer_norm(low, weight, bias, 1e-5)
+    with use_impl(layer_norm="reference"):
+        torch.testing.assert_close(y, layer_norm(low, weight, bias, 1e-5), rtol=2**-7, atol=2**-7)
+
+
 def test_derivatives_of_both_orders():
     x, weight, bias = (
         torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3), (3,), (3,))

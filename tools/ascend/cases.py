@@ -51,6 +51,16 @@ def _kda() -> tuple[Any, ...]:
     return q, k, torch.randn(shape), g, torch.rand(1, 40, 1), ids, state
 
 
+def _choose_experts() -> tuple[Any, ...]:
+    """Ties in every row, some of which are padding."""
+    return torch.randint(0, 9, (13, 40)) / 8.0, torch.randn(40), torch.rand(13) < 0.8, 6
+
+
+def _required_bias_histogram() -> tuple[Any, ...]:
+    """More tokens than one product counts."""
+    return torch.rand(150, 5), 1 + torch.rand(150), torch.rand(150) < 0.8, torch.randn(5), 100
+
+
 def _gdn() -> tuple[Any, ...]:
     """Two documents and padding over three tiles; some decays leave nothing."""
     q, k, v, g, beta, ids, state = _kda()
@@ -213,6 +223,8 @@ CASES = {
     "adamw_step": (Case(_adamw, 2e-6),),  # float32 alone: see COMPILED_ONLY
     "random_bits": (Case(lambda: (_draws((20, 70), (4, 7)), (9, 45)), 0),),
     "stochastic_round": (),
+    "choose_experts": (Case(_choose_experts, 0),),
+    "required_bias_histogram": (Case(_required_bias_histogram, 0),),
     "attention": (Case(_attention, 2e-5),),
     "interval_attention": (Case(_interval_attention, 2e-5),),
     "sparse_attention": (Case(_sparse_attention, 2e-5),),

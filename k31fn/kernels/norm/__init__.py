@@ -8,19 +8,21 @@
 variance (Ba et al. 2016, arXiv 1607.06450), all in float32, rounded once.
 
 Shapes: ``x [..., D]``, ``weight`` and ``bias`` ``[D]``; the result has the shape and dtype of
-``x``. Rows are
-independent, so no mask is taken: a padded row stays finite because of ``eps``. The references are
-differentiable to any order; ``triton`` reads ``x`` once each way and keeps the inputs alone, with
-first derivatives only.
+``x``. Rows are independent, so no mask is taken: a padded row stays finite because of ``eps``. The
+references are differentiable to any order, and ``library``, torch's own ``layer_norm``, is too;
+``triton`` reads ``x`` once each way and keeps the inputs alone, with first derivatives only.
 """
 
 import torch
+from torch.nn.functional import layer_norm as _torch_layer_norm
 
 from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
 from k31fn.kernels.norm.reference import layer_norm as _layer_norm
 from k31fn.kernels.norm.reference import rms_norm as _rms_norm
 from k31fn.kernels.registry import Implementation, Op
 from k31fn.kernels.vendor import adapter
+from k31fn.precision import upcast
+from k31fn.typing import Float, Tensor
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -42,4 +44,19 @@ rms_norm.register(
         kernels=_TRITON,
     )
 )
+
+
+def _library_layer_norm(
+    x: Float[Tensor, "*rows D"], weight: Float[Tensor, "D"], bias: Float[Tensor, "D"], eps: float
+) -> Float[Tensor, "*rows D"]:
+    # widened first: on CUDA torch wants one dtype, and the weights are not to be rounded
+    wide = _torch_layer_norm(upcast(x), x.shape[-1:], upcast(weight), upcast(bias), eps)
+    return wide.to(x.dtype)
+
+
 layer_norm = Op("layer_norm", _layer_norm)
+layer_norm.register(
+    Implementation(
+        "library", ("cuda",), _library_layer_norm, dtypes=_DTYPES, on_request=("cpu", "npu")
+    )
+)
