@@ -105,7 +105,7 @@ def tensorboard(
     drops what it is given.
 
     Args:
-        directory: made if it is missing.
+        directory: made if it is missing, in a folder that is there.
         warn: takes the line that says what is missing.
         resumed_at: first step of a resumed run; TensorBoard then hides what was logged earlier from
             there on.
@@ -116,6 +116,8 @@ def tensorboard(
     except ImportError as error:
         warn(f"no TensorBoard events: {error}; pip install 'k31fn[train]' adds them")
         return NoTracker()
+    # not with its parents, as the package would: a run's folder may have been renamed meanwhile
+    Path(directory).mkdir(exist_ok=True)
     # seconds: what is at most lost when a run is killed, and late for who watches it
     writer = functools.partial(SummaryWriter, purge_step=resumed_at, flush_secs=10)
     return _TensorBoard(writer, Path(directory))

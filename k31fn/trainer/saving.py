@@ -61,12 +61,25 @@ class Saves:
         # another one.
         self._base = str(ranks.on_first(lambda: fingerprint(recipe)))
         self._hurried_s = hurried_s
-        self._checkpoints = self._open(folder)
+        self._place: Place | None = None
         # of the folder of the run; of a rank that reads no other files its checkpoints' will do
-        self._place = Place(folder.parent) if ranks.first else None
+        ranks.on_first(lambda: self._hold(folder))
+        self._checkpoints = self._open(folder)
         self._on_disk = checkpoint_layout(recipe)
         self._complete = 0  # newest step that is known to be saved
         self._under_way = 0  # a later one that is being saved
+
+    def _hold(self, folder: Path) -> None:
+        run = folder.parent
+        try:
+            self._place = Place(run)
+            # without its parents, or a run that is renamed now had a second folder of its name
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{run} is not there any more: it was renamed or removed as the run began; start "
+                "it again"
+            ) from error
 
     def _open(self, folder: Path) -> Checkpointer:
         recipe = self._recipe

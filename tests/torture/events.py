@@ -150,7 +150,8 @@ def frozen_rank(victim: Victim, draw: random.Random) -> str:
 def folder(victim: Victim, draw: random.Random) -> str:
     """The run's folder is renamed, or all of it removed, while it runs."""
     run = _started(victim, draw)
-    if not (victim.root / "victim").exists():
+    # before it has found its folder it would rightly begin another one
+    if not run.waits_for_its_folder():
         run.clears_up()
         return ""
     place = victim.run

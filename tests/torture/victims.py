@@ -187,6 +187,14 @@ class Started:
                 return False
         return True
 
+    def waits_for_its_folder(self) -> bool:
+        """Whether it said which it is before the run's end."""
+        while self.main.poll() is None:
+            if any(line.startswith("run ") for line in self._lines):
+                return True
+            time.sleep(0.02)
+        return False
+
     def closes_output(self) -> None:
         """The reader leaves after the next line."""
         self._stop_reading.set()

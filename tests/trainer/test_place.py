@@ -63,6 +63,37 @@ def test_a_removed_config_is_written_again(text, tmp_path):
     place.close()
 
 
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("when", ["made", "first state"])
+def test_a_run_that_is_renamed_as_it_begins_makes_no_second_folder(
+    text, tmp_path, monkeypatch, capsys, when
+):
+    new, init_state = folder.new, run.init_state
+
+    def rename():
+        runs.only_run(tmp_path / "runs").rename(tmp_path / "kept")
+
+    def made(*args):
+        where = new(*args)
+        if when == "made":
+            rename()
+        return where
+
+    def first_state(*args):
+        rename()
+        return init_state(*args)
+
+    monkeypatch.setattr(folder, "new", made)
+    if when == "first state":
+        monkeypatch.setattr(run, "init_state", first_state)
+    config = runs.write_config(tmp_path / "small.py", runs.recipe(text))
+    assert trainer.main([config, "--runs", str(tmp_path / "runs"), "--device", "cpu"]) == 1
+    line = {"made": "is not there any more", "first state": "No such file or directory"}[when]
+    assert line in capsys.readouterr().err
+    assert not list((tmp_path / "runs" / "small").iterdir())
+    assert (tmp_path / "kept" / "config.json").is_file()
+
+
 def change(where: list[Path], tmp_path: Path, what: str):
     def action():
         where.append(runs.only_run(tmp_path / "runs"))
