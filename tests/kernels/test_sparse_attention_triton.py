@@ -183,11 +183,13 @@ def test_a_repeated_position_is_refused_as_nan():
 def test_bit_masks():
     slots = chosen(70, 9)
     slots[0, 60:, 0] = slots[0, 60:, 8]  # a position that is there twice
-    words = sets.selection(slots, 70)
-    assert words.shape == (1, 128, 4)
-    bits = (words[..., None] >> torch.arange(32, device=DEVICE)) & 1
-    assert torch.equal(bits.flatten(2)[:, :70, :70].bool(), as_mask(slots, 70))
-    assert bits.sum() == as_mask(slots, 70).sum()
+    words, words_by = sets.selection(slots, 70)
+    assert words.shape == words_by.shape == (1, 4, 128)
+    expected = as_mask(slots, 70)
+    for packed, mask in ((words.mT, expected), (words_by.mT, expected.mT)):
+        bits = (packed[..., None] >> torch.arange(32, device=DEVICE)) & 1
+        assert torch.equal(bits.flatten(2)[:, :70, :70].bool(), mask)
+        assert bits.sum() == mask.sum()
 
 
 def test_lists_of_tiles():

@@ -25,14 +25,13 @@ __all__ = ["accepts", "builds", "heads_of", "index_topk"]
 # Per kind of device and bytes of a number: ``rows`` columns of queries times heads, and ``columns``
 # keys.
 _SCORES = {
-    ("cuda", 2): Tile(warps=8, rows=128, columns=128, stages=2),
+    ("cuda", 2): Tile(warps=8, rows=256, columns=128, stages=3),
     ("cuda", 4): Tile(warps=4, rows=32, columns=32, stages=1),
     ("npu", 2): Tile(rows=64, columns=64),
     ("npu", 4): Tile(rows=32, columns=32),
     ("cpu", 2): Tile(rows=32, columns=32),
     ("cpu", 4): Tile(rows=32, columns=32),
 }
-_CHOICE = {"cuda": Tile(warps=8), "npu": Tile(), "cpu": Tile()}
 _CHUNK = 8  # tiles of keys to which one program's queries stay loaded
 _STRIP = 2**25  # scores that are held at once, in all rows of the batch
 _WIDEST = 32768  # a row of scores is held in registers
@@ -52,12 +51,14 @@ def index_scores_strip(
     q_ptr,
     k_ptr,
     w_ptr,
+    start_ptr,
     stop_ptr,
     scores_ptr,
     first,
     strip,
     queries,
     keys,
+    slots,
     chunks,
     pieces,
     scale,
@@ -70,7 +71,7 @@ def index_scores_strip(
     CHUNK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Scores of EACH queries and a chunk of keys, as far as one of them sees any."""
+    """Scores of EACH queries and a chunk of keys, as far as one of them has to choose."""
     c = tl.arange(0, COLUMNS)
     e = tl.arange(0, EACH)
     n = tl.arange(0, EACH * JP)
@@ -85,13 +86,17 @@ def index_scores_strip(
         q = heads_of(q_ptr + row * J * I, there, J, I, JP, IP, n)
         mine = (n // JP < there) & (n % JP < J)
         w = tl.load(w_ptr + row * J + (n // JP) * J + n % JP, mask=mine, other=0.0).to(tl.float32)
-        last = tl.max(tl.load(stop_ptr + row + e, mask=e < there, other=0).to(tl.int32), 0)
+        w = w * scale
+        start = tl.load(start_ptr + row + e, mask=e < there, other=0).to(tl.int32)
+        stop = tl.load(stop_ptr + row + e, mask=e < there, other=0).to(tl.int32)
+        # who sees no more than it may choose needs no score
+        last = tl.max(tl.where(stop - start > slots, stop, 0), 0)
         begin = chunk * (CHUNK * COLUMNS)
         for key in range(begin, tl.minimum(last, begin + CHUNK * COLUMNS), COLUMNS):
             k = rows_of(k_ptr + (b * keys + key) * I, c, keys - key, I, I, IP)
             each = tl.zeros((COLUMNS, EACH * JP), tl.float32)
             each = product(k, tl.trans(q), each, WIDE)
-            opened = tl.maximum(each * scale, 0.0) * w[None, :]
+            opened = tl.maximum(each, 0.0) * w[None, :]
             scores = tl.sum(tl.reshape(opened, (COLUMNS, EACH, JP)), 2)
             at = scores_ptr + (b * strip + tile * EACH) * keys + key
             here = (c < keys - key)[:, None] & (e < there)[None, :]
@@ -137,24 +142,30 @@ def index_choose_strip(
         row = b * queries + first + piece % strip
         start = tl.load(start_ptr + row).to(tl.int32)
         stop = tl.load(stop_ptr + row).to(tl.int32)
-        need = tl.minimum(tl.maximum(stop - start, 0), slots)
+        reached = tl.maximum(stop - start, 0)
+        need = tl.minimum(reached, slots)
         visible = (key >= start) & (key < stop)
         at = scores_ptr + (b * strip + piece % strip) * keys + key
-        score = tl.load(at, mask=visible, other=0.0)
+        scored = visible & (key < tl.where(reached > need, stop, start))
+        score = tl.load(at, mask=scored, other=0.0)
         score = tl.where(score == 0, 0.0, score)  # -0.0 is no smaller
         bits = score.to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative numbers descend in their bits
         ordered = tl.where(visible, ordered, -0x80000000)
-        # the largest threshold that so many reach, bit by bit from the sign on
-        reached = tl.sum(tl.sum((ordered >= 0).to(tl.int32), 1), 0)
-        threshold = tl.where(reached >= need, 0, -0x80000000)
-        for i in range(31):
-            higher = threshold + (0x40000000 >> i)
-            reached = tl.sum(tl.sum((ordered >= higher).to(tl.int32), 1), 0)
-            threshold = tl.where(reached >= need, higher, threshold)
+        # the largest threshold that so many reach, by halves of the range of the scores
+        threshold = tl.min(tl.where(visible, ordered, 0x7FFFFFFF))
+        highest = tl.max(ordered)
+        for _ in range(32):
+            # between the two, rounded up: their sum could overflow
+            middle = (threshold | highest) - ((threshold ^ highest) >> 1)
+            if (reached != need) & (threshold != highest):
+                some = tl.sum((ordered >= middle).to(tl.int32))
+                highest = tl.where(some >= need, highest, middle - 1)
+                threshold = tl.where(some >= need, middle, threshold)
+                reached = tl.where(some >= need, some, reached)
         above = ordered > threshold
         equal = (ordered == threshold) & visible
-        left = need - tl.sum(tl.sum(above.to(tl.int32), 1), 0)
+        left = need - tl.sum(above.to(tl.int32))
         chosen = above | (equal & (_places(equal, R, C, WIDE) <= left))
         slot = _places(chosen, R, C, WIDE) - 1
         tl.store(out_ptr + row * slots + slot, key, mask=chosen)
@@ -167,14 +178,15 @@ def accepts(
     q: Tensor, k: Tensor, w: Tensor, start: Tensor, stop: Tensor, topk: int, scale: float
 ) -> str:
     """Why :func:`index_topk` cannot run, or nothing."""
-    del w, start, stop, topk, scale
+    del w, start, stop, topk
     if k.shape[1] > _WIDEST:
         return f"it holds a row of scores of at most {_WIDEST} keys, got {k.shape[1]}"
     if q.dtype != k.dtype:
         return f"queries and keys have one dtype, got {q.dtype} and {k.dtype}"
     if q.shape[2] > 64 or q.shape[3] > 256:
         return f"at most 64 heads of 256 dims, got {q.shape[2]} of {q.shape[3]}"
-    return ""
+    # a factor that stays outside of the ReLU
+    return "" if scale > 0 else f"scale={scale} must be positive"
 
 
 def index_topk(
@@ -197,7 +209,6 @@ def _launch(topk: int, scale: float, *operands: Tensor) -> Tensor:
     keys = k.shape[1]
     slots = min(topk, keys)
     scorer = _SCORES[q.device.type, q.itemsize]
-    chooser = _CHOICE[q.device.type]
     given = _sizes(heads, dims, scorer)
     each = given["EACH"]
     out = start.new_empty((lines, queries, slots), dtype=torch.int32)
@@ -213,12 +224,14 @@ def _launch(topk: int, scale: float, *operands: Tensor) -> Tensor:
             q,
             k,
             w,
+            start,
             stop,
             scores,
             first,
             strip,
             queries,
             keys,
+            slots,
             chunks,
             pieces,
             scale,
@@ -242,7 +255,7 @@ def _launch(topk: int, scale: float, *operands: Tensor) -> Tensor:
                 **rows,
                 SLOTS=triton.next_power_of_2(slots),
                 WIDE=INTERPRETED,
-                num_warps=chooser.warps,
+                num_warps=_warps(keys),
             )
     return out.unflatten(0, (groups, -1))
 
@@ -258,11 +271,19 @@ def _power(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
+def _held(keys: int) -> int:
+    return max(256, triton.next_power_of_2(keys))
+
+
 def _row(keys: int) -> dict[str, int]:
     """The square that a row of scores is held in, of sides that a product takes."""
-    held = max(256, triton.next_power_of_2(keys))
-    columns = 16 if held < 2048 else 128
-    return {"R": held // columns, "C": columns}
+    columns = 16 if _held(keys) < 2048 else 128
+    return {"R": _held(keys) // columns, "C": columns}
+
+
+def _warps(keys: int) -> int:
+    """Warps that hold a row, at most 64 scores a thread: with more of them counts take longer."""
+    return max(4, _held(keys) // 2048)
 
 
 def builds(kind: str) -> list[Build]:
@@ -281,7 +302,8 @@ def builds(kind: str) -> list[Build]:
         constants = {**_sizes(32, 128, scorer), "WIDE": False}
         found.append(Build(label, index_scores_strip, signature, constants, "forward", scorer))
     signature = {n: types[n] for n in index_choose_strip.arg_names if n in types}
+    tile = Tile(warps=_warps(8192))
     found.append(
-        Build("index_choose_strip", index_choose_strip, signature, choice, "forward", _CHOICE[kind])
+        Build("index_choose_strip", index_choose_strip, signature, choice, "forward", tile)
     )
     return found

@@ -21,7 +21,8 @@ def interval_attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, scale: float
 ) -> Tensor:
     """The op; contract in :mod:`k31fn.kernels.interval_attention`."""
-    operands = (q, k, _nothing_shared(k), v, bounds(start, stop))
+    seen = bounds(start, stop)
+    operands = (q, k, _nothing_shared(k), v, seen, seen)
     return attend(*(x[None] for x in operands), scale, False)[0].squeeze(0)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["product", "rows_of", "sees"]
+__all__ = ["chosen", "interval", "product", "rows_of"]
 
 
 @triton.jit
@@ -29,44 +29,23 @@ def rows_of(ptr, r, there, stride, N: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def sees(
-    seen_ptr,
-    key,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SETS: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
-):
-    """Whether ROWS queries, whose masks begin at ``seen_ptr``, see the COLUMNS keys from ``key``.
+def interval(bounds_ptr, rows, r):
+    """The first key that each row ``r`` sees and one past the last; 0 and 0 of a row of padding."""
+    # loaded as columns: bishengir-compile 1.2.0 crashes on rows that become columns
+    at = bounds_ptr + r[:, None]
+    return tl.load(at), tl.load(at + rows)
 
-    SETS: a mask is ``width`` words of 32 keys each, else the first key and one past the last.
-    KEYS_FIRST: the result is [COLUMNS, ROWS], else [ROWS, COLUMNS].
+
+@triton.jit
+def chosen(words_ptr, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Bits of ROWS rows and COLUMNS columns; words of 32 columns of all rows lie together, those of
+    the next 32 columns ``stride`` behind them.
     """
     r = tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
-    if SETS:
-        at = seen_ptr + r * width + key // 32
-        if KEYS_FIRST:
-            words = tl.load(at)[None, :]
-            for i in tl.static_range(1, COLUMNS // 32):
-                words = tl.where((c // 32 == i)[:, None], tl.load(at + i)[None, :], words)
-            bits = words >> (c % 32)[:, None]
-        else:
-            words = tl.load(at)[:, None]
-            for i in tl.static_range(1, COLUMNS // 32):
-                words = tl.where((c // 32 == i)[None, :], tl.load(at + i)[:, None], words)
-            bits = words >> (c % 32)[None, :]
-        seen = (bits & 1) != 0
-    else:
-        at = seen_ptr + r * 2
-        if KEYS_FIRST:
-            first = tl.load(at)[None, :] - key
-            last = tl.load(at + 1)[None, :] - key
-            seen = (c[:, None] >= first) & (c[:, None] < last)
-        else:
-            # loaded as columns: bishengir-compile 1.2.0 crashes on rows that become columns
-            first = tl.load(at[:, None]) - key
-            last = tl.load(at[:, None] + 1) - key
-            seen = (c[None, :] >= first) & (c[None, :] < last)
-    return seen
+    words = tl.load(words_ptr + r)[:, None]
+    for i in tl.static_range(1, COLUMNS // 32):
+        more = tl.load(words_ptr + i * stride + r)[:, None]
+        words = tl.where((c // 32 == i)[None, :], more, words)
+    bit = tl.full((COLUMNS,), 1, tl.int32) << (c % 32)
+    return (words & bit[None, :]) != 0

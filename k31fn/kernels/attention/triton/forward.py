@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k31fn.kernels.attention.triton.arithmetic import product, rows_of, sees
+from k31fn.kernels.attention.triton.arithmetic import chosen, interval, product, rows_of
 
 __all__ = ["attention_forward"]
 
@@ -45,7 +45,8 @@ def attention_forward(
 ):
     """One tile of queries of one head; ``most`` key tiles are listed for it, ``counts`` are seen.
 
-    ``scale`` has the factor log2(e), so that the exponentials are powers of 2.
+    ``scale`` has the factor log2(e), so that the exponentials are powers of 2. The ``lse`` of a
+    head's queries lie together.
     """
     r = tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
@@ -65,6 +66,10 @@ def attention_forward(
         largest = tl.full((ROWS,), -1e20, tl.float32)  # above a masked score, whose power is 0
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, V_PADDED), tl.float32)
+        if SETS:
+            words = seen_ptr + b * width * seen_rows + t
+        else:
+            begin, end = interval(seen_ptr + b * 2 * seen_rows + t, seen_rows, r)
         listed = b * tl.cdiv(seen_rows, ROWS) + tile
         for i in range(tl.load(counts_ptr + listed)):
             key = tl.load(tiles_ptr + listed * most + i) * COLUMNS
@@ -75,11 +80,13 @@ def attention_forward(
             if P > 0:
                 ks = rows_of(shared_ptr + row * P, c, keys - key, P, P, P_PADDED)
                 scores = product(qs, tl.trans(ks), scores, WIDE)
-            mask = seen_ptr + (b * seen_rows + t) * width
-            seen = sees(mask, key, width, ROWS, COLUMNS, SETS, False)
-            scores = tl.where(seen, scores * scale, -1e30)
-            new = tl.maximum(largest, tl.max(scores, 1))
-            probs = tl.exp2(scores - new[:, None])
+            if SETS:
+                seen = chosen(words + key // 32 * seen_rows, seen_rows, ROWS, COLUMNS)
+            else:
+                seen = (c[None, :] >= begin - key) & (c[None, :] < end - key)
+            scores = tl.where(seen, scores, -1e30)
+            new = tl.maximum(largest, tl.max(scores, 1) * scale)
+            probs = tl.exp2(scores * scale - new[:, None])
             shrink = tl.exp2(largest - new)
             total = total * shrink + tl.sum(probs, 1)
             v = rows_of(v_ptr + (row * H + h) * V, c, keys - key, H * V, V, V_PADDED)
@@ -91,4 +98,5 @@ def attention_forward(
         at = out_ptr + first * V + r[:, None] * (H * V) + d[None, :]
         tl.store(at, acc / total[:, None], mask=here)
         lse = (largest + tl.log2(total)) * 0.6931471805599453
-        tl.store(lse_ptr + first + r * H, tl.where(some, lse, 1e30), mask=r < queries - t)
+        of_head = (b * H + h) * queries + t + r
+        tl.store(lse_ptr + of_head, tl.where(some, lse, 1e30), mask=r < queries - t)

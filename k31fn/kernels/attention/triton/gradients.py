@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k31fn.kernels.attention.triton.arithmetic import product, rows_of, sees
+from k31fn.kernels.attention.triton.arithmetic import chosen, interval, product, rows_of
 
 __all__ = ["attention_backward_keys", "attention_backward_queries"]
 
@@ -31,6 +31,7 @@ def attention_backward_queries(
     out_ptr,
     lse_ptr,
     ct_ptr,
+    low_ptr,
     delta_ptr,
     d_q_ptr,
     queries,
@@ -52,7 +53,9 @@ def attention_backward_queries(
     SETS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Gradients of one tile of queries of one head, and ``delta = <ct, out>`` for the keys'."""
+    """Gradients of one tile of queries of one head; for the keys' ``delta = <ct, out>``, and ``ct``
+    as products take it.
+    """
     r = tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     tiles = tl.cdiv(queries, ROWS)
@@ -68,14 +71,23 @@ def attention_backward_queries(
         ct = rows_of(ct_ptr + first * V, r, there, H * V, V, V_PADDED)
         out = rows_of(out_ptr + first * V, r, there, H * V, V, V_PADDED)
         delta = tl.sum(ct * out, 1)
-        tl.store(delta_ptr + first + r * H, delta, mask=r < there)
+        of_head = (b * H + h) * queries + t + r
+        tl.store(delta_ptr + of_head, delta, mask=r < there)
         ct_low = ct.to(low)
-        lse = tl.load(lse_ptr + first + r * H, mask=r < there, other=1e30) * _LOG2E
+        d = tl.arange(0, V_PADDED)
+        here = (r < there)[:, None] & (d < V)[None, :]
+        at = low_ptr + first * V + r[:, None] * (H * V) + d[None, :]
+        tl.store(at, ct_low, mask=here)
+        lse = tl.load(lse_ptr + of_head, mask=r < there, other=1e30) * _LOG2E
         q = rows_of(q_ptr + first * (N + P), r, there, H * (N + P), N, N_PADDED)
         d_q = tl.zeros((ROWS, N_PADDED), tl.float32)
         if P > 0:
             qs = rows_of(q_ptr + first * (N + P) + N, r, there, H * (N + P), P, P_PADDED)
             d_qs = tl.zeros((ROWS, P_PADDED), tl.float32)
+        if SETS:
+            words = seen_ptr + b * width * seen_rows + t
+        else:
+            begin, end = interval(seen_ptr + b * 2 * seen_rows + t, seen_rows, r)
         listed = b * tl.cdiv(seen_rows, ROWS) + tile
         for i in range(tl.load(counts_ptr + listed)):
             key = tl.load(tiles_ptr + listed * most + i) * COLUMNS
@@ -86,8 +98,10 @@ def attention_backward_queries(
             if P > 0:
                 ks = rows_of(shared_ptr + row * P, c, keys - key, P, P, P_PADDED)
                 scores = product(qs, tl.trans(ks), scores, WIDE)
-            mask = seen_ptr + (b * seen_rows + t) * width
-            seen = sees(mask, key, width, ROWS, COLUMNS, SETS, False)
+            if SETS:
+                seen = chosen(words + key // 32 * seen_rows, seen_rows, ROWS, COLUMNS)
+            else:
+                seen = (c[None, :] >= begin - key) & (c[None, :] < end - key)
             probs = tl.where(seen, tl.exp2(scores * (scale * _LOG2E) - lse[:, None]), 0.0)
             v = rows_of(v_ptr + (row * H + h) * V, c, keys - key, H * V, V, V_PADDED)
             d_probs = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -176,10 +190,17 @@ def attention_backward_keys(
                 of_shared = q_ptr + first * (N + P) + N
                 qs = rows_of(of_shared, r, queries - t, H * (N + P), P, P_PADDED)
                 scores = product(ks, tl.trans(qs), scores, WIDE)
-            lse = tl.load(lse_ptr + first + r * H, mask=r < queries - t, other=1e30) * _LOG2E
-            delta = tl.load(delta_ptr + first + r * H, mask=r < queries - t, other=0.0)
-            mask = seen_ptr + (b * seen_rows + t) * width
-            seen = sees(mask, key, width, ROWS, COLUMNS, SETS, True)
+            of_head = (b * H + h) * queries + t + r
+            lse = tl.load(lse_ptr + of_head, mask=r < queries - t, other=1e30) * _LOG2E
+            delta = tl.load(delta_ptr + of_head, mask=r < queries - t, other=0.0)
+            if SETS:
+                words = seen_ptr + (b * (seen_rows // 32) + t // 32) * (width * 32) + key
+                seen = chosen(words, width * 32, COLUMNS, ROWS)
+            else:
+                bounds = seen_ptr + b * 2 * seen_rows + t + r
+                begin = tl.load(bounds)[None, :] - key
+                end = tl.load(bounds + seen_rows)[None, :] - key
+                seen = (c[:, None] >= begin) & (c[:, None] < end)
             probs = tl.where(seen, tl.exp2(scores * (scale * _LOG2E) - lse[None, :]), 0.0)
             ct = rows_of(ct_ptr + first * V, r, queries - t, H * V, V, V_PADDED)
             d_v = product(probs.to(low), ct, d_v, WIDE)

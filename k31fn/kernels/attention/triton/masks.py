@@ -22,24 +22,24 @@ def padded(length: int) -> int:
     return -(-length // LARGEST) * LARGEST
 
 
-def bounds(start: Int[Tensor, "B T"], stop: Int[Tensor, "B T"]) -> Int[Tensor, "B T2 2"]:
-    """Masks of intervals: the first key and one past the last."""
+def bounds(start: Int[Tensor, "B T"], stop: Int[Tensor, "B T"]) -> Int[Tensor, "B 2 T2"]:
+    """Masks of intervals ``[B 2 T2]``: the first keys, then one past the last."""
     # a query of padding may have any empty interval; the tiles' union must not contain it
     none = start >= stop
-    both = torch.stack([start.masked_fill(none, 0), stop.masked_fill(none, 0)], dim=-1)
+    both = torch.stack([start, stop], dim=1).masked_fill(none[:, None], 0)
     rows = padded(start.shape[1]) - start.shape[1]
-    return torch.nn.functional.pad(both.to(torch.int32), (0, 0, 0, rows))
+    return torch.nn.functional.pad(both.to(torch.int32), (0, rows))
 
 
-def occupied(seen: Int[Tensor, "L T2 W"], keys: int, sets: bool) -> Bool[Tensor, "L t s"]:
+def occupied(seen: Int[Tensor, "L W T2"], keys: int, sets: bool) -> Bool[Tensor, "L t s"]:
     """Whether a block of 32 queries may see a key of a block of 32."""
-    blocks = seen.unflatten(1, (seen.shape[1] // WORD, WORD))
+    blocks = seen.unflatten(2, (seen.shape[2] // WORD, WORD))
     if sets:
-        return (blocks != 0).any(2)
+        return (blocks != 0).any(3).mT
     first = torch.arange(0, padded(keys), WORD, device=seen.device)
-    some = blocks[..., 0] < blocks[..., 1]
-    start = torch.where(some, blocks[..., 0], keys).amin(2)[..., None]
-    stop = blocks[..., 1].amax(2)[..., None]
+    begin, end = blocks.unbind(1)
+    start = torch.where(begin < end, begin, keys).amin(2)[..., None]
+    stop = end.amax(2)[..., None]
     return (first < stop) & (first + WORD > start)
 
 

@@ -36,9 +36,9 @@ class _Tiles(NamedTuple):
 # Per kind of device and bytes of a number: ``rows`` queries and ``columns`` keys.
 _TILES = {
     ("cuda", 2): _Tiles(
-        Tile(warps=8, rows=128, columns=64, stages=3),
+        Tile(warps=8, rows=128, columns=128, stages=2),
         Tile(warps=8, rows=128, columns=64, stages=2),
-        Tile(warps=8, rows=32, columns=64, stages=2),
+        Tile(warps=4, rows=32, columns=64, stages=2),
     ),
     ("cuda", 4): _Tiles(*[Tile(warps=8, rows=32, columns=32, stages=1) for _ in range(3)]),
     ("npu", 2): _Tiles(*[Tile(rows=32, columns=32) for _ in range(3)]),
@@ -77,7 +77,8 @@ def attention(
     q: Tensor, k: Tensor, k_shared: Tensor, v: Tensor, start: Tensor, stop: Tensor, scale: float
 ) -> Tensor:
     """The op; contract in :mod:`k31fn.kernels.attention`."""
-    operands = (q, k, k_shared, v, bounds(start, stop))
+    seen = bounds(start, stop)
+    operands = (q, k, k_shared, v, seen, seen)
     return attend(*(x[None] for x in operands), scale, False)[0].squeeze(0)
 
 
@@ -98,12 +99,13 @@ def _bwd(
     def launch(*operands: Tensor) -> tuple[Tensor, ...]:
         return _launch_backward(scale, sets, *operands)
 
-    return *grouped(launch, *residuals, cts[0]), None
+    return *grouped(launch, *residuals, cts[0]), None, None
 
 
-attend = custom_vjp(_fwd, _bwd, nondiff_argnums=(5, 6), opaque=True, name="attention (triton)")
-"""``(q, k, k_shared, v, seen, scale, sets) -> (out, lse)``, each tensor with a leading dimension of
-groups; ``seen`` are masks as :mod:`k31fn.kernels.attention.triton.masks` says.
+attend = custom_vjp(_fwd, _bwd, nondiff_argnums=(6, 7), opaque=True, name="attention (triton)")
+"""``(q, k, k_shared, v, seen, seen_by, scale, sets) -> (out, lse [G B H T])``, each tensor with a
+leading dimension of groups; ``seen`` are bounds ``[G B 2 T2]`` of intervals, and again ``seen_by``;
+of sets they are the words of :mod:`k31fn.kernels.sparse_attention.triton.selection`.
 """
 
 
@@ -127,12 +129,12 @@ def _options(tile: Tile) -> dict[str, int]:
 
 
 def _launch_forward(scale: float, sets: bool, *operands: Tensor) -> tuple[Tensor, ...]:
-    groups, (q, k, k_shared, v, seen) = _fold(operands)
+    groups, (q, k, k_shared, v, seen, _) = _fold(operands)
     lines, queries, heads, _ = q.shape
-    _, seen_rows, width = seen.shape
+    _, width, seen_rows = seen.shape
     tile = _TILES[q.device.type, q.itemsize].forward
     out = q.new_empty((lines, queries, heads, v.shape[-1]), dtype=torch.float32)
-    lse = q.new_empty((lines, queries, heads), dtype=torch.float32)
+    lse = q.new_empty((lines, heads, queries), dtype=torch.float32)
     tiles, counts = tile_lists(occupied(seen, k.shape[1], sets), tile.rows, tile.columns)
     pieces = lines * heads * triton.cdiv(queries, tile.rows)
     attention_forward[looping_grid(pieces)](
@@ -160,13 +162,15 @@ def _launch_forward(scale: float, sets: bool, *operands: Tensor) -> tuple[Tensor
 
 
 def _launch_backward(scale: float, sets: bool, *operands: Tensor) -> tuple[Tensor, ...]:
-    groups, (q, k, k_shared, v, seen, out, lse, ct) = _fold(operands)
+    groups, (q, k, k_shared, v, seen, seen_by, out, lse, ct) = _fold(operands)
     lines, queries, heads, _ = q.shape
-    _, seen_rows, width = seen.shape
+    _, width, seen_rows = seen.shape
     keys = k.shape[1]
     blocks = occupied(seen, keys, sets)
     d_q, d_k, d_v = (torch.empty_like(x) for x in (q, k, v))
     delta = torch.empty_like(lse)
+    # the products take it in the operands' dtype: half the bytes in a loop over all queries
+    low = torch.empty_like(ct, dtype=q.dtype)
     # of each head: to add them at once, two programs would write to one place
     parts = q.new_empty((lines, keys, heads, k_shared.shape[-1]), dtype=torch.float32)
     of_queries, of_keys = _TILES[q.device.type, q.itemsize][1:]
@@ -183,6 +187,7 @@ def _launch_backward(scale: float, sets: bool, *operands: Tensor) -> tuple[Tenso
         out,
         lse,
         ct,
+        low,
         delta,
         d_q,
         queries,
@@ -203,13 +208,12 @@ def _launch_backward(scale: float, sets: bool, *operands: Tensor) -> tuple[Tenso
         k,
         k_shared,
         v,
-        seen,
+        seen_by,
         tiles,
         counts,
         lse,
         delta,
-        # the products take it in the operands' dtype; half the bytes in a loop over all queries
-        ct.to(q.dtype),
+        low,
         d_k,
         parts,
         d_v,
@@ -243,7 +247,16 @@ def listed(
     sizes = dict(zip(("N", "P", "V"), widths, strict=True))
     sizes |= {f"{n}_PADDED": max(16, triton.next_power_of_2(w)) for n, w in sizes.items()}
     for dtype in dtypes:
-        tensors = ("q_ptr", "k_ptr", "shared_ptr", "v_ptr", "d_q_ptr", "d_k_ptr", "d_v_ptr")
+        tensors = (
+            "q_ptr",
+            "k_ptr",
+            "shared_ptr",
+            "v_ptr",
+            "d_q_ptr",
+            "d_k_ptr",
+            "d_v_ptr",
+            "low_ptr",
+        )
         types = dict.fromkeys(tensors, f"*{dtype}")
         types |= dict.fromkeys(("out_ptr", "lse_ptr", "ct_ptr", "delta_ptr"), "*fp32")
         types |= dict.fromkeys(("seen_ptr", "tiles_ptr", "counts_ptr"), "*i32")

@@ -27,8 +27,8 @@ def sparse_attention(
 ) -> SparseAttentionOut:
     """The op; contract in :mod:`k31fn.kernels.sparse_attention`."""
     seen = selection.selection(topk_idx, k.shape[1])
-    out, lse = attend(*(x[None] for x in (q, k, k_shared, v, seen)), scale, True)
-    return SparseAttentionOut(out.squeeze(0), stop_gradient(lse.squeeze(0)))
+    out, lse = attend(*(x[None] for x in (q, k, k_shared, v, *seen)), scale, True)
+    return SparseAttentionOut(out.squeeze(0), stop_gradient(lse.squeeze(0).mT))
 
 
 def builds(kind: str) -> list[Build]:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k31fn.autodiff.custom_vjp import stop_gradient
-from k31fn.kernels.attention.triton.arithmetic import product, rows_of, sees
+from k31fn.kernels.attention.triton.arithmetic import chosen, product, rows_of
 from k31fn.kernels.attention.triton.masks import occupied, tile_lists
 from k31fn.kernels.attention.triton.op import refused, sizes
 from k31fn.kernels.launch import Build, Tile, grouped, looping_grid
@@ -22,7 +22,7 @@ __all__ = ["accepts", "builds", "head_probs"]
 
 # Per kind of device and bytes of a number: ``rows`` queries and ``columns`` keys.
 _TILES = {
-    ("cuda", 2): Tile(warps=8, rows=128, columns=128, stages=2),
+    ("cuda", 2): Tile(warps=8, rows=128, columns=64, stages=3),
     ("cuda", 4): Tile(warps=8, rows=32, columns=32, stages=1),
     ("npu", 2): Tile(rows=32, columns=32),
     ("npu", 4): Tile(rows=32, columns=32),
@@ -31,6 +31,7 @@ _TILES = {
 }
 _STRIP = 2**25  # probabilities that are held at once, of a row of the batch
 _SLOTS = 1024  # of a set, read in one step
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def head_probs_tiles(
     first,
     queries,
     keys,
-    width,
+    seen_rows,
     most,
     pieces,
     scale,
@@ -81,10 +82,10 @@ def head_probs_tiles(
                 if P > 0:
                     qs = rows_of(at + N, r, there, H * (N + P), P, P_PADDED)
                     scores = product(qs, tl.trans(ks), scores, WIDE)
-                lse = tl.load(lse_ptr + row + h + r * H, mask=r < there, other=1e30)
-                sums += tl.exp2((scores * scale - lse[:, None]) * 1.4426950408889634)
-            mask = seen_ptr + (queries * 0 + t).to(tl.int64) * width
-            seen = sees(mask, key, width, ROWS, COLUMNS, True, False)
+                lse = tl.load(lse_ptr + h * queries + t + r, mask=r < there, other=1e30)
+                sums += tl.exp2(scores * (scale * _LOG2E) - lse[:, None] * _LOG2E)
+            words = seen_ptr + (keys * 0 + key).to(tl.int64) // 32 * seen_rows + t
+            seen = chosen(words, seen_rows, ROWS, COLUMNS)
             at = sums_ptr + (keys * 0 + (t - first)).to(tl.int64) * keys + key
             here = (r < there)[:, None] & (c < keys - key)[None, :]
             at += r[:, None] * keys + c[None, :]
@@ -101,6 +102,7 @@ def head_probs_sets(
     rows,
     keys,
     width,
+    seen_rows,
     slots,
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -111,7 +113,8 @@ def head_probs_sets(
         strip = (rows * 0 + i).to(tl.int64)
         row = strip + first
         words = tl.arange(0, WORDS)
-        bits = tl.load(seen_ptr + row * width + words, mask=words < width, other=0)
+        at = seen_ptr + words.to(tl.int64) * seen_rows + row
+        bits = tl.load(at, mask=words < width, other=0)
         set_bits = (bits[:, None] >> tl.arange(0, 32)[None, :]) & 1
         different = tl.sum(tl.sum(set_bits, 1), 0)
         number = different * 0
@@ -142,8 +145,9 @@ def head_probs(
     def launch(*operands: Tensor) -> tuple[Tensor, ...]:
         return (_launch(scale, *operands),)
 
-    seen = selection(topk_idx, k.shape[1])
-    operands = stop_gradient((q, k, k_shared, lse, topk_idx, seen))
+    seen, _ = selection(topk_idx, k.shape[1])
+    # of a head together: as the attention made them
+    operands = stop_gradient((q, k, k_shared, lse.mT, topk_idx, seen))
     return grouped(launch, *(x[None] for x in operands))[0].squeeze(0)
 
 
@@ -179,7 +183,7 @@ def _one_row(
     sums = q.new_empty((min(strip, queries), keys), dtype=torch.float32)
     given = sizes(q, k, k_shared, k, tile)
     del given["V"], given["V_PADDED"]
-    words = triton.next_power_of_2(seen.shape[1])
+    words = triton.next_power_of_2(seen.shape[0])
     for first in range(0, queries, strip):
         rows = min(strip, queries - first)
         pieces = triton.cdiv(rows, tile.rows) * tiles.shape[1]
@@ -211,7 +215,7 @@ def _one_row(
             first,
             rows,
             keys,
-            seen.shape[1],
+            *seen.shape,
             slots,
             SLOTS=_SLOTS,
             WORDS=words,
@@ -221,7 +225,7 @@ def _one_row(
 
 def builds(kind: str) -> list[Build]:
     """What is compiled for heads of 128 + 64 dims on a kind of device."""
-    integers = ("first", "queries", "keys", "width", "most", "pieces", "rows", "slots")
+    integers = ("first", "queries", "keys", "width", "seen_rows", "most", "pieces", "rows", "slots")
     types = dict.fromkeys(integers, "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("lse_ptr", "sums_ptr", "out_ptr"), "*fp32")
     types |= dict.fromkeys(("seen_ptr", "tiles_ptr", "counts_ptr", "topk_ptr"), "*i32")
