@@ -66,6 +66,20 @@ def test_equals_the_reference(tokens: int, choices: int, experts: int, chosen: i
         assert not d_w[order.sizes == 0].any()
 
 
+def test_absent_copies():
+    """Rows of some of the copies only, as on a rank that computes a part."""
+    xs = inputs(9, 3, 5)
+    order, inverse, _ = route(9, 3, 5, 5)
+    order = order[4:15]
+    inverse = torch.where((inverse >= 4) & (inverse < 15), inverse - 4, -1)
+    part = (order, inverse, torch.tensor([3, 0, 5, 2, 1], device=DEVICE))
+    exact = results(expert_mlp, xs, part, torch.float64)
+    assert not exact[2][inverse < 0].any()  # gradients of weights
+    dtype, limit = (torch.bfloat16, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-6)
+    with poisoned():
+        check(results(fused.expert_mlp, xs, part, dtype), exact, limit)
+
+
 def test_rows_that_are_weighted_elsewhere():
     xs = inputs(6, 1, 3)
     order = route(6, 1, 3, 3)

@@ -230,6 +230,45 @@ def test_dispatch_and_combine_derivatives():
     assert torch.autograd.gradgradcheck(lambda r, w: combine(r, w, order, inverse), (rows, weights))
 
 
+def some_present(tokens, choices, present):
+    """Of all copies those in ``present``, in another order: as a rank that computes a part."""
+    order = torch.tensor(present)
+    inverse = torch.full((tokens * choices,), -1)
+    inverse[order] = torch.arange(len(present))
+    return order, inverse.view(tokens, choices)
+
+
+def test_absent_copies_equal_a_loop():
+    """One token has two copies here, one has one, two have none."""
+    order, inverse = some_present(4, 3, [7, 2, 8])
+    x = torch.randn(4, 5, dtype=torch.float64)
+    rows, weights = (torch.randn(*s, dtype=torch.float64) for s in ((3, 5), (4, 3)))
+    assert torch.equal(dispatch(x, order, inverse), x[[2, 0, 2]])
+    y = combine(rows, weights, order, inverse)
+    expected = torch.zeros(4, 5, dtype=torch.float64)
+    expected[2] = weights[2, 1] * rows[0] + weights[2, 2] * rows[2]
+    expected[0] = weights[0, 2] * rows[1]
+    torch.testing.assert_close(y, expected, rtol=1e-14, atol=1e-14)
+    _, pull = autodiff.vjp(lambda w: combine(rows, w, order, inverse), weights)
+    assert not pull(torch.ones_like(y))[0][inverse < 0].any()
+
+
+def test_absent_copies_derivatives():
+    order, inverse = some_present(4, 2, [6, 1, 7, 2])
+    x, rows, weights = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (4, 3), (4, 2))
+    )
+    assert torch.autograd.gradcheck(lambda x: dispatch(x, order, inverse), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: dispatch(x, order, inverse), (x,))
+    assert torch.autograd.gradcheck(lambda r, w: combine(r, w, order, inverse), (rows, weights))
+    assert torch.autograd.gradgradcheck(lambda r, w: combine(r, w, order, inverse), (rows, weights))
+    # A copy that is there is no absent one, and is missed where it is said to be.
+    lost = torch.where(inverse == 2, -1, inverse)
+    assert not torch.equal(
+        combine(rows, weights, order, inverse), combine(rows, weights, order, lost)
+    )
+
+
 def test_dispatch_and_its_transpose_agree():
     order, inverse, _ = sort_by_expert(route(6, 4, 2), 4)
     x, ct = torch.randn(6, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)

@@ -38,6 +38,21 @@ def test_equal_the_references(tokens: int, choices: int, width: int):
         assert_op_matches(combine, "triton", (rows, weights, order, inverse), **FLOAT32)
 
 
+def part_of(order, inverse, num_rows: int):
+    """Only the first rows are here: a route in which copies are absent."""
+    return order[:num_rows], torch.where(inverse < num_rows, inverse, -1)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9, 21])
+def test_absent_copies(num_rows: int):
+    order, inverse = part_of(*route(7, 3, 5)[:2], num_rows)
+    weights = torch.rand(7, 3, device=DEVICE)
+    with poisoned():
+        assert_op_matches(dispatch, "triton", (drawn(7, 70), order, inverse), **FLOAT32)
+        args = (drawn(num_rows, 70), weights, order, inverse)
+        assert_op_matches(combine, "triton", args, **FLOAT32)
+
+
 def test_bfloat16():
     order, inverse, _ = route(5, 2, 4)
     rows = drawn(10, 20, dtype=torch.bfloat16)
@@ -53,10 +68,10 @@ def test_a_token_without_weight_leaves_no_trace():
     weights = torch.rand(4, 2, device=DEVICE) + 0.1
     x[1] = float("nan")
     weights[1] = 0.0
-    rows = kernels.scatter(x, inverse, weights)
+    rows = kernels.scatter(x, inverse, 8, weights)
     assert torch.equal(rows[inverse[1]], torch.zeros(2, 70, device=DEVICE))
     assert torch.equal(rows[inverse[2]], x[2].expand(2, 70))
-    assert kernels.scatter(x, inverse)[inverse[1]].isnan().all()
+    assert kernels.scatter(x, inverse, 8)[inverse[1]].isnan().all()
 
 
 def test_permute_takes_rows_of_any_shape():
@@ -81,6 +96,9 @@ def test_refusals():
         dispatch(x, order, inverse)
     with use_impl(combine="triton"), pytest.raises(ValueError, match=r"weights are \[3, 2\]"):
         combine(drawn(6, 5), drawn(2, 3), order, inverse)
+    rows = drawn(6, 5)
+    with use_impl(permute="triton"), pytest.raises(ValueError, match="one place each, got rows"):
+        permute(rows, order[:5], inverse.flatten())
 
 
 @pytest.mark.cuda

@@ -6,7 +6,8 @@ inverse [N G], sizes [E], beta, linear_beta) -> [N D]``::
     y[n] = sum_g weights[n, g] e_j(x[n])        e_j(u) = situ(u w_gate[j], u w_up[j]) w_down[j]
 
 with ``j`` the expert of the copy ``(n, g)``; ``order``, ``inverse`` and ``sizes`` are those of
-:func:`~k31fn.kernels.experts.reference.sort_by_expert`. ``weights = ()`` is for ``G = 1`` and rows
+:func:`~k31fn.kernels.experts.reference.sort_by_expert`; a copy may be absent, as in
+:mod:`k31fn.kernels.experts`. ``weights = ()`` is for ``G = 1`` and rows
 that are weighted elsewhere. Sums over a token's copies are in float32.
 
 The reference is made of the operators ``dispatch``, ``grouped_matmul``, ``situ_glu`` and

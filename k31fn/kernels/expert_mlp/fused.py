@@ -49,7 +49,7 @@ def accepts(
     if w_gate.shape[1] % 8 or w_gate.shape[2] % 8:
         return f"rows of 16 bytes: [D, F]={list(w_gate.shape[1:])} must be multiples of 8"
     # The kernels would read past the end.
-    if inverse.shape[0] != x.shape[0] or order.numel() != inverse.numel():
+    if inverse.shape[0] != x.shape[0] or order.numel() > inverse.numel():
         return (
             f"order and inverse have a place for each copy of {x.shape[0]} tokens, got "
             f"{list(order.shape)} and {list(inverse.shape)}"
@@ -92,7 +92,7 @@ def _fwd(
     order, inverse, sizes = route
     w_gate, w_up, w_down = matrices
     ends = _ends(sizes)
-    rows = scatter(x, inverse, weights)
+    rows = scatter(x, inverse, order.shape[0], weights)
     gate = _product(rows, w_gate, ends)
     up = _product(rows, w_up, ends)
     # Freed as soon as it is read: the products after this are as large.
@@ -108,7 +108,7 @@ def _bwd(bounds: tuple[float, float], needs: Any, residuals: Any, ct: Tensor) ->
     w_gate, w_up, w_down = matrices
     of_x, _, (of_gate, of_up, of_down), _ = needs
     ends = _ends(sizes)
-    d_out = scatter(ct, inverse, weights)
+    d_out = scatter(ct, inverse, order.shape[0], weights)
     d_hidden = _product(d_out, w_down.mT, ends)
     d_gate, d_up, d_weights, hidden = activation_grads(gate, up, weights, order, d_hidden, bounds)
     d_w_down = _outer(hidden, d_out, ends) if of_down else None
@@ -122,7 +122,7 @@ def _bwd(bounds: tuple[float, float], needs: Any, residuals: Any, ct: Tensor) ->
     d_w_gate: Tensor | None = None
     d_w_up: Tensor | None = None
     if of_gate or of_up:
-        rows = scatter(x, inverse, weights)
+        rows = scatter(x, inverse, order.shape[0], weights)
         d_w_gate = _outer(rows, d_gate, ends) if of_gate else None
         del d_gate
         d_w_up = _outer(rows, d_up, ends) if of_up else None

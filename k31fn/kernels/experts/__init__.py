@@ -16,6 +16,10 @@ the ``R = N G`` copies by expert, stably, so that an expert's rows are in token 
 A token with nothing to route (padding) has weight zero: it adds exactly nothing to an output or a
 gradient.
 
+For ``dispatch`` and ``combine`` a copy may be absent, as where it is computed on another rank: its
+``inverse`` is -1, ``order`` has rows for the others only, and ``R`` is the number of those. It has
+no row, adds nothing, and the gradient of its weight is 0.
+
 ``dispatch``, ``permute`` and ``combine`` are permutations with a known inverse, so their gradients
 gather too: no scatter, no atomics, the same bits in every run. The references are differentiable to
 any order; ``triton`` reads and writes every row once each way, with first derivatives only.

@@ -90,8 +90,7 @@ _product = custom_vjp(
 
 def dispatch_accepts(x: Tensor, order: Tensor, inverse: Tensor) -> str:
     """Why :func:`dispatch` cannot run, or nothing."""
-    del order
-    return _too_many(inverse) if x.numel() else "the operator takes no empty tensor"
+    return _unfit(order, inverse) if x.numel() else "the operator takes no empty tensor"
 
 
 def dispatch(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -123,13 +122,12 @@ _dispatch = custom_vjp(_dispatch_fwd, _dispatch_bwd, opaque=True, name="dispatch
 
 def combine_accepts(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> str:
     """Why :func:`combine` cannot run, or nothing."""
-    del order
     if weights.dtype != rows.dtype:
         return (
             f"it would round the weights from {weights.dtype} to {rows.dtype}, the dtype of the "
             "rows"
         )
-    return _too_many(inverse) if rows.numel() else "the operator takes no empty tensor"
+    return _unfit(order, inverse) if rows.numel() else "the operator takes no empty tensor"
 
 
 def combine(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -158,7 +156,9 @@ def _combine_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
 _combine = custom_vjp(_combine_fwd, _combine_bwd, opaque=True, name="combine (npu)")
 
 
-def _too_many(inverse: Tensor) -> str:
+def _unfit(order: Tensor, inverse: Tensor) -> str:
+    if order.numel() != inverse.numel():
+        return f"it takes no absent copies: {inverse.numel()} copies have {order.numel()} rows"
     if inverse.numel() > _MOST_COPIES or inverse.shape[1] > _MOST_CHOICES:
         return (
             f"at most {_MOST_COPIES} rows and {_MOST_CHOICES} experts of a token, got "

@@ -19,7 +19,7 @@ class ExpertOrder(NamedTuple):
 
     Attributes:
         order: the copy ``n * G + g`` that lies in each row.
-        inverse: the row of each copy.
+        inverse: the row of each copy; -1: it is absent.
         sizes: rows per expert.
     """
 
@@ -44,8 +44,16 @@ def sort_by_expert(topk_idx: Int[Tensor, "N G"], num_experts: int) -> ExpertOrde
     return ExpertOrder(order, inverse.view(topk_idx.shape), sizes)
 
 
+def _rows_at(x: Tensor, index: Tensor) -> Tensor:
+    """``x[index]``, and zeros where the index is -1."""
+    if index.shape[0] == x.shape[0]:
+        return x.index_select(0, index)  # a permutation: no copy is absent
+    rows = x.index_select(0, index.clamp(min=0))
+    return torch.where((index >= 0).view(-1, *[1] * (x.ndim - 1)), rows, 0)
+
+
 def _permute_fwd(x: Tensor, index: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
-    return x.index_select(0, index), (index, inverse)
+    return _rows_at(x, index), (index, inverse)
 
 
 def _permute_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
@@ -89,7 +97,7 @@ _dispatch = custom_vjp(_dispatch_fwd, _dispatch_bwd, name="dispatch")
 def _combine_fwd(
     rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Any]:
-    copies = rows.index_select(0, inverse.flatten())
+    copies = _rows_at(rows, inverse.flatten())
     copies = rearrange(copies, "(token choice) d -> token choice d", choice=inverse.shape[1])
     wide = weights.to(island(rows.dtype)).unsqueeze(-1)
     out = upcast(copies[:, 0]) * wide[:, 0]

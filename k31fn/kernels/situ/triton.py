@@ -304,7 +304,7 @@ def _launch_backward(
     d_up = torch.empty_like(up)
     # Where it is not asked for, what stands in its place is not written.
     y = torch.empty_like(gate) if again else d_gate
-    d_weights = torch.empty_like(weights, dtype=torch.float32) if has_weights else d_gate
+    d_weights = torch.zeros_like(weights, dtype=torch.float32) if has_weights else d_gate
     groups, count, width = gate.shape
     rows = groups * count
     tile = _TILES[gate.device.type][1]

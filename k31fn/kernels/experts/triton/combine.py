@@ -38,6 +38,7 @@ def expert_combine_backward(
     d_weight_ptr,
     copies,
     number_of_copies,
+    num_rows,
     width,
     pieces,
     rows_group,
@@ -50,14 +51,15 @@ def expert_combine_backward(
     for p in range(tl.program_id(0), pieces, tl.num_programs(0)):
         number = p % number_of_copies
         group = (p // number_of_copies).to(tl.int64)
-        row = tl.load(place_ptr + (group * place_group + number)).to(tl.int64) * width
+        place = tl.load(place_ptr + (group * place_group + number)).to(tl.int64)
+        row = place * width
         weight = tl.load(weight_ptr + (group * weight_group + number)).to(tl.float32)
         ct_row = ct_ptr + (group * ct_group + (number // copies).to(tl.int64) * width)
-        d_row = d_rows_ptr + (group * number_of_copies * width + row)
+        d_row = d_rows_ptr + (group * num_rows * width + row)
         along = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            inside = column < width
+            inside = column < tl.where(place < 0, 0, width)  # none of an absent copy
             ct = tl.load(ct_row + column, mask=inside, other=0.0).to(tl.float32)
             value = tl.load(rows_ptr + (group * rows_group + row) + column, mask=inside, other=0.0)
             along += ct * value.to(tl.float32)
@@ -72,7 +74,7 @@ def accepts(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> st
             f"weights are {list(inverse.shape)}, at most float32, got {list(weights.shape)} of "
             f"{weights.dtype}"
         )
-    return unfit(rows, inverse.numel(), order, inverse)
+    return unfit(rows, order.numel(), order, inverse)
 
 
 def combine(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -99,7 +101,8 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     groups = max(a.shape[0] for a in operands)
     _, tokens, copies = place.shape
     width = rows.shape[2]
-    d_rows = rows.new_empty((groups, tokens * copies, width))
+    num_rows = rows.shape[1]
+    d_rows = rows.new_empty((groups, num_rows, width))
     d_weights = weights.new_empty((groups, tokens, copies), dtype=torch.float32)
     tile = _TILES[rows.device.type]
     pieces = groups * tokens * copies
@@ -112,6 +115,7 @@ def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
         d_weights,
         copies,
         tokens * copies,
+        num_rows,
         width,
         pieces,
         *map(step, (rows, ct, weights, place)),

@@ -53,6 +53,7 @@ def expert_scatter(
     weight_ptr,
     rows_ptr,
     tokens,
+    num_rows,
     width,
     cuts,
     pieces,
@@ -78,8 +79,9 @@ def expert_scatter(
             if LEAVES_OUT:
                 weight = tl.load(weight_ptr + (group * weight_group + number))
                 value = tl.where(weight == 0.0, 0.0, x)
-            to = rows_ptr + (group * tokens * COPIES + row) * width
-            tl.store(to + column, value, mask=inside)
+            to = rows_ptr + (group * num_rows + row) * width
+            # An absent copy, at -1, has no columns.
+            tl.store(to + column, value, mask=column < tl.where(row < 0, 0, width))
 
 
 @triton.jit
@@ -111,12 +113,14 @@ def expert_sum(
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for copy in tl.static_range(COPIES):
             number = token * COPIES + copy
-            row = tl.load(place_ptr + (group * place_group + number)).to(tl.int64) * width
-            value = tl.load(rows_ptr + (group * rows_group + row) + column, mask=inside, other=0.0)
+            place = tl.load(place_ptr + (group * place_group + number)).to(tl.int64)
+            row = place * width
+            there = column < tl.where(place < 0, 0, width)  # none of an absent copy
+            value = tl.load(rows_ptr + (group * rows_group + row) + column, mask=there, other=0.0)
             value = value.to(tl.float32)
             if TWO:
                 more = more_ptr + (group * more_group + row)
-                value += tl.load(more + column, mask=inside, other=0.0).to(tl.float32)
+                value += tl.load(more + column, mask=there, other=0.0).to(tl.float32)
             if WEIGHTED:
                 weight = tl.load(weight_ptr + (group * weight_group + number))
                 value *= weight.to(tl.float32)
@@ -132,12 +136,13 @@ def accepts_dispatch(x: Tensor, order: Tensor, inverse: Tensor) -> str:
 
 def accepts_permute(rows: Tensor, index: Tensor, inverse: Tensor) -> str:
     """Why :func:`permute` cannot run, or nothing."""
-    return unfit(_flat(rows), inverse.numel(), index, inverse)
+    count = inverse.numel() if index.numel() == inverse.numel() else -1  # no row may be absent
+    return unfit(_flat(rows), count, index, inverse)
 
 
 def unfit(x: Tensor, count: int, order: Tensor, inverse: Tensor) -> str:
     """Why so many rows have no places by ``order`` and ``inverse``, or nothing."""
-    if x.ndim != 2 or x.shape[0] != count or order.numel() != inverse.numel():
+    if x.ndim != 2 or x.shape[0] != count or order.numel() > inverse.numel():
         shapes = [list(a.shape) for a in (x, order, inverse)]
         return f"rows [R D] of one place each, got rows, order, inverse {shapes}"
     return ""
@@ -145,14 +150,13 @@ def unfit(x: Tensor, count: int, order: Tensor, inverse: Tensor) -> str:
 
 def dispatch(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """The op; contract in :mod:`k31fn.kernels.experts`."""
-    del order
-    return _dispatch(x[None], inverse[None]).squeeze(0)
+    return _dispatch(order.shape[0], x[None], inverse[None]).squeeze(0)
 
 
 def permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """The op: each row, as a token of one copy, goes to its place."""
     del index
-    return _dispatch(_flat(rows)[None], inverse[None, :, None]).view(rows.shape)
+    return _dispatch(len(rows), _flat(rows)[None], inverse[None, :, None]).view(rows.shape)
 
 
 def _flat(rows: Tensor) -> Tensor:
@@ -160,10 +164,11 @@ def _flat(rows: Tensor) -> Tensor:
     return rows.unsqueeze(-1).flatten(1)
 
 
-def scatter(x: Tensor, inverse: Tensor, weights: Tensor | tuple[()] = ()) -> Tensor:
+def scatter(x: Tensor, inverse: Tensor, num_rows: int, weights: Tensor | tuple[()] = ()) -> Tensor:
     """``dispatch``'s value alone; a copy whose weight is 0 is a row of zeros."""
     operands = (x[None], inverse[None], *((weights[None],) if isinstance(weights, Tensor) else ()))
-    return grouped(_launch_scatter, *operands)[0].squeeze(0)
+    launch = functools.partial(_launch_scatter, num_rows)
+    return grouped(launch, *operands)[0].squeeze(0)
 
 
 def sum_copies(rows: Tensor, inverse: Tensor, more: Tensor | None = None) -> Tensor:
@@ -173,19 +178,23 @@ def sum_copies(rows: Tensor, inverse: Tensor, more: Tensor | None = None) -> Ten
     return grouped(launch, *operands)[0].squeeze(0)
 
 
-def _dispatch_fwd(x: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
-    return grouped(_launch_scatter, x, inverse)[0], (inverse,)
+def _dispatch_fwd(num_rows: int, x: Tensor, inverse: Tensor) -> tuple[Tensor, Any]:
+    launch = functools.partial(_launch_scatter, num_rows)
+    return grouped(launch, x, inverse)[0], (inverse,)
 
 
-def _dispatch_bwd(residuals: Any, ct: Tensor) -> tuple[Any, ...]:
+def _dispatch_bwd(num_rows: int, residuals: Any, ct: Tensor) -> tuple[Any, ...]:
+    del num_rows
     (inverse,) = residuals
     return grouped(functools.partial(launch_sum, False), ct, inverse)[0], None
 
 
-_dispatch = custom_vjp(_dispatch_fwd, _dispatch_bwd, opaque=True, name="dispatch (triton)")
+_dispatch = custom_vjp(
+    _dispatch_fwd, _dispatch_bwd, nondiff_argnums=(0,), opaque=True, name="dispatch (triton)"
+)
 
 
-def _launch_scatter(*operands: Tensor) -> tuple[Tensor, ...]:
+def _launch_scatter(num_rows: int, *operands: Tensor) -> tuple[Tensor, ...]:
     """Of tokens, places and, to leave out copies, weights."""
     given = [a.contiguous() for a in operands]
     x, place = given[:2]
@@ -193,7 +202,7 @@ def _launch_scatter(*operands: Tensor) -> tuple[Tensor, ...]:
     groups = max(a.shape[0] for a in given)
     _, tokens, copies = place.shape
     width = x.shape[2]
-    rows = x.new_empty((groups, tokens * copies, width))
+    rows = x.new_empty((groups, num_rows, width))
     tile = _TILES[x.device.type][0]
     cuts = triton.cdiv(width, tile.columns)
     pieces = groups * tokens * cuts
@@ -203,6 +212,7 @@ def _launch_scatter(*operands: Tensor) -> tuple[Tensor, ...]:
         weights,
         rows,
         tokens,
+        num_rows,
         width,
         cuts,
         pieces,
