@@ -9,12 +9,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
+import torch
+
 from k31fn import model, tree
 from k31fn.layers import kinds
-from k31fn.layers.kind import ChannelMixer, TokenMixer
+from k31fn.layers.kind import ChannelMixer, Experts, TokenMixer
 from k31fn.layers.patches import MERGE
 from k31fn.limits import divisors, nearest
 from k31fn.parallel.mesh import Mesh
+from k31fn.parallel.moonep.plan import make_plan
 from k31fn.parallel.partition import AxisRules, partition, resolve
 from k31fn.params import ParamSpec
 
@@ -51,6 +54,7 @@ def check_mesh(
         expert_width_ranks = math.prod(a.size for a in mesh.axes().etp)
         _divides("mesh.ep", mesh.ep, counts)
         _divides("mesh.tp without the ranks of mesh.ep", expert_width_ranks, widths)
+        _check_placement(mesh, cfg)
     _check_kinds(mesh, cfg)
     if mesh.pp > 1:
         _check_stages(mesh, cfg, micro_batches, num_chunks)
@@ -69,6 +73,39 @@ def check_mesh(
     )
     if mesh.cp > 1:
         _check_halos(mesh, cfg, length)
+
+
+def _check_placement(mesh: Mesh, cfg: model.Config) -> None:
+    """Refuses MoonEP on one rank, and with so few slots that it would end the run."""
+    for name in cfg.used():
+        config = cfg.sublayers[name]
+        kind = kinds.kind_of(config)
+        if not isinstance(kind, ChannelMixer) or kind.experts is None:
+            continue
+        experts = kind.experts(config)
+        if experts.placement == "plain":
+            continue
+        if mesh.ep == 1:
+            raise ValueError(
+                f"mesh.ep=1 with model.{name}.placement={experts.placement!r}: one rank has no "
+                "other to compute its experts; set mesh.ep to 2 or more, or the placement to "
+                "'plain'"
+            )
+        needed = _slots_of_collapse(experts, mesh.ep)
+        if 0 < experts.slots < needed:
+            raise ValueError(
+                f"model.{name}.slots={experts.slots} on mesh.ep={mesh.ep}: a rank needs {needed} "
+                f"when all tokens choose the same {experts.top_k} experts; set it to {needed} or "
+                "more, or to 0, which suffices for any routes"
+            )
+
+
+def _slots_of_collapse(experts: Experts, num_ranks: int) -> int:
+    """Slots that a rank needs when a router has collapsed: what MoonEP must be able to bear."""
+    counts = torch.zeros(num_ranks, experts.num_experts, dtype=torch.int64)
+    counts[:, : experts.top_k] = 1
+    plan = make_plan(counts, experts.top_k, experts.num_experts // num_ranks)
+    return int((plan.slots >= 0).sum(1).max())
 
 
 def _check_kinds(mesh: Mesh, cfg: model.Config) -> None:

@@ -41,12 +41,15 @@ class Aux(NamedTuple):
         load: real tokens per expert ``[E]``.
         histogram: of the router's required biases ``[E, bins]``.
         logits: the largest attention logit of each local head ``[H]``, without gradient.
+        placement: of MoonEP's plan for this rank, how far it is from its laws, and the replicas of
+            experts that the rank holds ``[2]``.
     """
 
     kl: Any = ()
     load: Any = ()
     histogram: Any = ()
     logits: Any = ()
+    placement: Any = ()
 
 
 class Output(NamedTuple):
@@ -69,13 +72,16 @@ class Flops(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """A channel mixer's experts: how many, how many a token goes to, and the width that tensor
-    parallelism splits where ranks hold the same ones.
+    """A channel mixer's experts: how many, how many a token goes to, the width that tensor
+    parallelism splits where ranks hold the same ones, where they are computed, and how many a rank
+    can hold besides its own, 0 for as many as its own (:mod:`k31fn.layers.routed`).
     """
 
     num_experts: int
     top_k: int
     expert_size: int
+    placement: str = "plain"
+    slots: int = 0
 
 
 class Halo(NamedTuple):

@@ -8,33 +8,25 @@ The experts read and write the latent; one projection down, one norm and one pro
 experts of a layer. The router and the shared experts (one fused gated MLP) read the full width.
 What a token's experts give is summed in float32.
 
-On a mesh a rank routes its own tokens, and sends a copy of a token to each chosen expert's rank and
-gets it back (``sh.experts``). Where ranks hold columns of the same experts (``sh.expert_mlp``),
-each works on the tokens of all of them, and the parts of ``sum_j p_j e_j`` are summed before the
-norm. The shared experts run while copies travel: their first products on the way there, the last on
-the way back; in the backward likewise. One rank runs the same lines, and its rows stay where they
-are.
+On a mesh a rank routes its own tokens, and sends copies of them to the ranks that compute its
+experts and gets them back (``sh.experts``; :mod:`k31fn.layers.routed`). Where ranks hold columns of
+the same experts (``sh.expert_mlp``), each works on the tokens of all of them, and the parts of
+``sum_j p_j e_j`` are summed before the norm. The shared experts run while copies travel: their
+first products on the way there, the last on the way back; in the backward likewise. One rank runs
+the same lines, and its rows stay where they are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
 from k31fn import tree
 from k31fn.autodiff.replay import decision
-from k31fn.autodiff.weight_grads import current_weight_tape
-from k31fn.kernels.expert_mlp import expert_mlp
-from k31fn.kernels.expert_mlp.reference import of_products
-from k31fn.kernels.experts import combine, dispatch
-from k31fn.kernels.experts.reference import ExpertOrder, sort_by_expert
-from k31fn.layers import mlp, norm, router
+from k31fn.layers import mlp, norm, routed, router
 from k31fn.layers.kind import Aux, ChannelMixer, Experts, Output
-from k31fn.layers.linear import grouped_linear, linear
-from k31fn.layers.qat import quantised_grouped_linear
-from k31fn.parallel.collectives import all_gather, psum_scatter, pvary
-from k31fn.parallel.expert import Exchange, plan_exchange, receive_back, send_back, send_rows
-from k31fn.parallel.overlap import wait
+from k31fn.layers.linear import linear
+from k31fn.parallel.collectives import all_gather, axis_size, psum_scatter, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
 from k31fn.segments import Segments
@@ -60,6 +52,11 @@ class Config:
         init_std: standard deviation of the initial weights.
         qat: trains the routed experts for MXFP4 weights and MXFP8 activations
             (:mod:`k31fn.layers.qat`).
+        placement: where experts are computed on a mesh with ``ep``: ``plain``, by the ranks that
+            own them; ``moonep``, by as many rows on every rank (:mod:`k31fn.layers.routed`).
+        slots: with ``moonep``, experts that a rank can hold besides its own. 0: as many as its own,
+            which suffice for any routes. With fewer less is sent, and routes that need more end the
+            run.
     """
 
     hidden_size: int
@@ -75,6 +72,8 @@ class Config:
     linear_beta: float = 25.0
     init_std: float = 0.02
     qat: bool = False
+    placement: Literal["plain", "moonep"] = "plain"
+    slots: int = 0
 
     def __post_init__(self) -> None:
         if self.shared_size < 0:
@@ -88,8 +87,24 @@ class Config:
                 f"expert_size={self.expert_size}: MXFP4 and "
                 "MXFP8 have groups of 32; make both multiples of 32"
             )
+        if self.placement not in ("plain", "moonep"):
+            raise ValueError(
+                f"latent_moe.Config.placement={self.placement!r} unknown; use 'plain' or 'moonep'"
+            )
+        if self.slots < 0 or (self.slots and self.placement == "plain"):
+            raise ValueError(
+                f"latent_moe.Config.slots={self.slots} with placement={self.placement!r}: slots "
+                "are for 'moonep': 1 or more, or 0 for as many as a rank has experts"
+            )
         # Made here so that a bad value is refused now: each checks its fields in its own words.
         _ = self.router, self.norm, self.expert, self.shared
+
+    def num_slots(self, num_ranks: int) -> int:
+        """Slots of each of so many ranks over which the experts are split; 0: plain."""
+        if self.placement == "plain":
+            return 0
+        own = self.num_experts // num_ranks
+        return min(self.slots or own, own)  # no routes need more
 
     @property
     def router(self) -> router.Config:
@@ -201,17 +216,17 @@ def apply(
     routing = router.apply(params.router, x, cfg.router, bias=bias, segments=segments, sh=sh)
 
     # Order. A decision: a replay neither sorts nor exchanges counts again.
-    copies, exchange = decision("experts", _order, routing.topk_idx, cfg.num_experts, sh)
+    assignment = decision("experts", _assign, routing.topk_idx, cfg, sh)
+
+    # Replicas of experts first: the routes are all that they need.
+    fetching = routed.fetch(params.experts, assignment, sh.experts)
 
     # Send. Ranks that hold other columns of the same experts work on the tokens of all of them.
-    latent = all_gather(linear(x, _varying(params.latent_down, sh)), sh.expert_mlp, 1).flatten(0, 1)
+    latent = all_gather(linear(x, _varying(params.latent_down, sh)), sh.expert_mlp, 1)
     weights = all_gather(routing.weights, sh.expert_mlp, 1)
-    all_here = isinstance(exchange.order, tuple)  # all experts are: no row travels
-    moving: Any = latent
-    if not all_here:
-        rows = dispatch(latent, copies.order, copies.inverse)
-        moving = send_rows(rows, exchange, sh.experts)
-        del rows
+    tokens = weights.shape[:2]
+    weights = weights.flatten(0, 1)
+    moving = routed.send(latent.flatten(0, 1), weights, assignment, sh.experts)
     del latent  # so that what was sent is freed as soon as it has arrived
 
     # Shared experts, first products, while the rows travel.
@@ -220,14 +235,17 @@ def apply(
         assert isinstance(params.shared, mlp.Params), "parameters of another config"
         hidden = mlp.inner(params.shared, x, cfg.shared, sh=sh)
 
-    # Experts; on the rows that arrive, each a token of one copy. Then send back.
-    if all_here:
-        moving = _experts(params.experts, moving, weights.flatten(0, 1), copies, cfg)
-    else:
-        arrived = ExpertOrder(exchange.order, exchange.inverse.unsqueeze(1), exchange.sizes)
-        rows = _experts(params.experts, wait(moving), (), arrived, cfg)
-        moving = send_back(rows, exchange, sh.experts)
-        del rows
+    # Experts on what arrives, then back.
+    moving = routed.compute(
+        params.experts,
+        fetching,
+        moving,
+        weights,
+        assignment,
+        sh.experts,
+        bounds=(cfg.beta, cfg.linear_beta),
+        qat=cfg.qat,
+    )
 
     # Shared experts, last product, while the rows travel back. Two halves and not one: each hides
     # one journey, and in the backward, which runs in reverse, the other one.
@@ -235,45 +253,19 @@ def apply(
     if isinstance(params.shared, mlp.Params):
         shared = mlp.outer(params.shared, hidden, sh=sh)
 
-    # Combine. Rows that travelled are weighted where they are summed, in float32. The norm is not
-    # linear: the parts of the experts' width are summed before it.
-    mixed = moving
-    if not all_here:
-        rows = receive_back(moving, exchange, sh.experts)
-        mixed = combine(rows, weights.flatten(0, 1), copies.order, copies.inverse)
-    mixed = psum_scatter(mixed.unflatten(0, weights.shape[:2]), sh.expert_mlp, 1)
+    # Combine. The norm is not linear: the parts of the experts' width are summed before it.
+    mixed = routed.receive(moving, weights, assignment, sh.experts)
+    mixed = psum_scatter(mixed.unflatten(0, tokens), sh.expert_mlp, 1)
     mixed = norm.apply(params.norm, mixed, cfg.norm, sh=sh)
     y = shared + linear(mixed, _varying(params.latent_up, sh))
-    return Output(y, Aux(load=routing.load, histogram=routing.histogram))
+    placement = () if cfg.placement == "plain" else routed.told(assignment)
+    return Output(y, Aux(load=routing.load, histogram=routing.histogram, placement=placement))
 
 
-def _order(
-    topk_idx: Int[Tensor, "B T G"], num_experts: int, sh: Sharding
-) -> tuple[ExpertOrder, Exchange]:
-    """The order by expert of the copies that this rank sends, and which rank each one goes to."""
+def _assign(topk_idx: Int[Tensor, "B T G"], cfg: Config, sh: Sharding) -> routed.Assignment:
     topk_idx = all_gather(topk_idx, sh.expert_mlp, 1)
-    copies = sort_by_expert(topk_idx.flatten(0, 1), num_experts)
-    return copies, plan_exchange(copies.sizes, sh.experts, copies.order.shape[0])
-
-
-def _experts(
-    params: mlp.Params[Any],
-    x: Float[Tensor, "N L"],
-    weights: Float[Tensor, "N G"] | tuple[()],
-    route: ExpertOrder,
-    cfg: Config,
-) -> Float[Tensor, "N L"]:
-    """``sum_j p_j e_j(u)`` of each token; a part of it where the experts' width is split."""
-    matrices = (params.w_gate, params.w_up, params.w_down)
-    bounds = (cfg.beta, cfg.linear_beta)
-    if cfg.qat:
-        return of_products(quantised_grouped_linear, x, weights, matrices, route, *bounds)
-    # One operator has one backward: for adapters, for codes, and where weight gradients are put
-    # off, each product goes by itself.
-    plain = all(isinstance(w, Tensor) for w in matrices)
-    if not plain or current_weight_tape() is not None:
-        return of_products(grouped_linear, x, weights, matrices, route, *bounds)
-    return expert_mlp(x, weights, *(w.to(x.dtype) for w in matrices), *route, *bounds)
+    num_slots = cfg.num_slots(axis_size(sh.experts))
+    return routed.plan(topk_idx.flatten(0, 1), cfg.num_experts, num_slots, sh.experts)
 
 
 def _varying(weight: Any, sh: Sharding) -> Any:
@@ -295,7 +287,9 @@ KIND = ChannelMixer(
         (r"shared\..*", "shared experts"),
         (".*", "latent projections"),
     ),
-    experts=lambda cfg: Experts(cfg.num_experts, cfg.top_k, cfg.expert_size),
+    experts=lambda cfg: Experts(
+        cfg.num_experts, cfg.top_k, cfg.expert_size, cfg.placement, cfg.slots
+    ),
     tensor_parallel=lambda cfg: {"shared_size": cfg.shared_size} if cfg.shared_size else {},
     splits=frozenset({"tp", "cp"}),
 )

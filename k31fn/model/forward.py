@@ -64,6 +64,8 @@ class Output(NamedTuple):
         histogram: the router's required biases ``[M E bins]``.
         logits: the largest attention logit of each local head of each layer that reports them, over
             the rank's own queries ``[layers H]``; ``()`` if none does.
+        placement: of MoonEP's plan on this rank, violations and replicas ``[M 2]``; ``()`` with
+            another placement.
     """
 
     hidden: Float[Tensor, "B T D"]
@@ -72,6 +74,7 @@ class Output(NamedTuple):
     load: Tensor
     histogram: Tensor
     logits: Any = ()
+    placement: Any = ()
 
 
 def apply(

@@ -60,12 +60,15 @@ class Reports(NamedTuple):
         histogram: the routers' required biases ``[M E bins]``.
         logits: the largest attention logit of each local head of each layer that reports them
             ``[layers H]``; ``()`` if none does.
+        placement: of MoonEP's plan on this rank, violations and replicas, a row per MoE layer
+            ``[M 2]``; ``()`` with another placement.
     """
 
     kl: Tensor
     load: Tensor
     histogram: Tensor
     logits: Any = ()
+    placement: Any = ()
 
 
 def run_steps(
@@ -139,11 +142,15 @@ def collect(
     no_histogram = counts[..., None].expand(-1, -1, NUM_BINS)
     # Logits are of this rank's heads, so there is nothing to sum.
     logits = [r.logits for r in reports if isinstance(r.logits, Tensor)]
+    # Plans, too, are of this rank: whoever ends the run for one names it.
+    plans = [r.placement for r in reports if isinstance(r.placement, Tensor)]
+    no_plans: Any = () if experts(cfg).placement == "plain" else counts.new_zeros((0, 2))
     return Reports(
         _summed("kl", reports, no_kl, sh),
         _summed("load", reports, counts, sh),
         _summed("histogram", reports, no_histogram, sh),
         torch.stack(logits) if logits else (),
+        torch.stack(plans) if plans else no_plans,
     )
 
 

@@ -99,6 +99,7 @@ class Losses(NamedTuple):
         load, histogram: as in :class:`Output`, an MTP layer last.
         logits: as in :class:`Output`, an MTP layer last; no sum: of micro-batches the largest
             counts.
+        placement: as in :class:`Output`, an MTP layer last.
     """
 
     lm: Tensor
@@ -107,6 +108,7 @@ class Losses(NamedTuple):
     load: Tensor
     histogram: Tensor
     logits: Any = ()
+    placement: Any = ()
 
 
 def loss(
@@ -132,7 +134,7 @@ def loss(
     seen: Any = {"segments": batch.segments, "images": batch.images}
     out = apply(params, batch.tokens, cfg, balance=balance, remat=remat, **seen, **how)
     lm = lm_loss(params, out.hidden, batch.labels, **how)
-    reports = Reports(out.kl, out.load, out.histogram, out.logits)
+    reports = Reports(out.kl, out.load, out.histogram, out.logits, out.placement)
     second = torch.zeros_like(lm)
     if cfg.num_mtp_layers:
         # Behind the trunk: its gradient flows into the trunk's last state too.

@@ -5,7 +5,7 @@ from k31fn.trainer.cli import main
 from k31fn.trainer.corpus import Corpus, load_corpus
 from k31fn.trainer.evaluation import heldout_loss
 from k31fn.trainer.layout import RankLayout, lay_out, make_optimizer, trained_specs
-from k31fn.trainer.log import NonFiniteError
+from k31fn.trainer.log import NonFiniteError, PlanError
 from k31fn.trainer.ranks.stop import Stop
 from k31fn.trainer.run import Outcome, train
 from k31fn.trainer.state import (
@@ -25,6 +25,7 @@ __all__ = [
     "Metrics",
     "NonFiniteError",
     "Outcome",
+    "PlanError",
     "RankLayout",
     "Stop",
     "TrainState",

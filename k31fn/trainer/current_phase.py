@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from k31fn import model
 from k31fn.config.recipe import Recipe
 from k31fn.jit.function import jit
 from k31fn.jit.recorders import recorder_of
@@ -85,8 +86,11 @@ def check_jit(recipe: Recipe, device: torch.device, mode: str) -> None:
 def _refusal(recipe: Recipe, mode: str) -> str:
     """What is known of a recipe before any step; empty: its steps can be captured."""
     mesh = recipe.mesh
-    if mesh.ep > 1:
-        return f"mesh.ep={mesh.ep}: the rows of each expert are counted on the host"
+    if mesh.ep > 1 and model.experts(recipe.model).placement == "plain":
+        return (
+            f"mesh.ep={mesh.ep}: the rows of each expert are counted on the host; with "
+            "moe.placement='moonep' they are not"
+        )
     if mesh.pp > 1:
         return f"mesh.pp={mesh.pp}: the schedule of a pipeline runs on the host"
     if recipe.optimizer.offload:

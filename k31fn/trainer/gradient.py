@@ -35,6 +35,8 @@ class Sums(NamedTuple):
         histogram: required biases of the same layers.
         logits: the largest attention logits, not a sum: of the local heads of each full-attention
             layer of this rank's stages ``[layers H]``; ``()`` unless QK-Clip asks for them.
+        placement: of MoonEP's plans, not summed over ranks: violations and replicas of this rank
+            in each MoE layer of its stages ``[M 2]``; ``()`` with another placement.
     """
 
     total: Tensor
@@ -43,6 +45,7 @@ class Sums(NamedTuple):
     load: Tensor
     histogram: Tensor
     logits: Any = ()
+    placement: Any = ()
 
 
 Gradient = Callable[[TrainState, Sequence[model.Batch]], tuple[Sums, model.Params[Tensor]]]
@@ -225,6 +228,7 @@ def _sum_over_ranks(local: _Local, axes: MeshAxes) -> Sums:
     load = torch.cat([stage.load for stage in local.losses])
     histogram = torch.cat([stage.histogram for stage in local.losses])
     logits = [stage.logits for stage in local.losses if isinstance(stage.logits, Tensor)]
+    plans = [stage.placement for stage in local.losses if isinstance(stage.placement, Tensor)]
     return Sums(
         total=total,
         lm=lm,
@@ -232,4 +236,5 @@ def _sum_over_ranks(local: _Local, axes: MeshAxes) -> Sums:
         load=psum(load, axes.data),
         histogram=psum(histogram, axes.data),
         logits=pmax(torch.cat(logits), axes.data) if logits else (),
+        placement=torch.cat(plans) if plans else (),
     )

@@ -18,7 +18,7 @@ from k31fn.trainer.part_metrics import BAD_LEAF, BAD_LEAVES, MetricLabels
 from k31fn.trainer.ranks.failure_report import StepTimes
 from k31fn.trainer.step import Metrics
 
-__all__ = ["MAX_NON_FINITE", "Log", "NonFiniteError", "open_trackers"]
+__all__ = ["MAX_NON_FINITE", "Log", "NonFiniteError", "PlanError", "open_trackers"]
 
 MAX_NON_FINITE = 3  # one bad batch, or two, are skipped; a run that has diverged gives no other
 _NO_LABELS = MetricLabels()
@@ -26,6 +26,10 @@ _NO_LABELS = MetricLabels()
 
 class NonFiniteError(RuntimeError):
     """Several steps in a row were not finite; none of them changed the parameters."""
+
+
+class PlanError(NonFiniteError):
+    """A plan of MoonEP broke its laws; the step changed nothing."""
 
 
 class _Pending(NamedTuple):
@@ -59,6 +63,7 @@ class Log:
         self._pending: _Pending | None = None
         self._clock = time.perf_counter()
         self._non_finite = self._skipped = 0
+        self._broken_plan = ""
 
     def push(
         self, step: int, numbers: Metrics, lr: float, tokens: int, labels: MetricLabels = _NO_LABELS
@@ -67,6 +72,7 @@ class Log:
 
         Raises:
             NonFiniteError: the one before was the last of several in a row that were not finite.
+            PlanError: the one before had a plan of MoonEP that broke its laws.
             OSError: the file cannot be written.
         """
         read = _to_host(numbers.flat())
@@ -136,7 +142,9 @@ class Log:
         if values["skipped"]:
             self._skipped += 1
             reason = "it had no label to learn from"
-            if values["non_finite"]:
+            if values["violation"]:
+                reason = self._broken_plan = _broken_plan(int(values["violation"]), labels)
+            elif values["non_finite"]:
                 reason = "a gradient or the loss was not finite"
             elif values["spike"]:
                 reason = (
@@ -150,11 +158,24 @@ class Log:
         self._non_finite = self._non_finite + 1 if values["non_finite"] else 0
 
     def _check(self, step: int) -> None:
+        if self._broken_plan:
+            raise PlanError(
+                f"step {step} changed nothing: {self._broken_plan}; set moe.slots=0, which "
+                "suffices for any routes, or moe.placement='plain'"
+            )
         if self._non_finite >= MAX_NON_FINITE:
             raise NonFiniteError(
                 f"{MAX_NON_FINITE} steps in a row up to step {step} were not finite and changed "
                 "nothing; lower optimizer.peak_lr, or look at the text"
             )
+
+
+def _broken_plan(violation: int, labels: MetricLabels) -> str:
+    layer, rank = divmod(violation - 1, labels.ranks)
+    return (
+        f"MoonEP's plan of layer {layer} breaks its laws on rank {rank}: more experts than slots, "
+        "or ranks that count differently"
+    )
 
 
 def _bad_leaves(record: dict[str, Any], labels: MetricLabels) -> str:

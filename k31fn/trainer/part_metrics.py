@@ -34,12 +34,14 @@ class MetricLabels(NamedTuple):
         phase: number of the phase; -1: the run has none.
         utilisation: MFU of one token per second, over all ranks; 0: the devices' peak rate is not
             known.
+        ranks: of the run.
     """
 
     names: tuple[str, ...] = ()
     phase: int = -1
     utilisation: float = 0.0
     leaves: tuple[str, ...] = ()
+    ranks: int = 1
 
 
 def label(recipe: Recipe, step: int, device: torch.device) -> MetricLabels:
@@ -51,7 +53,8 @@ def label(recipe: Recipe, step: int, device: torch.device) -> MetricLabels:
     loads = [f"moe/load/{layer}" for layer in model.moe_layers(now.model)]
     phase = recipe.phase_of(step) if recipe.phases else -1
     names = (*norms, *loads, BAD_LEAF, BAD_LEAVES)
-    return MetricLabels(names, phase, _utilisation(now, device), _trained_leaves(now))
+    utilisation = _utilisation(now, device)
+    return MetricLabels(names, phase, utilisation, _trained_leaves(now), now.mesh.world_size)
 
 
 def _utilisation(recipe: Recipe, device: torch.device) -> float:

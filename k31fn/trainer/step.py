@@ -46,11 +46,13 @@ class Metrics(NamedTuple):
         grad_norm: of all gradients, before clipping.
         load_max_over_mean: the busiest expert's tokens over the mean, the worst layer's.
         non_finite: 1 if a gradient or the loss was infinite or NaN, else 0.
-        skipped: 1 if nothing was changed, since the step was not finite, had no label or was a
-            spike, else 0.
+        skipped: 1 if nothing was changed, since the step was not finite, had no label, was a spike
+            or had a violation, else 0.
         spike: 1 if the loss or the norm stood out (:func:`k31fn.optim.is_spike`), else 0; 0 unless
             that is asked for.
         max_logit: the largest attention logit; 0 unless QK-Clip asks for it.
+        violation: 0; or, where a plan of MoonEP breaks its laws, 1 + layer x ranks + rank of the
+            last such layer and rank.
         detail: what :func:`k31fn.trainer.part_metrics.label` names; empty if nobody measured it.
     """
 
@@ -62,6 +64,7 @@ class Metrics(NamedTuple):
     skipped: Tensor
     spike: Tensor
     max_logit: Tensor
+    violation: Tensor
     detail: Tensor | tuple[()] = ()
 
     def flat(self) -> Tensor:
@@ -195,12 +198,14 @@ class _Verdict(NamedTuple):
     Attributes:
         bad: a gradient or the loss is infinite or NaN.
         spike: the loss or the norm stands out.
-        skip: nothing is changed: bad, a spike, or no label.
+        skip: nothing is changed: bad, a spike, a violation, or no label.
+        violation: see :class:`Metrics`; a number.
     """
 
     bad: Tensor
     spike: Tensor
     skip: Tensor
+    violation: Tensor
 
 
 def _judge(
@@ -208,16 +213,31 @@ def _judge(
 ) -> tuple[_Verdict, Any]:
     """The verdict on a step, and what spikes are told by from now on."""
     bad = optim.non_finite((sums.total, norm))
-    skip = bad | (batch.num_labels == 0)
+    violation = _violation(layout, sums, norm)
+    skip = bad | (batch.num_labels == 0) | (violation > 0)
     deviations = layout.recipe.optimizer.spike
     if not deviations:
-        return _Verdict(bad, torch.zeros_like(bad), skip), state.guard
+        return _Verdict(bad, torch.zeros_like(bad), skip, violation), state.guard
     loss = losses.mean(sums.lm, batch.num_labels)
     # a step that is skipped anyway is no spike: its loss says nothing
     spike = optim.is_spike(state.guard, loss, norm, deviations) & ~skip
     skip = skip | spike
     guard = optim.update_spikes(state.guard, loss, norm, spike, skip)
-    return _Verdict(bad, spike, skip), guard
+    return _Verdict(bad, spike, skip, violation), guard
+
+
+def _violation(layout: RankLayout, sums: Sums, like: Tensor) -> Tensor:
+    """The layer and the rank of a plan that breaks its laws, as one number on all ranks."""
+    if not isinstance(sums.placement, Tensor):
+        return torch.zeros_like(like)
+    ranks = layout.recipe.mesh.world_size
+    rank = own_index(layout.axes.atoms)
+    # a stage without experts takes part in the maximum too
+    found = torch.zeros_like(like)
+    for layer, plan in zip(layout.moe_layers, sums.placement, strict=True):
+        name = 1 + layer * ranks + rank
+        found = torch.where(plan[0] > 0, name, found)
+    return pmax(found, layout.axes.atoms)
 
 
 def next_biases(
@@ -256,6 +276,7 @@ def _metrics(
         skipped=verdict.skip.to(norm.dtype),
         spike=verdict.spike.to(norm.dtype),
         max_logit=_max_logit(layout, sums, norm),
+        violation=verdict.violation,
     )
 
 

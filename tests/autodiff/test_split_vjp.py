@@ -17,7 +17,7 @@ from k31fn.autodiff import (
     weight_grads,
     weight_product,
 )
-from k31fn.layers import attn_res, block, kda, latent_moe, linear, mlp
+from k31fn.layers import attn_res, block, kda, linear, mlp, routed
 from k31fn.model import layer_configs
 from k31fn.params import LowRank, Quantized
 from k31fn.testing import assert_close_trees, live_bytes
@@ -285,7 +285,7 @@ def test_the_layers_of_the_model_split(number, again, monkeypatch):
 
     monkeypatch.setattr(linear, "weight_product", counted)
     # one product after the other, as inside split_vjp
-    for module in (linear, latent_moe):
+    for module in (linear, routed):
         monkeypatch.setattr(module, "current_weight_tape", lambda: "a tape")
     vjp(f, p, *args)
     expected = products[0]
@@ -358,4 +358,4 @@ def test_without_a_split_products_are_what_they_were():
     assert type(linear.linear(x, w).grad_fn).__name__ == "MmBackward0"
     assert kda.linear is linear.linear
     assert mlp.linear is linear.linear
-    assert latent_moe.grouped_linear is linear.grouped_linear
+    assert routed.grouped_linear is linear.grouped_linear

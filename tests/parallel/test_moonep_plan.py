@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from k31fn.parallel import moonep
-from k31fn.parallel.moonep import make_plan, places_of
+from k31fn.parallel.moonep import plan as moonep
+from k31fn.parallel.moonep.plan import make_plan, places_of
 
 
 def uniform(rng, num_ranks, num_experts, num_rows):
