@@ -60,6 +60,15 @@ def fixed_seeds() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def autograd_knows_the_gpu() -> None:
+    """Binds autograd's thread to the GPU: where a matrix product comes first, cuBLAS does, and
+    warns.
+    """
+    if torch.cuda.is_available():
+        torch.ones(1, device="cuda", requires_grad=True).sum().backward()
+
+
 def _missing(device: str) -> str | None:
     """Why tests marked ``device`` cannot run here, or None."""
     backend = getattr(torch, device, None)  # torch_npu adds torch.npu; torch.cuda is always there

@@ -131,7 +131,8 @@ def make_masks(ids: Int[Tensor, "B T"], tile: int, dtype: torch.dtype) -> Masks:
 
 def _as_tiles(x: Tensor, tile: int) -> Tensor:
     """``[B T]`` as ``[n B 1 C]``."""
-    return x.reshape(x.shape[0], -1, tile).transpose(0, 1)[:, :, None]
+    # not -1, which torch cannot tell where there is no row
+    return x.unflatten(1, (x.shape[1] // tile, tile)).transpose(0, 1)[:, :, None]
 
 
 def to_tiles(x: Float[Tensor, "B T H K"], masks: Masks) -> Float[Tensor, "n B H C K"]:
