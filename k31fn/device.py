@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
+    "Branch",
     "PeakRates",
     "attach_thread",
     "default",
@@ -246,6 +247,46 @@ def missing_operators(*names: str) -> str:
             "one"
         )
     return ""
+
+
+class Branch:
+    """Work of a CUDA device that runs beside what is queued after it; on other devices in order.
+
+    What is queued inside ``with branch`` waits for all that was queued before it, and for the
+    branch's own work; :meth:`join` lets what follows wait for the branch. A graph that is recorded
+    meanwhile has the two side by side. Tensors are made outside, so that their memory is given back
+    behind the join.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = _side_stream(device) if device.type == "cuda" else None
+        self._entered: Any = None
+
+    def __enter__(self) -> None:
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+            self._entered = torch.cuda.stream(self._side)
+            self._entered.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._side is not None:
+            self._entered.__exit__(*exception)
+
+    def join(self) -> None:
+        """Lets what is queued from here on wait for the branch."""
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+
+
+_STREAMS = threading.local()  # ranks that are threads of one GPU do not wait for each other
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One of this thread, since making one costs more than a launch."""
+    streams = _STREAMS.__dict__.setdefault("of", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    return streams[device]
 
 
 def graphs(kind: str) -> tuple[Any, Callable[[], Any]] | None:

@@ -255,3 +255,46 @@ def test_keep_heap_keeps_freed_memory():
     ).stdout
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
         assert int(faults) < 100  # of the 4883 pages
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_branch_waits_and_is_waited_for(recorded: bool):
+    x = torch.zeros(2**24, device="cuda")
+    before, after = torch.empty_like(x), torch.empty_like(x)
+
+    def work():
+        x.zero_()
+        for _ in range(100):
+            x.add_(1)
+        branch = device.Branch(x.device)
+        with branch:
+            assert torch.cuda.current_stream() != stream
+            for _ in range(100):
+                before.copy_(x)
+        branch.join()
+        x.add_(1)
+        after.copy_(before)
+
+    stream = torch.cuda.current_stream()
+    work()
+    if recorded:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            stream = torch.cuda.current_stream()
+            work()
+        before.zero_()
+        graph.replay()
+    assert (before == 100).all()
+    assert (after == 100).all()
+    assert (x == 101).all()
+
+
+def test_a_branch_of_a_cpu_is_in_order():
+    done = []
+    branch = device.Branch(torch.device("cpu"))
+    done.append("before")
+    with branch:
+        done.append("inside")
+    branch.join()
+    assert done == ["before", "inside"]

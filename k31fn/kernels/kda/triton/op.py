@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 
 from k31fn.autodiff.custom_vjp import custom_vjp
+from k31fn.device import Branch
 from k31fn.kernels.kda.recurrence import TILE, KdaOut
 from k31fn.kernels.kda.triton.gradients import kda_gradients
 from k31fn.kernels.kda.triton.launches import Factors, Inputs
@@ -131,6 +132,8 @@ def run_forward(x: Inputs, before: Tensor, keep: bool) -> tuple[Tensor, ...]:
     transitions = x.transitions(plan.pieces if plan.side > 1 else 0)
     after = x.wide(shape.width, shape.columns)
     o = torch.empty_like(x.v)
+    # a scan of one segment beside the factors of the next, where these have room of their own
+    beside = Branch(o.device)
     for first in range(0, shape.tiles, size):
         tiles = min(size, shape.tiles - first)
         if keep and first:
@@ -140,7 +143,11 @@ def run_forward(x: Inputs, before: Tensor, keep: bool) -> tuple[Tensor, ...]:
         x.prepare(factors, first, tiles)
         if first == 0:  # The first kernel is under way by now.
             states[:, 0] = before.flatten(0, 1)
-        scan_forward(x, plan, factors, (states, transitions, after), o, first, tiles)
+        with beside:
+            scan_forward(x, plan, factors, (states, transitions, after), o, first, tiles)
+        if not keep:
+            beside.join()
+    beside.join()
     by_head = (shape.groups, shape.rows, shape.heads)
     of_heads = [y.unflatten(0, by_head) for y in (after, states, transitions, *kept)]
     return o.unflatten(0, by_head[:2]), *of_heads

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
+from k31fn.device import Branch
 from k31fn.kernels.kda.triton.launches import Inputs, Plan
 from k31fn.kernels.kda.triton.relay import kda_relay
 from k31fn.kernels.kda.triton.scans import kda_adjoint, kda_scan, kda_states
@@ -107,23 +108,26 @@ def scan_backward(
     pieces = triton.cdiv(tiles, piece)
     at = segment * plan.side
     span = (x.shape.tokens, segment * plan.segment, tiles, piece, pieces)
+    # neither scan reads what the other writes, and each alone waits more than it works
+    beside = Branch(d_o.device)
     given = x.given("states")
-    kda_states[x.grid(given, columns, pieces)](
-        wq,
-        kf,
-        u,
-        d,
-        states[:, at:],
-        d,  # not read
-        s,
-        y,
-        tiles,
-        piece,
-        pieces,
-        states.stride(0),
-        0,
-        **given,
-    )
+    with beside:
+        kda_states[x.grid(given, columns, pieces)](
+            wq,
+            kf,
+            u,
+            d,
+            states[:, at:],
+            d,  # not read
+            s,
+            y,
+            tiles,
+            piece,
+            pieces,
+            states.stride(0),
+            0,
+            **given,
+        )
     read = (wq, kf, p, inverse, d, d_o, x.stop, d_states, ds, d_v, *span, d_states.stride(0))
     if pieces > 1:
         given = x.given("pieces_back")
@@ -139,5 +143,6 @@ def scan_backward(
         )
     given = x.given("adjoint")
     kda_adjoint[x.grid(given, columns, pieces)](*read, **given)
+    beside.join()
     if segment and plan.side > 1:
         d_states[:, -1] = d_states[:, 0]
