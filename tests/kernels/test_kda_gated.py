@@ -195,7 +195,7 @@ def test_refusals() -> None:
         r"A_log is \[H\] and dt_bias \[H K\]": {5: torch.zeros(3, device=DEVICE)},
         "at most float32, got float64": {6: xs[6].double()},
         r"bound is in \[-5.0, 0\) and scale positive, got -6.0": {8: -6.0},
-        r"q, k, g are \[B T H K\]": {3: xs[3][:, :4]},
+        r"g is \[B T H K\]": {3: xs[3][:, :4]},
     }
     for reason, change in changed.items():
         args = [change.get(i, x) for i, x in enumerate(xs)]

@@ -310,7 +310,8 @@ def test_refusals() -> None:
     for args, reason in (
         ((wide, wide, v, wide, beta, ids), r"K and V are one of 16, 32, 64, 128, got K = 256"),
         ((q[:, :0], k[:, :0], v[:, :0], g[:, :0], beta[:, :0], ids[:, :0]), "at least one token"),
-        ((q, k[:, :4], v, g, beta, ids), r"q, k, g are \[B T H K\]"),
+        ((q, k[:, :4], v, g, beta, ids), r"q and k are \[B T H K\]"),
+        ((q, k, v, beta, beta, ids), r"g is \[B T H K\], got \[1, 5, 2\]"),
         ((q, k, v, g, beta[:, :4], ids), r"beta is \[B T H\] and ids \[B T\]"),
         ((q, k.bfloat16(), v, g, beta, ids), "one dtype"),
         ((q, k, v, g.double(), beta, ids), "at most float32"),

@@ -28,13 +28,13 @@ from k31fn.autodiff.custom_vjp import custom_vjp
 from k31fn.kernels.gdn.triton.gradients import gdn_gradients
 from k31fn.kernels.gdn.triton.prepare import gdn_prepare
 from k31fn.kernels.kda.recurrence import KdaOut
+from k31fn.kernels.kda.triton.launches import folded
+from k31fn.kernels.kda.triton.op import delta_rule_refusal
 from k31fn.kernels.kda.triton.scans import kda_adjoint, kda_scan, kda_states
 from k31fn.kernels.kda.triton.tiles import Shape, kind_of
 from k31fn.kernels.launch import INTERPRETED, Build, Tile, grouped
 
 __all__ = ["accepts", "builds", "gdn"]
-
-_WIDTHS = (16, 32, 64, 128)
 
 
 class _Tiles(NamedTuple):
@@ -94,26 +94,10 @@ def accepts(
     initial_state: Tensor | tuple[()] = (),
 ) -> str:
     """Why the kernels cannot run, or nothing."""
-    if q.ndim != 4 or not q.numel():
-        return f"q is [B T H K] with at least one token, got {list(q.shape)}"
-    width, columns = q.shape[-1], v.shape[-1]
-    if width not in _WIDTHS or columns not in _WIDTHS:
-        return f"K and V are one of 16, 32, 64, 128, got K = {width}, V = {columns}"
-    if k.shape != q.shape or v.shape[:-1] != q.shape[:-1]:
-        shapes = [list(x.shape) for x in (q, k, v)]
-        return f"q and k are [B T H K] and v [B T H V], got {shapes}"
-    if g.shape != q.shape[:-1] or beta.shape != q.shape[:-1] or ids.shape != q.shape[:2]:
-        shapes = [list(x.shape) for x in (g, beta, ids)]
-        return f"g and beta are [B T H] and ids [B T], got {shapes}"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
-    state = () if isinstance(initial_state, tuple) else (initial_state,)
-    if torch.float64 in [x.dtype for x in (g, beta, *state)]:
-        return "g, beta and initial_state are at most float32, got float64 beside q, k and v"
-    expected = (q.shape[0], q.shape[2], width, columns)
-    if state and state[0].shape != expected:
-        return f"initial_state is {list(expected)}, got {list(state[0].shape)}"
-    return ""
+    reason = delta_rule_refusal(q, k, v, beta, ids, (g, beta), initial_state)
+    if not reason and g.shape != q.shape[:-1]:
+        reason = f"g is [B T H], got {list(g.shape)} beside q {list(q.shape)}"
+    return reason
 
 
 def gdn(
@@ -146,25 +130,11 @@ def _bwd(residuals: tuple[Tensor, ...], ct: tuple[Tensor, Tensor]) -> tuple[Tens
 _gdn = custom_vjp(_fwd, _bwd, opaque=True, name="gdn (triton)")
 
 
-def _folded(operands: tuple[Tensor, ...]) -> tuple[Shape, list[Tensor]]:
-    """Sizes, and the operands with groups and rows as one dimension.
-
-    What samples share under vmap is copied for each.
-    """
-    groups = max(x.shape[0] for x in operands)
-    if groups > 1:
-        operands = tuple(x.expand(groups, *x.shape[1:]) for x in operands)
-    q, v = operands[0], operands[2]
-    return Shape(groups, *q.shape[1:], v.shape[-1]), [
-        x.flatten(0, 1).contiguous() for x in operands
-    ]
-
-
 def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
     """o, the state after all tokens, the state before each segment, and the tokens of each row
     before its padding.
     """
-    shape, (q, k, v, g, beta, ids, before) = _folded(operands)
+    shape, (q, k, v, g, beta, ids, before) = folded(operands)
     kind = kind_of(q)
     stop = (ids > 0).sum(-1, dtype=torch.int32)
     tiles = triton.cdiv(shape.tokens, _TILES[kind].tokens)
@@ -205,7 +175,7 @@ def _launch_forward(*operands: Tensor) -> tuple[Tensor, ...]:
 
 def _launch_backward(*operands: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g, beta and the state before all tokens."""
-    shape, (q, k, v, g, beta, ids, before, states, stop, d_o, d_after) = _folded(operands)
+    shape, (q, k, v, g, beta, ids, before, states, stop, d_o, d_after) = folded(operands)
     kind = kind_of(q)
     count = states.shape[2]
     states = states.flatten(0, 1)

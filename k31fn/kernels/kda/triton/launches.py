@@ -21,7 +21,7 @@ from k31fn.kernels.kda.triton.prepare import kda_prepare
 from k31fn.kernels.kda.triton.tiles import TILES, Shape, constants, kind_of
 from k31fn.kernels.launch import INTERPRETED
 
-__all__ = ["Factors", "Inputs", "Plan"]
+__all__ = ["Factors", "Inputs", "Plan", "folded"]
 
 # tiles times heads of a segment: at widths of 128 in bfloat16 each takes 68 KB in the backward, so
 # 1.3 GB, and 23 KB of factors, which are those of all segments where they are kept
@@ -85,6 +85,19 @@ class Factors(NamedTuple):
         return cls(*kept[count * segment : count * (segment + 1)])
 
 
+def folded(operands: Sequence[Tensor]) -> tuple[Shape, list[Tensor]]:
+    """Sizes, and the operands, of which q is the first and v the third, with groups and rows as one
+    dimension.
+
+    What samples share under vmap is copied for each.
+    """
+    groups = max(x.shape[0] for x in operands)
+    if groups > 1:
+        operands = [x.expand(groups, *x.shape[1:]) for x in operands]
+    shape = Shape(groups, *operands[0].shape[1:], operands[2].shape[-1])
+    return shape, [x.flatten(0, 1).contiguous() for x in operands]
+
+
 class Inputs(NamedTuple):
     """Operands, groups and rows as one dimension.
 
@@ -120,23 +133,16 @@ class Inputs(NamedTuple):
     ) -> tuple[Inputs, list[Tensor]]:
         """Of q, k, v, g, beta and ids; and the other operands. ``stop``: tokens of each row before
         its padding.
-
-        What samples share under vmap is copied for each.
         """
-        groups = max(x.shape[0] for x in operands)
-        if groups > 1:
-            operands = tuple(x.expand(groups, *x.shape[1:]) for x in operands)
-        q, v = operands[0], operands[2]
-        shape = Shape(groups, *q.shape[1:], v.shape[-1])
-        inputs = [x.flatten(0, 1).contiguous() for x in operands]
+        shape, inputs = folded(operands)
         stop = (inputs[5] > 0).sum(-1, dtype=torch.int32)
         rate, bias = inputs[:2]
         if parameters:
             rate, bias = (
-                x[:, None].expand(groups, shape.rows, *x.shape[1:]).flatten(0, 1).contiguous()
+                x[:, None].expand(shape.groups, shape.rows, *x.shape[1:]).flatten(0, 1).contiguous()
                 for x in parameters
             )
-        return cls(shape, kind_of(q), *inputs[:6], stop, rate, bias, numbers), inputs[6:]
+        return cls(shape, kind_of(inputs[0]), *inputs[:6], stop, rate, bias, numbers), inputs[6:]
 
     def given(self, name: str, tiles: int = 0) -> dict[str, Any]:
         """Constants and options of a launch, of so many tiles where the cut depends on them."""

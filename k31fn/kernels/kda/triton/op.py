@@ -31,7 +31,14 @@ from k31fn.kernels.kda.triton.pieces import scan_backward, scan_forward
 from k31fn.kernels.kda.triton.tiles import builds
 from k31fn.kernels.launch import grouped
 
-__all__ = ["builds", "kda", "kda_accepts", "run_backward", "run_forward"]
+__all__ = [
+    "builds",
+    "delta_rule_refusal",
+    "kda",
+    "kda_accepts",
+    "run_backward",
+    "run_forward",
+]
 
 _WIDTHS = (16, 32, 64, 128)
 
@@ -48,20 +55,38 @@ def kda_accepts(
 ) -> str:
     """Why the kernels cannot run, or nothing."""
     del keep
+    reason = delta_rule_refusal(q, k, v, beta, ids, (g, beta), initial_state)
+    if not reason and g.shape != q.shape:
+        reason = f"g is [B T H K], got {list(g.shape)} beside q {list(q.shape)}"
+    return reason
+
+
+def delta_rule_refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    ids: Tensor,
+    gates: tuple[Tensor, ...],
+    initial_state: Tensor | tuple[()],
+) -> str:
+    """Why kernels that scan tiles of these operands cannot run, or nothing; all but the shape of
+    the decays, which are among the ``gates``.
+    """
     if q.ndim != 4 or not q.numel():
         return f"q is [B T H K] with at least one token, got {list(q.shape)}"
     width, columns = q.shape[-1], v.shape[-1]
     if width not in _WIDTHS or columns not in _WIDTHS:
         return f"K and V are one of 16, 32, 64, 128, got K = {width}, V = {columns}"
-    if k.shape != q.shape or g.shape != q.shape or v.shape[:-1] != q.shape[:-1]:
-        shapes = [list(x.shape) for x in (q, k, v, g)]
-        return f"q, k, g are [B T H K] and v [B T H V], got {shapes}"
+    if k.shape != q.shape or v.shape[:-1] != q.shape[:-1]:
+        shapes = [list(x.shape) for x in (q, k, v)]
+        return f"q and k are [B T H K] and v [B T H V], got {shapes}"
     if beta.shape != q.shape[:-1] or ids.shape != q.shape[:2]:
         return f"beta is [B T H] and ids [B T], got {list(beta.shape)} and {list(ids.shape)}"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k and v have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
     state = () if isinstance(initial_state, tuple) else (initial_state,)
-    if torch.float64 in [x.dtype for x in (g, beta, *state)]:
+    if torch.float64 in [x.dtype for x in (*gates, *state)]:
         return "g, beta and initial_state are at most float32, got float64 beside q, k and v"
     expected = (q.shape[0], q.shape[2], width, columns)
     if state and state[0].shape != expected:
