@@ -2,34 +2,38 @@
 
 The plain forms take normalised q and k and log-decays in float32, the "gated" ones projections:
 they make norms and gates too. Per distribution of decays at 8192 tokens, then six documents there,
-then 1 K to 64 K tokens, then few heads, as a rank of tensor parallel has them, for 8192 tokens and
-for a million. As called, and from a CUDA graph, which has no time of the host. Ours and fla's are
-first compared with the float64 reference.
+then few heads, as a rank of tensor parallel has them, then 1 K to 64 K tokens, then a million
+tokens of few heads; at last plain torch, and torch.compile of it. As called, and from a CUDA graph,
+which has no time of the host. Ours and fla's are compared with the float64 reference.
 ``python -m benchmarks.kda --json benchmarks/results/kda.json``, on a CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.measure import Row, cuda_device, error, graphed, print_rows, take_turns, write_json
+from benchmarks.trained_gates import TRAINED
 from k31fn import device as devices
-from k31fn.kernels.kda import kda, kda_gated
+from k31fn.autodiff.custom_vjp import custom_vjp
+from k31fn.kernels.kda import kda, kda_gated, reference
 from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY
 from k31fn.kernels.registry import use_impl
 
 __all__ = ["main"]
 
 WIDTH = 128
-GATES = ("initial", "mixed", "hard", "weak", "alike")
-NAMES = ["fused", "fla", "fused, gated", "fla, gated", "plain"]
-PLAIN_AT_MOST = 8192  # tokens: more would take minutes and say nothing new
+GATES = ("initial", "trained", "hard", "weak", "alike")
+NAMES = ["fused", "fla", "fused, gated", "fla, gated", "plain", "torch.compile"]
+PLAIN_AT = {"plain": 8192, "torch.compile": 1024}  # tokens: more would take minutes
 DOCUMENTS = 6  # of lengths that no tile ends with
 LONG = 2**20  # tokens of the last row, whose graphs would hold their memory beside each other
 Function = Callable[..., tuple[Tensor, Tensor]]
@@ -37,8 +41,9 @@ Function = Callable[..., tuple[Tensor, Tensor]]
 
 def draw(tokens: int, heads: int, gate: str, where: torch.device) -> list[Tensor]:
     """q, k, v, g, beta, ids and a state. ``initial``: decays of a new layer, exp of -0.01 to -0.7
-    a token; ``mixed``: from weak to hard beside each other; ``alike``: weak, and neighbouring keys
-    of cosine 0.99 with beta near 1.
+    a token; ``trained``: those and the betas of channels and heads of a trained ``tiny``; ``hard``
+    and ``weak``: -5 and -0.01 everywhere; ``alike``: weak, and neighbouring keys of cosine 0.99
+    with beta near 1.
     """
     shape = (1, tokens, heads, WIDTH)
     q, k, v, noise = (torch.randn(shape, device=where) for _ in range(4))
@@ -49,8 +54,10 @@ def draw(tokens: int, heads: int, gate: str, where: torch.device) -> list[Tensor
     if gate == "initial":
         base = torch.exp(torch.rand(heads, WIDTH, device=where) * 4.2 - 4.6)
         g = (-base * torch.exp(0.3 * noise)).clamp(min=MIN_LOG_DECAY)
-    elif gate == "mixed":
-        g = MIN_LOG_DECAY * torch.sigmoid(3 * noise)
+    elif gate == "trained":
+        found = json.loads(TRAINED.read_text(encoding="utf-8"))
+        g = MIN_LOG_DECAY * torch.sigmoid(_as_trained(found["gate"], noise))
+        beta = torch.sigmoid(_as_trained(found["beta"], torch.randn_like(beta)))
     else:
         g = torch.full_like(noise, MIN_LOG_DECAY if gate == "hard" else -0.01)
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
@@ -60,12 +67,37 @@ def draw(tokens: int, heads: int, gate: str, where: torch.device) -> list[Tensor
     return [*low, g, beta, ids, state]
 
 
+def _as_trained(moments: dict[str, list[float]], noise: Tensor) -> Tensor:
+    """Noise with mean and deviation of trained channels, drawn for each channel of this shape."""
+    table = torch.tensor([moments["mean"], moments["deviation"]], device=noise.device)
+    mean, deviation = table[:, torch.randint(table.shape[1], noise.shape[2:], device=noise.device)]
+    return mean + deviation * noise
+
+
 def by_op(impl: str) -> Function:
     """The op by an implementation."""
 
     def run(*xs: Tensor) -> tuple[Tensor, Tensor]:
         with use_impl(kda=impl):
             out = kda(*xs)
+        return out.o, out.state
+
+    return run
+
+
+def compiled() -> Function:
+    """The reference whose slabs, forward and backward, are compiled by torch; the loop over them is
+    Python, since all of a row's would compile for minutes.
+    """
+    slab = custom_vjp(
+        torch.compile(reference._slab_fwd, dynamic=False),
+        torch.compile(reference._slab_bwd, dynamic=False),
+        name="kda",
+    )
+
+    def run(*xs: Any) -> tuple[Tensor, Tensor]:
+        with mock.patch.object(reference, "_slab", slab):
+            out = reference.kda(*xs)
         return out.o, out.state
 
     return run
@@ -83,22 +115,26 @@ def from_projections(xs: list[Tensor]) -> list[Tensor]:
     return [q, k, v, z, raw, ids, state, *parameters]
 
 
-def gated(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    z: Tensor,
-    beta: Tensor,
-    ids: Tensor,
-    state: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """From projections, by the kernels with norms and gates inside."""
-    numbers = (MIN_LOG_DECAY, 1e-6, WIDTH**-0.5)
-    with use_impl(kda_gated="triton"):
-        out = kda_gated(q, k, v, z, beta, A_log, dt_bias, ids, *numbers, state)
-    return out.o, out.state
+def gated(impl: str) -> Function:
+    """From projections; by ``triton`` norms and gates are inside the kernels."""
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        z: Tensor,
+        beta: Tensor,
+        ids: Tensor,
+        state: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        numbers = (MIN_LOG_DECAY, 1e-6, WIDTH**-0.5)
+        with use_impl(kda_gated=impl):
+            out = kda_gated(q, k, v, z, beta, A_log, dt_bias, ids, *numbers, state)
+        return out.o, out.state
+
+    return run
 
 
 def peers() -> dict[str, Function]:
@@ -160,18 +196,24 @@ def gradients(f: Function, xs: list[Tensor], cts: list[Tensor]) -> list[Tensor]:
     return [*(o.detach() for o in out), *grads]
 
 
-def errors(gate: str, where: torch.device, names: list[str]) -> dict[str, dict[str, float]]:
-    """Ours and fla's at 1000 tokens of 4 heads, of each result and gradient, against float64."""
-    xs = draw(1000, 4, gate, where)
+def errors(
+    heads: int, gate: str, where: torch.device, names: list[str]
+) -> dict[str, dict[str, float]]:
+    """Ours and fla's at 1024 tokens, of each result and gradient, against float64."""
+    xs = draw(1024, heads, gate, where)
     cts = [torch.randn_like(xs[2]), torch.randn_like(xs[6])]
-    wide = [x.double() if x.is_floating_point() else x for x in xs]
-    results = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-    exact = gradients(by_op("reference"), wide, cts)
+    fused = {"fused": by_op("triton"), "fused, gated": gated("triton"), **peers()}
     found: dict[str, dict[str, float]] = {}
-    for form, f in {"fused": by_op("triton"), **peers()}.items():
-        if form in names and not form.endswith("gated"):
-            pairs = zip(results, gradients(f, xs, cts), exact, strict=True)
-            found[form] = {name: error(a, b) for name, a, b in pairs}
+    for kind, exact in (("", by_op("reference")), (", gated", gated("reference"))):
+        args = from_projections(xs) if kind else xs
+        of_gates = ("dz", "dbeta", "dstate", "dA_log", "ddt_bias")
+        results = ("o", "state", "dq", "dk", "dv", *(of_gates if kind else ("dg", *of_gates[1:3])))
+        wide = [x.double() if x.is_floating_point() else x for x in args]
+        expected = gradients(exact, wide, cts)
+        for form in (f"fused{kind}", f"fla{kind}"):
+            if form in names and form in fused:
+                pairs = zip(results, gradients(fused[form], args, cts), expected, strict=True)
+                found[form] = {name: error(a, b) for name, a, b in pairs}
     return found
 
 
@@ -211,13 +253,14 @@ def rows_of(
     floors = [1e3 * x / rate for x in moved(tokens, heads)]
     functions = {
         "fused": by_op("triton"),
-        "fused, gated": gated,
+        "fused, gated": gated("triton"),
         "plain": by_op("reference"),
+        "torch.compile": compiled(),
         **peers(),
     }
     for name in names:
         f = functions.get(name)
-        if f is None or (name == "plain" and tokens > PLAIN_AT_MOST):
+        if f is None:
             continue
         args = from_projections(xs) if name.endswith("gated") else xs
 
@@ -229,14 +272,15 @@ def rows_of(
 
         most = peak(both, where)
         works = {"forward": [forward], "both": [both]}
-        if name != "plain" and tokens < LONG:
+        in_graph = name not in PLAIN_AT and tokens < LONG
+        if in_graph:
             works |= {
                 f"graph {kind}": [graphed(some[0], where)] for kind, some in list(works.items())
             }
-        times = take_turns(works, where, repeats if name != "plain" else 3)
+        times = take_turns(works, where, repeats if name not in PLAIN_AT else 3)
         shape = f"T{tokens} H{heads} {gate}" + (f", {documents} documents" * (documents > 1))
         yield Row(shape, name, times["forward"], times["both"], floors[0], floors[1], most)
-        if name != "plain" and tokens < LONG:
+        if in_graph:
             graph = (times["graph forward"], times["graph both"])
             yield Row(shape, f"{name}, graph", *graph, floors[0], floors[1], most)
 
@@ -250,7 +294,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=96)
     parser.add_argument("--few-heads", type=int, default=12, help="0: no rows with few heads")
     parser.add_argument("--gates", nargs="+", choices=GATES, default=list(GATES))
-    tokens = [1024, 4096, 16384, 32768, 65536]
+    tokens = [4096, 32768, 1024, 16384, 65536]
     parser.add_argument("--tokens", nargs="*", type=int, default=tokens)
     parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--repeats", type=int, default=20)
@@ -259,27 +303,31 @@ def main() -> int:
     where = cuda_device(parser, args.device)
     torch.manual_seed(0)
     off: dict[str, dict[str, dict[str, float]]] = {}
-    for gate in args.gates:
-        off[gate] = errors(gate, where, args.names)
-        for form, some in off[gate].items():
-            print(gate, form, " ".join(f"{name} {x:.1e}" for name, x in some.items()), flush=True)
     rows: list[Row] = []
-    # plain torch once: its time does not depend on the decays
-    others = [n for n in args.names if n != "plain"]
-    shapes = [
-        (8192, args.heads, gate, args.names if i == 0 else others, 1)
-        for i, gate in enumerate(args.gates)
-    ]
-    ours = [n for n in args.names if n.startswith("fused")]
-    shapes += [(8192, args.heads, args.gates[0], ours, DOCUMENTS)]
-    shapes += [(n, args.heads, args.gates[0], others, 1) for n in args.tokens]
+    first = args.gates[0]
+    names = [n for n in args.names if n not in PLAIN_AT]
+    ours = [n for n in names if n.startswith("fused")]
+    shapes = [(8192, args.heads, gate, names, 1) for gate in args.gates]
+    shapes += [(8192, args.heads, first, ours, DOCUMENTS)]
     if args.few_heads:
-        shapes += [(n, args.few_heads, args.gates[0], ["fused"], 1) for n in (8192, LONG)]
+        shapes += [(8192, args.few_heads, first, ours, 1)]
+    shapes += [(n, args.heads, first, names, 1) for n in args.tokens]
+    if args.few_heads:
+        shapes += [(LONG, args.few_heads, first, [n for n in ours if n == "fused, gated"], 1)]
+    # last, and once: their times do not depend on the decays
+    shapes += [(PLAIN_AT[n], args.heads, first, [n], 1) for n in args.names if n in PLAIN_AT]
     for length, heads, gate, names, documents in shapes:
         for row in rows_of(length, heads, gate, where, args.repeats, names, documents):
             print_rows([row], *moved(length, heads))
             rows.append(row)
             write_json(args.json, "kda", where, rows, {"errors": off})
+        # after the first rows, since fla-core chooses its tiles at its first call
+        if gate not in off:
+            off[gate] = errors(args.heads, gate, where, args.names)
+            for form, some in off[gate].items():
+                figures = " ".join(f"{name} {x:.1e}" for name, x in some.items())
+                print(gate, form, figures, flush=True)
+    write_json(args.json, "kda", where, rows, {"errors": off})
     return 0
 
 

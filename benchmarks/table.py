@@ -76,8 +76,10 @@ def _share(milliseconds: float, floor: float) -> str:
 
 
 def _peer(row: Mapping[str, Any] | None) -> str:
-    if row is None or row["both"] is None:
+    if row is None or row["forward"] is None:
         return "-"
+    if row["both"] is None:
+        return f"{row['forward']:.2f} / -"
     if row["both"] == row["forward"]:
         return f"{row['forward']:.2f}"  # of one pass
     return " / ".join(f"{t:.3f}" if t < 0.1 else f"{t:.2f}" for t in (row["forward"], row["both"]))
