@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from k31fn.kernels.gdn.triton.shared import decays
-from k31fn.kernels.kda.triton.shared import documents, product, sums
+from k31fn.kernels.kda.triton.shared import product, program_of, readers, row_of, sums
 
 __all__ = ["gdn_gradients"]
 
@@ -60,14 +60,8 @@ def gdn_gradients(
     """BLOCK features of PER tiles of one head. The gradients of beta and of g are from these
     features alone.
     """
-    programs = tl.cdiv(tiles, PER)
-    block = tl.program_id(0) % (K // BLOCK)
-    start = (tl.program_id(0) // (K // BLOCK)) % programs * PER
-    line = tl.program_id(0) // (K // BLOCK) // programs
-    row = line // H
-    h = line % H
-    stop = tl.load(stop_ptr + row)
-    ids = ids_ptr + row.to(tl.int64) * tokens
+    block, line, start = program_of(tiles, K // BLOCK, PER)
+    row, h, ids, stop = row_of(line, ids_ptr, stop_ptr, tokens, H)
     i = tl.arange(0, C)
     I = i[:, None]
     J = i[None, :]
@@ -77,7 +71,7 @@ def gdn_gradients(
         t0 = (first + n) * C
         token = (row.to(tl.int64) * tokens + t0) * H + h
         tile = line.to(tl.int64) * tiles + n
-        valid = t0 + i < stop
+        valid, doc, enters, leaves, goes_on = readers(ids, t0, stop, C)
         here = valid[:, None]
         at = token * V + (I * (H * V) + x[None, :])
         d_o = tl.load(d_o_ptr + at, mask=here, other=0.0).to(LOW)
@@ -91,12 +85,10 @@ def gdn_gradients(
         q = tl.load(q_ptr + at, mask=here, other=0.0).to(LOW)
         g = tl.load(g_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)
         b = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)
-        doc = tl.load(ids + t0 + i, mask=valid, other=0)
-        came, goes = documents(ids, t0, stop, C)
         same = (doc[:, None] == doc[None, :]) & here & valid[None, :]
         between, to_token, to_end, all_of = decays(g, same, C, HALF)
-        to_token = tl.where((doc == came) & valid, to_token, 0.0)[:, None]
-        to_end = tl.where((doc == goes) & valid, to_end, 0.0)[:, None]
+        to_token = tl.where(enters, to_token, 0.0)[:, None]
+        to_end = tl.where(leaves, to_end, 0.0)[:, None]
 
         m = tl.dot(d_o, tl.trans(y), input_precision="ieee") * between
         low = tl.dot(nu, tl.trans(y), input_precision="ieee")
@@ -114,7 +106,7 @@ def gdn_gradients(
         wide_k = k.to(tl.float32)
         read = tl.sum(d_q * q.to(tl.float32) + d_k * wide_k, 1)
         written = tl.sum(column * wide_k, 1) * b
-        whole = -tl.sum(s.to(tl.float32) * ds.to(tl.float32)) * tl.where(goes == came, all_of, 0.0)
+        whole = -tl.sum(s.to(tl.float32) * ds.to(tl.float32)) * tl.where(goes_on, all_of, 0.0)
         d_g = tl.sum(tl.where(I > J, pair, 0.0), 1) + whole
         d_g += tl.sum(tl.where(same & (I <= J), read[None, :], 0.0), 1)
         d_g += tl.sum(tl.where(same & (I > J), written[None, :], 0.0), 1)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from k31fn.kernels.gdn.triton.shared import decays
-from k31fn.kernels.kda.triton.shared import documents, inverse, store_parts
+from k31fn.kernels.kda.triton.shared import inverse, program_of, readers, row_of, store_parts
 
 __all__ = ["gdn_prepare"]
 
@@ -55,13 +55,8 @@ def gdn_prepare(
     """PER tiles of one head; VBLOCK divides V. ``first``: the tile that the segment begins with;
     C is 2^(DOUBLINGS + 1).
     """
-    programs = tl.cdiv(tiles, PER)
-    line = tl.program_id(0) // programs
-    start = (tl.program_id(0) % programs) * PER
-    row = line // H
-    h = line % H
-    stop = tl.load(stop_ptr + row)
-    ids = ids_ptr + row.to(tl.int64) * tokens
+    _, line, start = program_of(tiles, 1, PER)
+    row, h, ids, stop = row_of(line, ids_ptr, stop_ptr, tokens, H)
     i = tl.arange(0, C)
     I = i[:, None]
     J = i[None, :]
@@ -69,7 +64,7 @@ def gdn_prepare(
     cv = tl.arange(0, VBLOCK)
     for n in tl.range(start, tl.minimum(start + PER, tiles), num_stages=STAGES):
         t0 = (first + n) * C
-        valid = t0 + i < stop
+        valid, doc, enters, leaves, goes_on = readers(ids, t0, stop, C)
         here = valid[:, None]
         token = (row.to(tl.int64) * tokens + t0) * H + h
         tile = line.to(tl.int64) * tiles + n
@@ -77,15 +72,13 @@ def gdn_prepare(
         at = token * K + (I * (H * K) + c[None, :])
         k = tl.load(k_ptr + at, mask=here, other=0.0).to(LOW)
         q = tl.load(q_ptr + at, mask=here, other=0.0).to(LOW)
-        came, goes = documents(ids, t0, stop, C)
-        doc = tl.load(ids + t0 + i, mask=valid, other=0)
         g = tl.load(g_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)
         b = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)
         same = (doc[:, None] == doc[None, :]) & here & valid[None, :]
         between, to_token, to_end, all_of = decays(g, same, C, HALF)
-        to_token = tl.where((doc == came) & valid, to_token, 0.0)
-        to_end = tl.where((doc == goes) & valid, to_end, 0.0)
-        d = tl.zeros([K], tl.float32) + tl.where(goes == came, all_of, 0.0)
+        to_token = tl.where(enters, to_token, 0.0)
+        to_end = tl.where(leaves, to_end, 0.0)
+        d = tl.zeros([K], tl.float32) + tl.where(goes_on, all_of, 0.0)
         tl.store(d_ptr + tile * K + c, d)
         between *= b[None, :]
         square = of_parts * (C * C) + (I * C + J)

@@ -11,7 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k31fn.kernels.kda.triton.shared import documents, log2_decay, product, running, sums
+from k31fn.kernels.kda.triton.shared import (
+    log2_decay,
+    product,
+    program_of,
+    readers,
+    row_of,
+    running,
+    sums,
+)
 
 __all__ = ["kda_fragment_adjoint", "kda_fragment_gradients"]
 
@@ -126,14 +134,8 @@ def kda_fragment_gradients(
     """BLOCK features of PER tiles of one head; STEP divides N. ``part``: of the gradient of beta,
     from these features alone.
     """
-    programs = tl.cdiv(tiles, PER)
-    block = tl.program_id(0) % (K // BLOCK)
-    start = tl.program_id(0) // (K // BLOCK) % programs * PER
-    line = tl.program_id(0) // (K // BLOCK) // programs
-    row = line // H
-    h = line % H
-    stop = tl.load(stop_ptr + row)
-    ids = ids_ptr + row.to(tl.int64) * tokens
+    block, line, start = program_of(tiles, K // BLOCK, PER)
+    row, h, ids, stop = row_of(line, ids_ptr, stop_ptr, tokens, H)
     i = tl.arange(0, C)
     I = i[:, None]
     J = i[None, :]
@@ -143,14 +145,12 @@ def kda_fragment_gradients(
         t0 = (first + n) * C
         token = (row.to(tl.int64) * tokens + t0) * H + h
         tile = line.to(tl.int64) * tiles + n
-        valid = t0 + i < stop
+        valid, doc, enters, leaves, goes_on = readers(ids, t0, stop, C)
         here = valid[:, None]
         at = token * K + (I * (H * K) + c[None, :])
         raw = tl.load(g_ptr + at, mask=here, other=0.0).to(tl.float32)
         k = tl.load(k_ptr + at, mask=here, other=0.0).to(tl.float32)
         b = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)[:, None]
-        doc = tl.load(ids + t0 + i, mask=valid, other=0)
-        came, goes = documents(ids, t0, stop, C)
         low = tl.zeros([C, C], tl.float32)
         d_kd = none
         column = none
@@ -170,14 +170,14 @@ def kda_fragment_gradients(
 
         see = (doc[:, None] == doc[None, :]) & here & (I > J)
         low = tl.where(see, -low, 0.0).to(LOW)
-        d_kd = tl.where(((doc == came) & valid)[:, None], -d_kd, 0.0)
+        d_kd = tl.where(enters[:, None], -d_kd, 0.0)
         # minus: the scan keeps minus the gradient of the state
-        column = tl.where(((doc == goes) & valid)[:, None], -column, 0.0)
+        column = tl.where(leaves[:, None], -column, 0.0)
         G, behind, total = running(log2_decay(raw, LEAST), C, HALF)
         up = tl.exp2(G)
         down = tl.exp2(-G)
         column *= tl.exp2(behind)
-        whole = tl.where(goes == came, -overlap * tl.exp2(total), 0.0)
+        whole = tl.where(goes_on, -overlap * tl.exp2(total), 0.0)
         from_ends = column * b * k
         right = (k * b * down).to(LOW)
         up_k = (k * up).to(LOW)

@@ -28,11 +28,13 @@ import triton
 import triton.language as tl
 
 from k31fn.kernels.kda.triton.shared import (
-    documents,
     log2_decay,
     opened,
     product,
+    program_of,
     rate_of,
+    readers,
+    row_of,
     running,
     sums,
 )
@@ -80,14 +82,8 @@ def kda_gradients(
     """BLOCK features of PER tiles of one head. ``part``: of the gradient of beta, from these
     features alone.
     """
-    programs = tl.cdiv(tiles, PER)
-    block = tl.program_id(0) % (K // BLOCK)
-    start = (tl.program_id(0) // (K // BLOCK)) % programs * PER
-    line = tl.program_id(0) // (K // BLOCK) // programs
-    row = line // H
-    h = line % H
-    stop = tl.load(stop_ptr + row)
-    ids = ids_ptr + row.to(tl.int64) * tokens
+    block, line, start = program_of(tiles, K // BLOCK, PER)
+    row, h, ids, stop = row_of(line, ids_ptr, stop_ptr, tokens, H)
     i = tl.arange(0, C)
     I = i[:, None]
     J = i[None, :]
@@ -102,7 +98,7 @@ def kda_gradients(
         t0 = (first + n) * C
         token = (row.to(tl.int64) * tokens + t0) * H + h
         tile = line.to(tl.int64) * tiles + n
-        valid = t0 + i < stop
+        valid, doc, enters, leaves, goes_on = readers(ids, t0, stop, C)
         here = valid[:, None]
         at = token * V + (I * (H * V) + x[None, :])
         d_o = tl.load(d_o_ptr + at, mask=here, other=0.0).to(LOW)
@@ -116,8 +112,6 @@ def kda_gradients(
         k = tl.load(k_ptr + at, mask=here, other=0.0).to(tl.float32)
         q = tl.load(q_ptr + at, mask=here, other=0.0).to(tl.float32)
         b = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)[:, None]
-        doc = tl.load(ids + t0 + i, mask=valid, other=0)
-        came, goes = documents(ids, t0, stop, C)
 
         if GATED:
             of_norm = norm_ptr + tile * (2 * C) + I
@@ -130,12 +124,10 @@ def kda_gradients(
         diagonal = tl.sum(tl.where(I == J, m, 0.0), 1)[:, None]
         m = tl.where(see & (I > J), m, 0.0).to(LOW)
         low = tl.where(see & (I > J), -low, 0.0).to(LOW)
-        enters = ((doc == came) & valid)[:, None]
-        leaves = ((doc == goes) & valid)[:, None]
-        d_qd = tl.where(enters, tl.dot(d_o, s, input_precision="ieee"), 0.0)
-        d_kd = tl.where(enters, -tl.dot(nu, s, input_precision="ieee"), 0.0)
+        d_qd = tl.where(enters[:, None], tl.dot(d_o, s, input_precision="ieee"), 0.0)
+        d_kd = tl.where(enters[:, None], -tl.dot(nu, s, input_precision="ieee"), 0.0)
         # minus: the scan keeps minus the gradient of the state
-        column = tl.where(leaves, -tl.dot(y, ds, input_precision="ieee"), 0.0)
+        column = tl.where(leaves[:, None], -tl.dot(y, ds, input_precision="ieee"), 0.0)
         overlap = -tl.sum(s.to(tl.float32) * ds.to(tl.float32), 0)
 
         if GATED:
@@ -146,7 +138,7 @@ def kda_gradients(
         up = tl.exp2(G)
         down = tl.exp2(-G)
         column *= tl.exp2(behind)
-        whole = tl.where(goes == came, overlap * tl.exp2(total), 0.0)
+        whole = tl.where(goes_on, overlap * tl.exp2(total), 0.0)
         # a sum of terms that nothing is taken from: rounded once
         d_g = product((I > J).to(LOW), (column * b * k).to(LOW), none + whole[None, :])
         right = (k * b * down).to(LOW)

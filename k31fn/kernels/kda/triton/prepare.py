@@ -24,12 +24,14 @@ import triton
 import triton.language as tl
 
 from k31fn.kernels.kda.triton.shared import (
-    documents,
     inverse,
     log2_decay,
     opened,
     product,
+    program_of,
     rate_of,
+    readers,
+    row_of,
     running,
     store_parts,
 )
@@ -90,13 +92,8 @@ def kda_prepare(
     """PER tiles of one head; BLOCK is K or half of it, VBLOCK divides V. ``first``: the tile that
     the segment begins with. ``rate`` is A_log.
     """
-    programs = tl.cdiv(tiles, PER)
-    line = tl.program_id(0) // programs
-    start = (tl.program_id(0) % programs) * PER
-    row = line // H
-    h = line % H
-    stop = tl.load(stop_ptr + row)
-    ids = ids_ptr + row.to(tl.int64) * tokens
+    _, line, start = program_of(tiles, 1, PER)
+    row, h, ids, stop = row_of(line, ids_ptr, stop_ptr, tokens, H)
     i = tl.arange(0, C)
     I = i[:, None]
     J = i[None, :]
@@ -110,15 +107,11 @@ def kda_prepare(
         bound *= 1.4426950408889634
     for n in tl.range(start, tl.minimum(start + PER, tiles), num_stages=STAGES):
         t0 = (first + n) * C
-        valid = t0 + i < stop
+        valid, doc, enters, leaves, goes_on = readers(ids, t0, stop, C)
         here = valid[:, None]
         token = (row.to(tl.int64) * tokens + t0) * H + h
         tile = line.to(tl.int64) * tiles + n
         of_parts = line.to(tl.int64) * (PARTS * tiles) + n
-        came, goes = documents(ids, t0, stop, C)
-        doc = tl.load(ids + t0 + i, mask=valid, other=0)
-        enters = (doc == came) & valid
-        leaves = (doc == goes) & valid
         see = (I >= J) & (doc[:, None] == doc[None, :]) & here
         b = tl.load(beta_ptr + token + i * H, mask=valid, other=0.0).to(tl.float32)
         if GATED:
@@ -155,7 +148,7 @@ def kda_prepare(
                 q = tl.load(q_ptr + at, mask=here, other=0.0).to(tl.float32)
                 g = log2_decay(g, LEAST)
             G, behind, total = running(g, C, HALF)
-            tl.store(d_ptr + tile * K + x + c, tl.where(goes == came, tl.exp2(total), 0.0))
+            tl.store(d_ptr + tile * K + x + c, tl.where(goes_on, tl.exp2(total), 0.0))
             e = tl.exp2(G)
             grown = (k * tl.exp2(-G)).to(LOW)
             kd = (k * e).to(LOW)

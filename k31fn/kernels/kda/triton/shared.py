@@ -12,12 +12,14 @@ import triton.language as tl
 from k31fn.kernels.kda_gates.reference import MOST_A_LOG
 
 __all__ = [
-    "documents",
     "inverse",
     "log2_decay",
     "opened",
     "product",
+    "program_of",
     "rate_of",
+    "readers",
+    "row_of",
     "running",
     "store_parts",
     "sums",
@@ -119,12 +121,40 @@ def running(g, C: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def documents(ids, t0, stop, C: tl.constexpr):
-    """The documents of the state that comes into the tile at token t0 and of the one that leaves.
+def program_of(tiles, blocks: tl.constexpr, PER: tl.constexpr):
+    """Block, line and first tile of this program, where each of the blocks of a line has a program
+    for PER of its tiles.
+    """
+    programs = tl.cdiv(tiles, PER)
+    block = tl.program_id(0) % blocks
+    start = tl.program_id(0) // blocks % programs * PER
+    line = tl.program_id(0) // blocks // programs
+    return block, line, start
+
+
+@triton.jit
+def row_of(line, ids_ptr, stop_ptr, tokens, H: tl.constexpr):
+    """Row and head of a line; of the row where its ids begin, and how many tokens it has before its
+    padding.
+    """
+    row = line // H
+    h = line % H
+    stop = tl.load(stop_ptr + row)
+    return row, h, ids_ptr + row.to(tl.int64) * tokens, stop
+
+
+@triton.jit
+def readers(ids, t0, stop, C: tl.constexpr):
+    """Of the tile at token t0: its tokens before the padding, and their documents; those of them
+    that read the state that comes in, and that add to the one that leaves; and whether these are of
+    one document.
 
     ``ids`` points at the row's first token, ``stop`` is how many tokens it has before its padding,
     which belongs to the document before it.
     """
+    i = tl.arange(0, C)
+    valid = t0 + i < stop
     came = tl.load(ids + tl.maximum(tl.minimum(t0, stop) - 1, 0))
     goes = tl.load(ids + tl.maximum(tl.minimum(t0 + C, stop) - 1, 0))
-    return came, goes
+    doc = tl.load(ids + t0 + i, mask=valid, other=0)
+    return valid, doc, (doc == came) & valid, (doc == goes) & valid, goes == came
