@@ -21,14 +21,18 @@ from k31fn.kernels.registry import record_impls, use_impl
 from k31fn.layers import gdn as layer
 from k31fn.params import init
 from k31fn.random import key
-from k31fn.segments import from_lengths
 from k31fn.testing import assert_op_matches
-from tests.kernels.fused import DEVICE, poisoned
+from tests.kernels.delta_rule import (
+    Inputs,
+    check_op,
+    cotangents,
+    operands,
+    results_of,
+)
+from tests.kernels.fused import DEVICE
 
 op = pytest.importorskip("k31fn.kernels.gdn.triton.op", exc_type=ImportError)
-NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
 FLOAT32, BFLOAT16, ALIKE = 5e-6, 8e-3, 2e-2
-Inputs = tuple[Tensor, ...]
 
 
 def decays(kind: str, *shape: int) -> Tensor:
@@ -51,49 +55,16 @@ def inputs(
     dtype: torch.dtype = torch.float32,
     size: tuple[int, int, int] = (1, 16, 16),
 ) -> Inputs:
-    """q, k, v, g, beta, ids and a state; ``size``: heads, K, V."""
-    batch, (heads, width, columns) = len(lengths), size
-    q, k = (torch.randn(batch, length, heads, width) for _ in range(2))
-    beta = torch.rand(batch, length, heads)
-    if keys != "random":
-        beta = torch.full_like(beta, 0.999)
-        one = torch.randn(heads, width)
-        sign = (-1.0) ** torch.arange(length)[:, None, None]
-        k = {"alike": one + 0.05 * k, "equal": one + 0 * k, "opposite": sign * one + 0 * k}[keys]
-    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    v, state = torch.randn(batch, length, heads, columns), torch.randn(batch, heads, width, columns)
-    g = decays(decay, batch, length, heads)
-    ids = from_lengths(lengths, length).ids
-    low = ((q * width**-0.5).to(dtype), k.to(dtype), v.to(dtype))
-    return tuple(x.to(DEVICE) for x in (*low, g, beta, ids, 0.3 * state))
+    shape = (len(lengths), length, size[0])
+    return operands(lengths, length, lambda: decays(decay, *shape), keys, dtype, size)
 
 
 def results(xs: Inputs, cts: tuple[Tensor, Tensor], impl: str = "triton") -> list[Tensor]:
-    """Outputs and the gradients of all inputs."""
-    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in xs]
-    with use_impl(gdn=impl), record_impls() as ran:
-        out = gdn(*leaves)
-    assert ran == {("gdn", impl): 1}
-    grads = torch.autograd.grad(
-        list(out),
-        [x for x in leaves if x.requires_grad],
-        [c.to(o.dtype) for c, o in zip(cts, out, strict=True)],
-    )
-    return [*(o.detach() for o in out), *grads]
-
-
-def cotangents(xs: Inputs) -> tuple[Tensor, Tensor]:
-    return torch.randn_like(xs[2]), 0.3 * torch.randn_like(xs[6])
+    return results_of(gdn, xs, cts, impl)
 
 
 def check(xs: Inputs, limit: float) -> None:
-    cts = cotangents(xs)
-    wide = tuple(x.double() if x.is_floating_point() else x for x in xs)
-    with poisoned():
-        ours = results(xs, cts)
-    for name, a, b in zip(NAMES, ours, results(wide, cts, "reference"), strict=True):
-        error = float((a.double() - b).norm() / b.norm().clamp(min=1e-30))
-        assert error <= limit, f"{name}: {error:.1e}"  # NaN is not
+    check_op(gdn, xs, limit)
 
 
 PACKINGS = {1: [[1]], 65: [[31, 33]]}
