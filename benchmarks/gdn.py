@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.kda import Function, gradients, peak
-from benchmarks.measure import Row, cuda_device, error, graphed, print_rows, take_turns, write_json
+from benchmarks.kda import Function, gradients, timed
+from benchmarks.measure import Row, cuda_device, error, print_rows, write_json
 from k31fn import device as devices
 from k31fn.kernels.gdn import gdn
 from k31fn.kernels.registry import use_impl
@@ -110,40 +109,16 @@ def rows_of(
 ) -> Iterator[Row]:
     """A row for each implementation as called, and from a graph."""
     xs = draw(tokens, heads, gate, where)
-    cts = [torch.randn_like(xs[2]), torch.randn_like(xs[6])]
     rate = (devices.peak_rates(where) or devices.PeakRates(float("nan"), float("nan"))).bytes
     floors = [1e3 * x / rate for x in moved(tokens, heads)]
     functions = {"fused": by_op("triton"), "plain": by_op("reference"), **peers()}
+    shape = f"T{tokens} H{heads} {gate}"
     for name in names:
-        f = functions.get(name)
-        if f is None or (name == "plain" and tokens > PLAIN_AT_MOST):
-            continue
-
-        def forward(f: Function = f) -> Any:
-            return f(*(x.detach().requires_grad_() if x.is_floating_point() else x for x in xs))
-
-        def both(f: Function = f) -> Any:
-            return gradients(f, xs, cts)
-
-        works = {"forward": [forward], "both": [both]}
-        note = ""
-        try:
-            most = peak(both, where)
-        except RuntimeError as e:
-            del works["both"]
-            most = peak(forward, where)
-            note = str(e).split(". ")[0]
-        if name != "plain":
-            works |= {
-                f"graph {kind}": [graphed(some[0], where)] for kind, some in list(works.items())
-            }
-        times = take_turns(works, where, repeats if name != "plain" else 3)
-        shape = f"T{tokens} H{heads} {gate}"
-        for form, prefix in ((name, ""), (f"{name}, graph", "graph ")):
-            if f"{prefix}forward" in times:
-                forward_ms = times[f"{prefix}forward"]
-                both_ms = times.get(f"{prefix}both", float("nan"))
-                yield Row(shape, form, forward_ms, both_ms, floors[0], floors[1], most, note)
+        plain = name == "plain"
+        if name in functions and not (plain and tokens > PLAIN_AT_MOST):
+            times = 3 if plain else repeats
+            f = functions[name]
+            yield from timed(shape, name, f, xs, floors, where, times, in_graph=not plain)
 
 
 def main() -> int:

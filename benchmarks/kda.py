@@ -235,6 +235,45 @@ def moved(tokens: int, heads: int) -> tuple[int, int]:
     return 12 * each, 34 * each
 
 
+def timed(
+    shape: str,
+    name: str,
+    f: Function,
+    args: list[Tensor],
+    floors: list[float],
+    where: torch.device,
+    repeats: int,
+    *,
+    in_graph: bool = True,
+) -> Iterator[Row]:
+    """Rows of a function as called, and from a graph; of its forward alone where it refuses its
+    backward.
+    """
+    cts = [torch.randn_like(args[2]), torch.randn_like(args[6])]
+
+    def forward() -> Any:
+        return f(*(x.detach().requires_grad_() if x.is_floating_point() else x for x in args))
+
+    def both() -> Any:
+        return gradients(f, args, cts)
+
+    works = {"forward": forward, "both": both}
+    note = ""
+    try:
+        most = peak(both, where)
+    except RuntimeError as e:
+        del works["both"]
+        most = peak(forward, where)
+        note = str(e).split(". ")[0]
+    if in_graph:
+        works |= {f"graph {kind}": graphed(work, where) for kind, work in list(works.items())}
+    times = take_turns({kind: [work] for kind, work in works.items()}, where, repeats)
+    for form, prefix in ((name, ""), (f"{name}, graph", "graph "))[: 1 + in_graph]:
+        forward_ms = times[f"{prefix}forward"]
+        both_ms = times.get(f"{prefix}both", float("nan"))
+        yield Row(shape, form, forward_ms, both_ms, floors[0], floors[1], most, note)
+
+
 def rows_of(
     tokens: int,
     heads: int,
@@ -248,7 +287,6 @@ def rows_of(
     xs = draw(tokens, heads, gate, where)
     if documents > 1:
         xs[5] = 1 + torch.arange(tokens, device=where)[None] * documents // tokens
-    cts = [torch.randn_like(xs[2]), torch.randn_like(xs[6])]
     rate = (devices.peak_rates(where) or devices.PeakRates(float("nan"), float("nan"))).bytes
     floors = [1e3 * x / rate for x in moved(tokens, heads)]
     functions = {
@@ -258,31 +296,20 @@ def rows_of(
         "torch.compile": compiled(),
         **peers(),
     }
+    shape = f"T{tokens} H{heads} {gate}" + (f", {documents} documents" * (documents > 1))
     for name in names:
-        f = functions.get(name)
-        if f is None:
-            continue
-        args = from_projections(xs) if name.endswith("gated") else xs
-
-        def forward(f: Function = f, args: list[Tensor] = args) -> Any:
-            return f(*(x.detach().requires_grad_() if x.is_floating_point() else x for x in args))
-
-        def both(f: Function = f, args: list[Tensor] = args) -> Any:
-            return gradients(f, args, cts)
-
-        most = peak(both, where)
-        works = {"forward": [forward], "both": [both]}
-        in_graph = name not in PLAIN_AT and tokens < LONG
-        if in_graph:
-            works |= {
-                f"graph {kind}": [graphed(some[0], where)] for kind, some in list(works.items())
-            }
-        times = take_turns(works, where, repeats if name not in PLAIN_AT else 3)
-        shape = f"T{tokens} H{heads} {gate}" + (f", {documents} documents" * (documents > 1))
-        yield Row(shape, name, times["forward"], times["both"], floors[0], floors[1], most)
-        if in_graph:
-            graph = (times["graph forward"], times["graph both"])
-            yield Row(shape, f"{name}, graph", *graph, floors[0], floors[1], most)
+        if name in functions:
+            slow = name in PLAIN_AT
+            yield from timed(
+                shape,
+                name,
+                functions[name],
+                from_projections(xs) if name.endswith("gated") else xs,
+                floors,
+                where,
+                3 if slow else repeats,
+                in_graph=not slow and tokens < LONG,
+            )
 
 
 def main() -> int:
