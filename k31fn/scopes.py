@@ -3,8 +3,9 @@ recorded.
 
 ``scope(name)`` names what runs inside it. ``of_layer(name, f)`` names the forward of a function,
 ``forward NAME``, and what autograd runs for its backward, ``backward NAME``: the tensors that go in
-and come out pass through identities whose gradients begin and end that scope. What an enclosing
-``remat`` computes again is a ``forward NAME`` too, within the backward of the step.
+and come out pass through identities whose gradients begin and end that scope. Functions within such
+a function may have names of their own. What an enclosing ``remat`` computes again is a ``forward
+NAME`` too, within the backward of the step.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Recording:
-    """The names that were used, and the open scope of a backward: of one layer at a time, on
-    whatever thread it runs.
+    """The names that were used, and the open scopes of a backward: of one layer at a time and what
+    is in it, on whatever thread it runs.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self.open_backward: record_function | None = None
+        self.depth = 0  # of named functions that the forward is in
+        self._open: list[tuple[int, record_function]] = []
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, depth: int) -> None:
         # A layer whose input needs no gradient has no mark that would have ended its scope.
-        self.end()
+        self.end(depth)
         self.names.add(name)
         # Entered and left by hand: begin and end are called from two nodes of the graph.
-        self.open_backward = record_function(name)
-        self.open_backward.__enter__()
+        opened = record_function(name)
+        opened.__enter__()
+        self._open.append((depth, opened))
 
-    def end(self) -> None:
-        if self.open_backward is not None:
-            self.open_backward.__exit__(None, None, None)
-            self.open_backward = None
+    def end(self, depth: int) -> None:
+        while self._open and self._open[-1][0] >= depth:
+            self._open.pop()[1].__exit__(None, None, None)
 
 
 # Of the process, not of a thread: on a GPU the backward runs on threads of autograd's.
@@ -62,7 +64,7 @@ def recording() -> Iterator[set[str]]:
     try:
         yield _recording.names
     finally:
-        _recording.end()
+        _recording.end(0)
         _recording = outer
 
 
@@ -84,24 +86,32 @@ def of_layer(name: str, f: _F) -> _F:
     if _recording is None:
         return f
 
-    def named(params: Any, carry: Any, *rest: Any) -> Any:
-        # The backward runs from the output to the input: it begins where the forward ends.
-        carry = _mark(carry, f"backward {name}", begins=False)
-        out, aux = f(params, carry, *rest)
-        return _mark(out, f"backward {name}", begins=True), aux
-
     def scoped(*args: Any) -> Any:
-        with scope(f"forward {name}"):
-            return named(*args)
+        now = _recording
+        if now is None:  # a function that was put together earlier
+            return f(*args)
+        depth = now.depth
+        now.depth += 1
+        try:
+            with scope(f"forward {name}"):
+                return named(depth, *args)
+        finally:
+            now.depth -= 1
+
+    def named(depth: int, params: Any, carry: Any, *rest: Any) -> Any:
+        # The backward runs from the output to the input: it begins where the forward ends.
+        carry = _mark(carry, f"backward {name}", depth, begins=False)
+        out, aux = f(params, carry, *rest)
+        return _mark(out, f"backward {name}", depth, begins=True), aux
 
     return scoped  # pyright: ignore[reportReturnType]
 
 
-def _mark(values: Any, name: str, *, begins: bool) -> Any:
+def _mark(values: Any, name: str, depth: int, *, begins: bool) -> Any:
     leaves, structure = tree.flatten(values)
     index = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
     # One node for all of them, so that the scope begins and ends once.
-    marked = _Mark.apply(name, begins, *[leaves[i] for i in index])
+    marked = _Mark.apply(name, depth, begins, *[leaves[i] for i in index])
     for i, x in zip(index, marked, strict=True):
         leaves[i] = x
     return tree.unflatten(structure, leaves)
@@ -113,12 +123,12 @@ class _Mark(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(name: str, begins: bool, *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(name: str, depth: int, begins: bool, *values: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for x in values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.scope, ctx.begins = inputs[:2]
+        ctx.scope, ctx.depth, ctx.begins = inputs[:3]
         # A missing cotangent stays missing, as without the mark.
         ctx.set_materialize_grads(False)
 
@@ -126,7 +136,7 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         if _recording is not None:
             if ctx.begins:
-                _recording.begin(ctx.scope)
+                _recording.begin(ctx.scope, ctx.depth)
             else:
-                _recording.end()
-        return (None, None, *cotangents)
+                _recording.end(ctx.depth)
+        return (None, None, None, *cotangents)

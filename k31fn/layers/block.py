@@ -23,7 +23,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from k31fn import tree
+from k31fn import scopes, tree
 from k31fn.autodiff.keep import keep
 from k31fn.layers import kinds, norm
 from k31fn.layers.kind import Aux, Kind, Output
@@ -210,7 +210,11 @@ def _mixer(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any) -> 
     """The token mixer after its norm; ``packing``: segments or ``()``."""
     kind = kinds.token_mixer_of(cfg.mixer)
     segments = None if isinstance(packing, tuple) else packing
-    return _checked(kind, x, kind.apply(weights, x, cfg.mixer, segments=segments, sh=sh))
+
+    def run(weights: Any, x: Tensor) -> tuple[Tensor, Any]:
+        return _checked(kind, x, kind.apply(weights, x, cfg.mixer, segments=segments, sh=sh))
+
+    return Output(*scopes.of_layer(kind.title, run)(weights, x))
 
 
 def _ffn(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any, bias: Any) -> Output:
@@ -219,7 +223,13 @@ def _ffn(cfg: Config, sh: Sharding, weights: Any, x: Tensor, packing: Any, bias:
     segments = None if isinstance(packing, tuple) else packing
     # Only a router takes the balance bias: a kind without experts need not know of it.
     balance = {} if kind.experts is None else {"bias": bias}
-    return _checked(kind, x, kind.apply(weights, x, cfg.ffn, segments=segments, sh=sh, **balance))
+
+    def run(weights: Any, x: Tensor) -> tuple[Tensor, Any]:
+        return _checked(
+            kind, x, kind.apply(weights, x, cfg.ffn, segments=segments, sh=sh, **balance)
+        )
+
+    return Output(*scopes.of_layer(kind.title, run)(weights, x))
 
 
 def _checked(kind: Kind, x: Tensor, out: Any) -> Output:

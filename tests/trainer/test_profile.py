@@ -56,6 +56,11 @@ def test_a_trace_of_two_steps(text, tmp_path, again):
         for start, stop in (*found[f"forward {kind}"], *found[f"backward {kind}"]):
             assert any(a <= start and stop <= b for a, b in found["gradient"])
         assert any(line.startswith(f"backward {kind}") for line in lines)
+        for part in kind.split(", "):  # each sublayer inside of its layer
+            for way in ("forward", "backward"):
+                assert len(found[f"{way} {part}"]) == len(found[f"{way} {kind}"])
+                for start, stop in found[f"{way} {part}"]:
+                    assert any(a <= start and stop <= b for a, b in found[f"{way} {kind}"])
 
 
 @pytest.mark.slow
