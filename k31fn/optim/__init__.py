@@ -19,7 +19,7 @@ placements=places)`` and ``global_norm(grads, placements=places)``, whose places
 """
 
 from k31fn.optim.adamw import adamw
-from k31fn.optim.clip import clip_by_global_norm, clip_factor, global_norm
+from k31fn.optim.clip import clip_by_global_norm, clip_factor, global_norm, leaf_norms
 from k31fn.optim.muon import muon
 from k31fn.optim.newton_schulz import orthogonalize
 from k31fn.optim.rounding import rounded
@@ -39,6 +39,7 @@ __all__ = [
     "global_norm",
     "init_spikes",
     "is_spike",
+    "leaf_norms",
     "muon",
     "non_finite",
     "orthogonalize",

@@ -12,7 +12,7 @@ from k31fn.parallel.collectives import pmax, psum
 from k31fn.parallel.fsdp.placement import Placements
 from k31fn.typing import Float, Tensor
 
-__all__ = ["clip_by_global_norm", "clip_factor", "global_norm"]
+__all__ = ["clip_by_global_norm", "clip_factor", "global_norm", "leaf_norms"]
 
 _WIDENED = 2**26  # elements of a narrow leaf whose norm is taken at once: 256 MiB in float32
 
@@ -25,6 +25,7 @@ def global_norm(
     stages: Axes = (),
     p: float | int = 2,
     empty: Float[Tensor, ""] | None = None,
+    norms: Any = (),
 ) -> Float[Tensor, ""]:
     """The p-norm of all elements of all leaves, on the device, accumulated in at least float32.
 
@@ -42,6 +43,7 @@ def global_norm(
             leaves it out.
         p: 2, or inf for the largest magnitude (inf also if an element is NaN on a mesh).
         empty: zero, of the norm's dtype and device: what a stage has of which no leaf counts.
+        norms: :func:`leaf_norms` of the gradients with the same ``p``, where they are known.
 
     Raises:
         ValueError: no leaf counts and there is no ``empty``, or another ``p``.
@@ -54,21 +56,27 @@ def global_norm(
     # collective for each such set. Axes that a leaf is not split over, whose ranks have the same
     # part, are not among them, so no element counts twice.
     norms_by_axes: dict[tuple[Axis, ...], list[Tensor]] = {}
+    known = dict(tree.flatten_with_paths(norms))
     for path, g in tree.flatten_with_paths(grads):
         if path in frozen:
             continue
         axes = places[path].axes if placements else ()
-        norm = _leaf_norm(g, p)
+        norm = known[path] if known else _leaf_norm(g, p)
         key = tuple(sorted(axes, key=lambda axis: axis.name))  # in whatever order it is split
         norms_by_axes.setdefault(key, []).append(norm)
-    norms: list[Tensor] = []
+    of_sets: list[Tensor] = []
     for axes, of_axes in norms_by_axes.items():
-        norms.append(_over_ranks(axes, _joined(of_axes, p), p))
+        of_sets.append(_over_ranks(axes, _joined(of_axes, p), p))
     if empty is not None:
-        norms.append(empty)
-    if not norms:
+        of_sets.append(empty)
+    if not of_sets:
         raise ValueError("grads: no leaf to take the norm of")
-    return _over_ranks(active(stages), _joined(norms, p), p)
+    return _over_ranks(active(stages), _joined(of_sets, p), p)
+
+
+def leaf_norms(grads: Any, *, p: float | int = 2) -> Any:
+    """The p-norm of each leaf, of what this rank holds of it: a tree like the gradients."""
+    return tree.map(lambda g: _leaf_norm(g, p), grads)
 
 
 def _leaf_norm(g: Tensor, p: float | int) -> Float[Tensor, ""]:

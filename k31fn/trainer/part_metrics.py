@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k31fn import device as devices
-from k31fn import model, precision, tree
+from k31fn import model, tree
 from k31fn.config.recipe import Recipe
 from k31fn.model.flops import flops_per_token
 from k31fn.model.parts import find_part, parts
@@ -89,13 +89,13 @@ def _trained_leaves(recipe: Recipe) -> tuple[str, ...]:
 
 
 def make_measure(layout: RankLayout) -> Callable[[Any, Tensor, Tensor], Tensor]:
-    """``measure(grads, load, like)``: the numbers that :func:`label` names, on the device and equal
+    """``measure(norms, load, like)``: the numbers that :func:`label` names, on the device and equal
     on all ranks.
 
-    Of each part the 2-norm of ``grads``, those of the parameters that this rank holds, every
-    element counted once; of each MoE layer its busiest expert's tokens over the mean, where
-    ``load`` has those of this rank's layers over the data axes. ``like`` is a number of the
-    numbers' dtype and device.
+    Of each part the 2-norm of its gradients, every element counted once, from ``norms``, those of
+    the parameters that this rank holds (:func:`k31fn.optim.leaf_norms`); of each MoE layer its
+    busiest expert's tokens over the mean, where ``load`` has those of this rank's layers over the
+    data axes. ``like`` is a number of the numbers' dtype and device.
 
     Args:
         layout: of this rank, of a recipe without phases.
@@ -115,14 +115,13 @@ def make_measure(layout: RankLayout) -> Callable[[Any, Tensor, Tensor], Tensor]:
     # uploaded once: in each step the host would wait for the device
     places: dict[tuple[str, ...], Tensor] = {}
 
-    def norms_by_axes(grads: Any) -> dict[tuple[Axis, ...], dict[str, Tensor]]:
+    def by_axes(norms: Any) -> dict[tuple[Axis, ...], dict[str, Tensor]]:
         """Norms of the gradients by path, by the axes over which ranks hold parts of them."""
         found: dict[tuple[Axis, ...], dict[str, Tensor]] = {}
-        for path, grad in tree.flatten_with_paths(grads):
+        for path, norm in tree.flatten_with_paths(norms):
             axes: tuple[Axis, ...] = ()
             if placements:
                 axes = tuple(sorted(placements[path].axes, key=lambda a: a.name))
-            norm = torch.linalg.vector_norm(grad, dtype=precision.island(grad.dtype))
             found.setdefault(axes, {})[path] = norm
         return found
 
@@ -143,12 +142,12 @@ def make_measure(layout: RankLayout) -> Callable[[Any, Tensor, Tensor], Tensor]:
         by_leaf = zero.new_zeros(len(leaves)).scatter(0, places[paths], bad)
         return torch.cat([torch.stack(sums), by_leaf])
 
-    def sums_over_ranks(grads: Any, zero: Tensor) -> tuple[Tensor, Tensor]:
+    def sums_over_ranks(norms: Any, zero: Tensor) -> tuple[Tensor, Tensor]:
         """The parts' norms, and the two numbers about leaves that are not finite."""
         sums = []
         # one collective for all gradients that are split over the same axes
-        for axes, norms in norms_by_axes(grads).items():
-            total = local_sums(norms, zero)
+        for axes, of_axes in by_axes(norms).items():
+            total = local_sums(of_axes, zero)
             sums.append(psum(total, axes) if axes else total)
         # a stage in which nothing is trained has no sums, and takes part all the same
         size = len(names) + len(leaves)
@@ -159,7 +158,7 @@ def make_measure(layout: RankLayout) -> Callable[[Any, Tensor, Tensor], Tensor]:
         about = torch.stack([first, bad.sum()]).to(zero.dtype)
         return total[: len(names)].sqrt(), about
 
-    def measure(grads: Any, load: Tensor, like: Tensor) -> Tensor:
+    def measure(norms: Any, load: Tensor, like: Tensor) -> Tensor:
         zero = torch.zeros_like(like)
         load = load.to(like.dtype)
         ratio = zero.expand(0)
@@ -169,7 +168,7 @@ def make_measure(layout: RankLayout) -> Callable[[Any, Tensor, Tensor], Tensor]:
             # each layer is one stage's: zeros elsewhere, and the sum is its stage's number
             local = dict(zip(layout.moe_layers, ratio, strict=True))
             ratio = psum(torch.stack([local.get(layer, zero) for layer in layers]), stages)
-        norms, about_leaves = sums_over_ranks(grads, zero)
-        return torch.cat([norms, ratio, about_leaves])
+        of_parts, about_leaves = sums_over_ranks(norms, zero)
+        return torch.cat([of_parts, ratio, about_leaves])
 
     return measure

@@ -151,11 +151,15 @@ def make_step(layout: RankLayout) -> Step:
     ) -> tuple[TrainState, Metrics]:
         with scopes.scope("gradient"):
             sums, grads = gradient(state, batches)
+        # each gradient is read once, for all norms that are made of them
+        norms = optim.leaf_norms(grads)
+        p = float(recipe.optimizer.norm)
         norm = optim.global_norm(
             grads,
             placements=layout.placements,
             stages=layout.axes.pp,
-            p=float(recipe.optimizer.norm),
+            p=p,
+            norms=norms if p == 2 else (),
             empty=torch.zeros_like(sums.total),  # of a stage in which nothing is trained
         )
         verdict, guard = _judge(layout, state, batches[0], sums, norm)
@@ -187,7 +191,7 @@ def make_step(layout: RankLayout) -> Step:
         )
         metrics = _metrics(layout, batches[0], sums, norm, verdict)
         # of the gradients before clipping, so that the parts' norms add up to the whole one
-        return new, metrics._replace(detail=measure(grads, sums.load, norm))
+        return new, metrics._replace(detail=measure(norms, sums.load, norm))
 
     return step
 
