@@ -88,7 +88,12 @@ def lay_out(recipe: Recipe, axes: MeshAxes = _ONE_RANK) -> RankLayout:
     split = partition(specs, AxisRules(), recipe.mesh)
     precision = recipe.precision
     placements = fsdp.placements(
-        specs, split, axes, compute=precision.compute, reduce=precision.reduce
+        specs,
+        split,
+        axes,
+        compute=precision.compute,
+        reduce=precision.reduce,
+        adds=recipe.micro_batches > 1,
     )
     optimizer = make_optimizer(recipe, specs, placements)
     if precision.param == torch.bfloat16:

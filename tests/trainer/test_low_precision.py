@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from k31fn import config, trainer, tree
+from k31fn import config, optim, precision, trainer, tree
 from k31fn.kernels.registry import record_impls
 from k31fn.layers import kda, mlp
-from k31fn.parallel import Mesh
+from k31fn.parallel import Mesh, fsdp
 from tests import small
 from tests.trainer import meshes
 
@@ -62,6 +62,30 @@ def test_parameters_in_bfloat16_alone(recipe):
     pairs = list(meshes.replicas(mesh, states))
     assert pairs
     assert [path for path, a, b in pairs if not torch.equal(a, b)] == []
+
+
+def test_gradients_that_nothing_is_added_to_stay_narrow(recipe, monkeypatch):
+    """They have the values of wide ones: each is one rounded cotangent."""
+    made = dataclasses.replace(recipe, master="bfloat16")
+    placements = fsdp.placements
+    leaf_norms = optim.leaf_norms
+    found = []
+    for adds in (False, True):
+        dtypes = []
+
+        def placed(*args, wanted=adds, **how):
+            return placements(*args, **{**how, "adds": wanted})
+
+        def noting(grads, dtypes=dtypes, **how):
+            dtypes.extend(g.dtype for g in tree.leaves(grads))
+            return leaf_norms(tree.map(precision.upcast, grads), **how)
+
+        monkeypatch.setattr(fsdp, "placements", placed)
+        monkeypatch.setattr(optim, "leaf_norms", noting)
+        _, state = meshes.on_one_device(made, 2)
+        found.append(tree.leaves(state))
+        assert (torch.bfloat16 in dtypes) != adds
+    assert all(map(torch.equal, *found))
 
 
 def test_what_is_refused(recipe):

@@ -86,6 +86,7 @@ def placements(
     *,
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
+    adds: bool = True,
     rules: AxisRules = _RULES,
 ) -> Placements:
     """The :class:`Placement` of each leaf of a tree of ParamSpecs.
@@ -97,6 +98,8 @@ def placements(
         compute: dtype of weights in use; float32 islands stay at least float32. None: that of the
             parameters.
         reduce: dtype in which gradients are summed, at least; None: that of the cotangents.
+        adds: whether gradients of micro-batches are added. Where they are not, and ranks have
+            nothing to sum either, a gradient is left in its parameter's dtype.
         rules: by which the partition was made.
 
     Raises:
@@ -114,9 +117,10 @@ def placements(
         except ValueError as e:
             raise ValueError(f"{path}: {p}: {e}") from e
         dtype = None if compute is None else precision.storage_dtype(spec.dtype, compute)
-        places.append(
-            dataclasses.replace(place, dtype=dtype, grad_dtype=reduce, frozen="frozen" in spec.tags)
-        )
+        # a wider copy of a narrow model, and of its gradients, would be for nothing
+        grad_dtype = reduce if adds or place.gather or place.vary else None
+        frozen = "frozen" in spec.tags
+        places.append(dataclasses.replace(place, dtype=dtype, grad_dtype=grad_dtype, frozen=frozen))
     return tree.unflatten(structure, places)
 
 

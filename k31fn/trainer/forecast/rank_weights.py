@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-import torch
-
 from k31fn import tree
 from k31fn.config.recipe import Recipe
+from k31fn.parallel.fsdp.placement import reduce_dtype
 from k31fn.trainer.forecast.abstract_rank import abstract_rank
 from k31fn.trainer.state import TrainState
 
@@ -46,8 +45,7 @@ def rank_weights(recipe: Recipe, stage_rank: int = 0) -> list[RankWeight]:
     result = []
     for (path, spec), place in zip(tree.flatten_with_paths(layout.specs), placements, strict=True):
         part = local_params[path]
-        # gradients are summed in the wider of the two dtypes (fsdp.sum_gradients)
-        grad_dtype = torch.promote_types(part.dtype, recipe.precision.reduce)
+        grad_dtype = reduce_dtype(part, place)
         axes = tuple(tuple(a.name for a in dim) for dim in place.dims)
         result.append(
             RankWeight(
