@@ -160,6 +160,21 @@ class Op:
         """
         return self._choose(args, kwargs)[0]
 
+    def why_reference(self, *args: Any, **kwargs: Any) -> str:
+        """The reason why a call with these arguments runs the reference; ``""`` if it does not."""
+        if self.chosen(*args, **kwargs) != "reference":
+            return ""
+        if _OVERRIDES.get().get(self.name) == "reference":
+            return "it was asked for"
+        call = _Arguments(args, kwargs)
+        reasons: list[str] = []
+        for impl in self.implementations.values():
+            if call.device in impl.devices:
+                reasons.append(f"{impl.name}: {impl.refusal(call)}")
+            elif call.device in impl.on_request:
+                reasons.append(f"{impl.name}: on request, --kernels {self.name}:{impl.name}")
+        return "; ".join(reasons) or f"nothing else is written for {call.device}"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Value of the op, by the implementation chosen as the module says."""
         # refused before the choice: what works with a reference would fail on a device later

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from k31fn import model
 from k31fn.config.recipe import Recipe
 from k31fn.jit.function import jit
 from k31fn.jit.recorders import recorder_of
+from k31fn.kernels.reference_calls import ReferenceCalls
+from k31fn.kernels.registry import watch_calls
 from k31fn.trainer.layout import RankLayout
 from k31fn.trainer.part_metrics import MetricLabels, label
 from k31fn.trainer.phases import make_phase_step, phase_layout
-from k31fn.trainer.step import Step
+from k31fn.trainer.state import TrainState
+from k31fn.trainer.step import Metrics, Step
 
 __all__ = ["CurrentPhase", "JitMode", "begin_phase", "check_jit"]
 
@@ -51,7 +55,8 @@ def begin_phase(
         step: any of the phase.
         device: of this rank.
         mode: whether its steps are captured: "auto" where that works, "on", "off".
-        note: is told what came of it.
+        note: is told what came of it, and on a GPU or NPU which operators ran by their references
+            in the first step.
     """
     recipe = layout.recipe
     phase_step = make_phase_step(layout, step)
@@ -63,7 +68,30 @@ def begin_phase(
         else:
             # A phase that ends takes its graph along: the next one's step is another function.
             phase_step = jit(phase_step, donate=(0,), strict=mode == "on", note=note)
+    if device.type != "cpu":  # where nothing else is written
+        phase_step = _telling(phase_step, note)
     return CurrentPhase(recipe.phase_of(step), now, phase_step, label(recipe, step, device))
+
+
+def _telling(step: Step, note: Callable[[str], object]) -> Step:
+    """The step, whose first call says which operators run by their references."""
+    is_first = True
+
+    def run(
+        state: TrainState, batches: Sequence[model.Batch], lr: float | Tensor
+    ) -> tuple[TrainState, Metrics]:
+        nonlocal is_first
+        if not is_first:
+            return step(state, batches, lr)
+        is_first = False
+        calls = ReferenceCalls()
+        with watch_calls(calls):
+            result = step(state, batches, lr)
+        for line in calls.lines():
+            note(line)
+        return result
+
+    return run
 
 
 def check_jit(recipe: Recipe, device: torch.device, mode: str) -> None:
