@@ -86,8 +86,8 @@ class _RunOptions:
         warmup: before the first step compile the kernels in parallel processes, and rehearse a
             step.
         warmup_processes: how many; 0: one per core.
-        jit: whether a step is captured as one graph, which later steps launch: "auto" where that
-            works, "on", "off". The numbers of the run are the same.
+        jit: whether a step is captured as one graph, which later steps launch: "auto" on one GPU,
+            where that works; "on", "off". The numbers of the run are the same.
         timeout: seconds that a rank waits for the others before the run ends with a report of who
             is missing.
         max_minutes: after which the run ends, once the step under way is through, saved.
@@ -102,7 +102,7 @@ class _RunOptions:
     profile: str = ""
     warmup: bool = False
     warmup_processes: int = 0
-    jit: str = "off"
+    jit: str = "auto"
     timeout: float = 600.0
     max_minutes: float = float("inf")
 

@@ -62,7 +62,7 @@ def begin_phase(
     phase_step = make_phase_step(layout, step)
     now = phase_layout(layout, step)
     if mode != "off" and recorder_of(device.type) is not None:
-        reason = _refusal(now.recipe, mode)
+        reason = _refusal(now.recipe, device, mode)
         if reason:
             note(f"jit: steps are not captured: {reason}")
         else:
@@ -106,12 +106,12 @@ def check_jit(recipe: Recipe, device: torch.device, mode: str) -> None:
         return
     if recorder_of(device.type) is None:
         raise ValueError(f"jit='on' on {device.type}, which has no graphs; use 'auto'")
-    reason = _refusal(recipe, mode)
+    reason = _refusal(recipe, device, mode)
     if reason:
         raise ValueError(f"jit='on' cannot be: {reason}; use 'auto'")
 
 
-def _refusal(recipe: Recipe, mode: str) -> str:
+def _refusal(recipe: Recipe, device: torch.device, mode: str) -> str:
     """What is known of a recipe before any step; empty: its steps can be captured."""
     mesh = recipe.mesh
     if mesh.ep > 1 and model.experts(recipe.model).placement == "plain":
@@ -125,4 +125,6 @@ def _refusal(recipe: Recipe, mode: str) -> str:
         return "optimizer.offload: a step waits for the copies to the host's memory"
     if mesh.world_size > 1 and mode == "auto":
         return "on several ranks only where it is asked for, with --jit on"
+    if device.type == "npu" and mode == "auto":
+        return "on an NPU, where nobody has run it, only where it is asked for, with --jit on"
     return ""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +106,17 @@ def test_auto_says_why_it_is_eager(text):
         _, _, lines = steps(runs.recipe(text, optimizer=ADAMW), "auto", 3)
     assert len(lines) == 1
     assert "implementation ragged: the number of rows per expert is read on the host" in lines[0]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_auto_leaves_npus_alone(text, monkeypatch):
+    monkeypatch.setattr(current_phase, "recorder_of", lambda kind: object())
+    monkeypatch.setattr(current_phase, "label", lambda *_: None)
+    lines: list[str] = []
+    layout = trainer.lay_out(runs.recipe(text))
+    begin_phase(layout, 0, SimpleNamespace(type="npu"), "auto", lines.append)
+    (line,) = lines
+    assert line.startswith("jit: steps are not captured: on an NPU, where nobody has run it, only")
 
 
 @pytest.mark.usefixtures("unchecked")
