@@ -22,6 +22,9 @@ NAMES = (
     "k31_pro_indexer",
     "k31_pro_lora",
     "k31_pro_reduced_npu",
+    "h200_4l_e32",
+    "h200_4l_e64",
+    "h200_mhc",
 )
 
 
@@ -99,6 +102,24 @@ def test_reduced(cfgs):
     )
     assert (small.vision, small.projector) == (full.vision, full.projector)
     assert params.count(model.specs(small)) == 22_302_797_120 + 401_214_464 + 46_144_512
+
+
+def test_one_h200(cfgs):
+    """Layers of full width, fewer of them and with fewer experts; the state in bfloat16."""
+    small, pro = cfgs["h200_4l_e32"], cfgs["k31_pro"]
+    assert [mixer for mixer, _ in small.layers] == ["kda", "kda", "kda", "full_attention"]
+    assert params.count(model.specs(small)) == 8_882_653_088
+    assert params.count(model.specs(cfgs["h200_4l_e64"])) == 13_111_429_024
+    for name, experts in (("h200_4l_e32", 32), ("h200_4l_e64", 64), ("h200_mhc", 32)):
+        moe = dataclasses.replace(pro.sublayers["moe"], num_experts=experts)
+        same = pro.with_sublayers(moe=moe)
+        residual = mhc.Config() if name == "h200_mhc" else pro.residual
+        text = {"vision": (), "projector": (), "residual": residual}
+        assert cfgs[name] == dataclasses.replace(same, layers=small.layers, **text)
+        recipe = config.load_recipe(CONFIGS / f"{name}.py")
+        assert (recipe.name, recipe.model) == (name, cfgs[name])
+        assert (recipe.batch_size, recipe.length) == (1, 8192)
+        assert (recipe.master, recipe.optimizer.state_dtype) == ("bfloat16", "bfloat16")
 
 
 def test_tiny_mhc_differs_from_tiny_in_its_residual_only(cfgs):
