@@ -1,9 +1,9 @@
 """What every test runs under: run-time shape checks, one thread, fixed seeds, skips for absent
 devices.
 
-jaxtyping and beartype check each annotation of each k31fn function while the tests run. The hook
-must be in place before the first import of k31fn, so nothing above it may import k31fn (nor may a
-pytest plugin).
+jaxtyping and beartype check each annotation of each k31fn function that the first case of a test
+calls; its other cases run without. The hook must be in place before the first import of k31fn, so
+nothing above it may import k31fn (nor may a pytest plugin).
 """
 
 import faulthandler
@@ -11,6 +11,7 @@ import importlib.machinery
 import os
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = (
@@ -67,6 +68,27 @@ def autograd_knows_the_gpu() -> None:
     """
     if torch.cuda.is_available():
         torch.ones(1, device="cuda", requires_grad=True).sum().backward()
+
+
+_RUN: set[str] = set()  # tests of which this process has run a case
+
+
+@pytest.fixture(autouse=True)
+def annotations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Annotations are checked in the first case of a test. A layer takes two to four times as long
+    with them, and more cases call the same functions with other numbers.
+    """
+    test = request.node.nodeid.partition("[")[0]
+    jaxtyping.config.update("jaxtyping_disable", test in _RUN)
+    _RUN.add(test)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def unchecked(annotations: None) -> None:
+    """Annotations are not checked, for tests of many steps. Other tests check the same code."""
+    jaxtyping.config.update("jaxtyping_disable", True)
 
 
 def _missing(device: str) -> str | None:

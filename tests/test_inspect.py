@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -197,14 +196,6 @@ class TestCommand:
             assert err.startswith("k31fn.inspect: config file")
             assert message in err
             assert err.count("\n") == 1
-
-
-@pytest.fixture
-def unchecked():
-    """Annotations are not checked: four times as fast."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 class TestOnAMesh:

@@ -2,10 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -222,14 +220,6 @@ def many_experts() -> tuple[model.Config, Any, Any]:
         specs, KEY, lambda path, tile: params.draw(path, by_path[path], KEY, tile=tile)
     )
     return cfg, specs, weights
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Annotations are not checked: several times as fast."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked")

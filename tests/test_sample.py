@@ -8,7 +8,6 @@ import math
 import re
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import torch
 
@@ -123,13 +122,6 @@ class TestChoose:
     def test_bad_numbers(self, bad):
         with pytest.raises(ValueError, match="must be at least 0 and top_p="):
             sample._choose(torch.zeros(1, 3), random.key(0), **bad)
-
-
-@pytest.fixture
-def unchecked():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")

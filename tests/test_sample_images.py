@@ -28,15 +28,6 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-@pytest.fixture
-def unchecked():
-    import jaxtyping
-
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 @pytest.fixture(scope="module")
 def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 x 90 pixels: larger than the stores' limit of 8 patches, and no multiple of a cell."""

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jaxtyping
 import pytest
 
 from k31fn.checkpoint import checkpointer
@@ -66,11 +65,8 @@ class Hangs(BaseException):
 
 
 @pytest.fixture(autouse=True)
-def unchecked() -> Iterator[None]:
-    """As a user runs it: annotations are not checked, which would raise errors of their own."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+def as_a_user(unchecked: None) -> None:
+    """Annotations are not checked, which would raise errors of their own."""
 
 
 @pytest.fixture(autouse=True)

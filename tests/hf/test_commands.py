@@ -7,7 +7,6 @@ import json
 import os
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import torch
 
@@ -125,20 +124,15 @@ def test_quantised(run: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
 def test_a_run_trains_on_from_it(checkpoint: Path, run: Path, capsys: pytest.CaptureFixture[str]):
     """Its first step starts from these weights, not from the recipe's: the loss is theirs."""
-    jaxtyping.config.update("jaxtyping_disable", True)  # two steps of a model that is not small
-    try:
-        made = config.load_recipe(run / "config.json")
-        corpus = trainer.load_corpus(made)
-        weights, biases = hf.load(checkpoint, CFG, dtype=torch.float32)
-        (batch,) = trainer.make_batches(
-            made, trainer.rows_at(corpus.dataset, 0), torch.device("cpu")
-        )
-        _, parts = model.loss(weights, batch, CFG, balance=biases)
-        assert trainer.main([str(run / "config.json"), "--device", "cpu", "--threads", "1"]) == 0
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    made = config.load_recipe(run / "config.json")
+    corpus = trainer.load_corpus(made)
+    weights, biases = hf.load(checkpoint, CFG, dtype=torch.float32)
+    (batch,) = trainer.make_batches(made, trainer.rows_at(corpus.dataset, 0), torch.device("cpu"))
+    _, parts = model.loss(weights, batch, CFG, balance=biases)
+    assert trainer.main([str(run / "config.json"), "--device", "cpu", "--threads", "1"]) == 0
     first, *_ = (r for r in metrics.read(run / "metrics.jsonl") if "train/loss" in r)
     assert first["step"] == 0
     assert first["train/loss"] == pytest.approx(float(parts.lm / batch.num_labels), rel=1e-6)

@@ -1,20 +1,15 @@
 """What the tests of paired runs share."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import jaxtyping
 import pytest
 
 from tests.trainer import runs
 
 
 @pytest.fixture(autouse=True)
-def unchecked() -> Iterator[None]:
-    """Annotations are not checked: four times as fast. Other tests check the same code."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+def of_many_steps(unchecked: None) -> None:
+    """Annotations are not checked: pairs of runs are many steps."""
 
 
 @pytest.fixture(scope="package")
