@@ -17,10 +17,11 @@ DEVICE = (
 @contextmanager
 def poisoned() -> Iterator[None]:
     """New memory is NaN, so an element that a kernel does not write shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    # not use_deterministic_algorithms, which imports torch's compiler: four seconds
+    torch.set_deterministic_debug_mode("warn")
     try:
         assert torch.empty(3).isnan().all()
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)

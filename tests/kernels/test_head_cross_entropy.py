@@ -155,7 +155,7 @@ def test_a_retained_graph_and_twenty_runs(chunk: int) -> None:
     leaves = [hidden.requires_grad_(), w.requires_grad_()]
     value = loss(hidden, w, labels, rows(chunk))
     runs = [torch.autograd.grad(value, leaves, retain_graph=True) for _ in range(2)]
-    for _ in range(18):
+    for _ in range(18 if DEVICE == "cuda" else 2):
         again = loss(hidden, w, labels, rows(chunk))
         assert torch.equal(again, value)
         runs.append(torch.autograd.grad(again, leaves))
@@ -175,8 +175,9 @@ def test_a_frozen_argument_costs_no_product(frozen: str) -> None:
     assert counter.get_total_flops() == 2 * D * Z * (8 + 8 + 6)
 
 
-def test_live_logits_are_bounded() -> None:
+def test_live_logits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen chunks of the tokens: one of them lives, in the forward and in the backward."""
+    monkeypatch.setattr(kernels, "_SUMMED", 64)  # the columns in one part: fewer programs
     hidden, w = torch.randn(64, D, device=DEVICE), torch.randn(D, Z, device=DEVICE)
     labels = torch.randint(0, Z, (64,), device=DEVICE)
     logits = 64 * Z * 4

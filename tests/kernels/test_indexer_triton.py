@@ -33,7 +33,13 @@ def both(args: tuple[Tensor, ...], start: Tensor, stop: Tensor, topk: int) -> li
 
 
 @pytest.mark.parametrize(
-    ("topk", "dtype"), [(3, torch.float32), (3, torch.bfloat16), (90, torch.float32)], ids=str
+    ("topk", "dtype"),
+    [
+        (3, torch.float32),
+        (3, torch.bfloat16),
+        pytest.param(90, torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_equals_the_reference_in_documents(topk: int, dtype: torch.dtype):
     """A document of 4, one of 7, and padding whose interval is not at 0."""

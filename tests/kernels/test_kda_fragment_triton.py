@@ -96,7 +96,7 @@ def test_equals_the_recurrence(length: int) -> None:
     assert all(x <= FLOAT32 for x in off.values()), off
 
 
-@pytest.mark.parametrize("decay", ["hard", "mixed"])
+@pytest.mark.parametrize("decay", ["mixed", pytest.param("hard", marks=pytest.mark.slow)])
 def test_documents_and_decays(decay: str) -> None:
     """Of 1 and 3 tokens; padding; one row of nothing else, whose transition is the identity."""
     xs = lasting([[20], [1, 3, 14], []], 20, decay=decay, size=(1, 16, 16))
@@ -108,7 +108,7 @@ def test_documents_and_decays(decay: str) -> None:
     assert not out.state[2].any()
 
 
-@pytest.mark.parametrize("size", [(1, 32, 16), (2, 16, 32)])
+@pytest.mark.parametrize("size", [(2, 16, 32), pytest.param((1, 32, 16), marks=pytest.mark.slow)])
 def test_widths(size: tuple[int, int, int]) -> None:
     check(lasting([[20]], 20, size=size), FLOAT32)
 

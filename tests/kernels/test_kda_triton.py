@@ -86,17 +86,22 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize("length", PACKINGS)
+@pytest.mark.parametrize(
+    "length",
+    [1, 17, 65, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 16, 63, 64))],
+)
 def test_equals_the_reference(length: int) -> None:
     check(inputs(PACKINGS[length], length), FLOAT32)
 
 
-@pytest.mark.parametrize("decay", ["initial", "hard", "weak"])
+@pytest.mark.parametrize("decay", ["hard", "weak", pytest.param("initial", marks=pytest.mark.slow)])
 def test_decays(decay: str) -> None:
     check(inputs([[40]], 45, decay=decay), FLOAT32)
 
 
-@pytest.mark.parametrize("keys", ["alike", "equal", "opposite"])
+@pytest.mark.parametrize(
+    "keys", ["equal", *(pytest.param(k, marks=pytest.mark.slow) for k in ("alike", "opposite"))]
+)
 def test_alike_keys_with_beta_near_one(keys: str) -> None:
     """Powers of the triangle would lose all digits here."""
     check(inputs([[36]], 36, keys=keys, decay="weak"), FLOAT32)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from k31fn.parallel import (
 from k31fn.testing import Ranks, assert_close_trees, assert_sharded_equals_dense
 from tests.parallel import cases_dsa as cases
 from tests.parallel.cases_dsa import CASES, PACKED, B, T, arguments, specs
+from tests.parallel.every import every
 
 MESHES = [
     Mesh(tp=2),
@@ -80,8 +82,16 @@ def check(name: str, mesh: Mesh, rows: list[list[int]] | None = PACKED, **kwargs
 
 
 # ------------------------------------------------------------------------------ value and gradients
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@every(
+    "name mesh",
+    itertools.product(CASES, MESHES),
+    [
+        *((name, Mesh(cp=2, tp=2)) for name in CASES),
+        ("mla", Mesh(cp=4)),
+        ("dsa", Mesh(tp=4, ep=2)),
+        ("warmup", Mesh(fsdp=2, cp=2)),
+    ],
+)
 def test_value_and_gradients_equal_one_device(name: str, mesh: Mesh):
     check(name, mesh, flops=None if name == "expanded mla" else 1 / mesh.world_size)
 
@@ -101,8 +111,11 @@ def test_ranks_that_hold_padding_only(name: str):
     check(name, Mesh(cp=4), rows=[[2], [5, 3]])
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2)], ids=str)
-@pytest.mark.parametrize("name", ["mla", "dsa", "warmup"])
+@every(
+    "name mesh",
+    itertools.product(["mla", "dsa", "warmup"], [Mesh(tp=2), Mesh(cp=2)]),
+    [("mla", Mesh(tp=2)), ("dsa", Mesh(cp=2)), ("warmup", Mesh(cp=2))],
+)
 def test_on_two_processes(name: str, mesh: Mesh, two_ranks: Ranks):
     check(name, mesh, ranks=two_ranks, backends=("processes",))
 
@@ -178,12 +191,14 @@ def test_on_a_gpu(name: str, mesh: Mesh, backend: str):
 
 
 # ------------------------------------------------------------------------------------- what travels
-@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2)], ids=str)
-@pytest.mark.parametrize(
-    ("name", "values"), [("mla", 4 + 2), ("dsa", 4 + 2 + 4), ("warmup", 4 + 2 + 4)]
+@every(
+    "name mesh",
+    itertools.product(["mla", "dsa", "warmup"], [Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2)]),
+    [("mla", Mesh(cp=4)), ("dsa", Mesh(cp=2, tp=2)), ("warmup", Mesh(cp=2))],
 )
-def test_only_latents_and_index_keys_cross_the_context(name: str, values: int, mesh: Mesh):
+def test_only_latents_and_index_keys_cross_the_context(name: str, mesh: Mesh):
     """Forward, then the gradient of the tokens only: no weight is summed."""
+    values = 4 + 2 if name == "mla" else 4 + 2 + 4
 
     def both(axes: MeshAxes, weights: Any, x: Tensor, segments: Any) -> Any:
         layer, cfg, _ = CASES[name]
@@ -333,8 +348,11 @@ def test_sets_of_the_own_keys_only_are_found(
     caught("dsa", mesh, backend, WRONG, rows=None)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2)], ids=str)
-@pytest.mark.parametrize("name", ["mla", "dsa", "warmup"])
+@every(
+    "name mesh",
+    itertools.product(["mla", "dsa", "warmup"], [Mesh(tp=2), Mesh(cp=2)]),
+    [("mla", Mesh(tp=2)), ("dsa", Mesh(cp=2)), ("warmup", Mesh(tp=2))],
+)
 def test_all_the_work_on_each_rank_is_found(name: str, mesh: Mesh):
     """Equal values and gradients: every token is gathered, everything computed, and the own part
     taken.

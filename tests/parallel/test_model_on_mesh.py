@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from k31fn.parallel import (
 from k31fn.parallel.tiling import assemble
 from k31fn.testing import Ranks, assert_close_trees
 from tests.parallel import cases_model as cases
+from tests.parallel.every import every
 
 MESHES = {
     "dp2": Mesh(dp=2),
@@ -54,14 +54,6 @@ ALL_MESHES = MESHES | {
 }
 IN_ONE_PROCESS = ("simulated", "threads")
 each_backend = pytest.mark.parametrize("backend", IN_ONE_PROCESS)
-
-
-def every(arguments: str, values: Iterable[Any], default: Iterable[Any]) -> Any:
-    """A test for each of these values, slow but for those in the default suite."""
-    rows = [v if isinstance(v, tuple) else (v,) for v in values]
-    chosen = [v if isinstance(v, tuple) else (v,) for v in default]
-    marked = [pytest.param(*row, marks=() if row in chosen else pytest.mark.slow) for row in rows]
-    return pytest.mark.parametrize(arguments.split(), marked)
 
 
 def mesh_and_backend(*default: tuple[str, str]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import threading
 from typing import Any
@@ -26,6 +27,7 @@ from k31fn.parallel.partition import local_shape, tiles
 from k31fn.testing import Ranks, assert_close_trees
 from k31fn.trainer.ranks.agreement import coordinate_of
 from tests.parallel import cases_optim as cases
+from tests.parallel.every import every
 
 INF = float("inf")
 MESHES = [
@@ -58,8 +60,17 @@ def check_replicas(mesh: Mesh, ranks: list[dict[str, Tensor]]) -> None:
             assert torch.equal(held.setdefault(key, x), x), path
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@every(
+    "kind mesh",
+    itertools.product(["adamw", "muon"], MESHES),
+    [
+        ("adamw", Mesh(dp=2, fsdp=2)),
+        ("adamw", Mesh(fsdp=4, ep=2)),
+        ("muon", Mesh(fsdp=2, tp=2)),
+        ("muon", Mesh(tp=2, ep=2)),
+        ("muon", Mesh(fsdp=2, cp=2, tp=2, ep=4)),
+    ],
+)
 def test_three_steps_equal_one_device(mesh, kind):
     wanted = cases.three_steps(Mesh().axes(), Mesh(), kind, cases.weights(), *cases.gradients())
     ranks = on_threads(
@@ -185,8 +196,11 @@ def test_at_most_two_rounds_are_under_way(monkeypatch):
     assert record.counts["ragged_all_to_all"] > 8
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(tp=2), Mesh(fsdp=2, tp=2)], ids=str)
+@every(
+    "kind mesh",
+    itertools.product(["adamw", "muon"], [Mesh(fsdp=2), Mesh(tp=2), Mesh(fsdp=2, tp=2)]),
+    [("adamw", Mesh(fsdp=2, tp=2)), ("muon", Mesh(fsdp=2, tp=2))],
+)
 def test_every_mesh_draws_the_same_bits(mesh, kind):
     """Of parameters that are bfloat16 alone: every rank rounds its part as one device does."""
 

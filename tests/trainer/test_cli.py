@@ -339,16 +339,14 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("room", "file", "complete"),
     [
-        pytest.param(4096, "events", "", marks=pytest.mark.slow),  # room for config.json alone
-        pytest.param(8192, "metrics.jsonl", r"none", marks=pytest.mark.slow),
-        (
-            700_000,
-            r"(checkpoints|events|metrics\.jsonl)",
-            r"\[3(, 6)?\]",
-        ),  # whichever writer meets it first
+        (4096, "events", ""),  # room for config.json alone
+        (8192, "metrics.jsonl", r"none"),
+        # whichever writer meets it first
+        (700_000, r"(checkpoints|events|metrics\.jsonl)", r"\[3(, 6)?\]"),
     ],
 )
 def test_a_full_disk(small_disk, tmp_path, capsys, monkeypatch, room, file, complete):

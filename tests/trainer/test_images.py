@@ -74,9 +74,8 @@ def recipe(store):
 @pytest.mark.parametrize(
     "mesh",
     [
-        Mesh(fsdp=2),
         Mesh(cp=2),
-        *(pytest.param(m, marks=pytest.mark.slow) for m in (Mesh(tp=2), Mesh(pp=2))),
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (Mesh(fsdp=2), Mesh(tp=2), Mesh(pp=2))),
     ],
     ids=named,
 )
@@ -87,6 +86,7 @@ def test_three_steps(recipe, mesh):
     check(recipe, mesh, 3, meshes.on_one_device(recipe, 3))
 
 
+@pytest.mark.slow
 def test_inspect_counts_the_tower(recipe):
     """What a step with images sends, by running it on meta tensors: as many calls and bytes as a
     real rank.

@@ -7,17 +7,18 @@ import pytest
 import torch
 
 from k31fn import lora, trainer, tree
-from k31fn.checkpoint import Checkpointer
+from k31fn.checkpoint import Checkpointer, checkpointer
 from k31fn.parallel import Mesh, each_rank
 from k31fn.trainer import folder
 from k31fn.trainer.init_source import _find_source, check_start, start_from
 from k31fn.trainer.ranks.agreement import Ranks
 from tests import small
+from tests.checkpoint.direct import Direct
 from tests.trainer import meshes, runs
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = pytest.mark.usefixtures("unchecked", "direct")
 
 
 def save_run(root, recipe, steps=(3, 5)):
@@ -44,7 +45,9 @@ def recipe(text):
 
 @pytest.fixture(scope="module")
 def source(recipe, tmp_path_factory):
-    return save_run(tmp_path_factory.mktemp("runs"), recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointer, "WriterSession", Direct)
+        return save_run(tmp_path_factory.mktemp("runs"), recipe)
 
 
 def begin(path, recipe, axes=None):
@@ -78,7 +81,6 @@ def test_the_parameters_and_biases_of_a_checkpoint(recipe, source, part, step):
     )
 
 
-@pytest.mark.usefixtures("direct")
 @pytest.mark.parametrize(
     "mesh", [Mesh(fsdp=2), pytest.param(Mesh(pp=2), marks=pytest.mark.slow)], ids=str
 )

@@ -84,7 +84,13 @@ def same(a, b):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "clip, spikes",
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ("muon, remat", "master bfloat16")),
+    ],
+)
 def test_bits_of_eager_steps(text, case):
     recipe = runs.recipe(text, **CASES[case])
     state, numbers, lines = steps(recipe, "on")
@@ -95,6 +101,7 @@ def test_bits_of_eager_steps(text, case):
     assert "is captured" in lines[0]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_auto_says_why_it_is_eager(text):
     recipe = runs.recipe(text, optimizer=dataclasses.replace(ADAMW, offload=True))
     _, _, lines = steps(recipe, "auto", 1)

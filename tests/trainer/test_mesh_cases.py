@@ -36,7 +36,14 @@ def gradients(state):
 class TestBeforeTheFirstStep:
     @pytest.mark.parametrize(
         "mesh",
-        [Mesh(dp=2, fsdp=2), Mesh(fsdp=2, tp=2, ep=4), Mesh(cp=2, ep=2), Mesh(pp=2, tp=2)],
+        [
+            Mesh(fsdp=2, tp=2, ep=4),
+            Mesh(pp=2, tp=2),
+            *(
+                pytest.param(m, marks=pytest.mark.slow)
+                for m in (Mesh(dp=2, fsdp=2), Mesh(cp=2, ep=2))
+            ),
+        ],
         ids=str,
     )
     def test_the_same_initial_values_on_every_mesh(self, recipe, mesh):
@@ -129,15 +136,15 @@ def test_case_d13_losses_1_1_1_and_5(recipe, monkeypatch, mesh, micro_batches):
 
 
 SAME_SAMPLES = [
-    (Mesh(dp=2), {"micro_batches": 3}),
     (Mesh(fsdp=2), {"micro_batches": 3}),
     (Mesh(dp=2, fsdp=2), {"micro_batches": 1}),
-    (Mesh(pp=2), {"micro_batches": 1}),
-    (Mesh(pp=2), {"micro_batches": 4}),
     (Mesh(pp=2), {"micro_batches": 4, "pipeline": config.Pipeline("zero_bubble")}),
 ]
 MORE_SAME_SAMPLES = [
     (Mesh(dp=2), {"micro_batches": 1}),
+    (Mesh(dp=2), {"micro_batches": 3}),
+    (Mesh(pp=2), {"micro_batches": 1}),
+    (Mesh(pp=2), {"micro_batches": 4}),
     (Mesh(fsdp=2), {"micro_batches": 1}),
     (Mesh(dp=2, fsdp=2), {"micro_batches": 3}),
     (Mesh(pp=2), {"micro_batches": 2}),
@@ -227,7 +234,9 @@ def test_a_layer_that_is_not_balanced_keeps_its_bias(recipe):
     assert all(not state.balance.bias.any() for state in states)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(fsdp=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(fsdp=2, tp=2), pytest.param(Mesh(dp=2), marks=pytest.mark.slow)], ids=str
+)
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(recipe, monkeypatch, mesh):
     original, made = model.loss, dataclasses.replace(recipe, mesh=mesh, batch_size=2)
     rows = trainer.load_corpus(made).dataset.batch_at(0)
