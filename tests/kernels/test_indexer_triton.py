@@ -91,6 +91,10 @@ def test_refusals():
     assert "one dtype" in kernels.accepts(q, k.bfloat16(), w, stop, stop, 3, 1.0)
     long = k.expand(1, 4, 6)[:, :1].expand(1, 40000, 6)
     assert "at most 32768 keys" in kernels.accepts(q, long, w, stop, stop, 3, 1.0)
+    takes = index_topk.implementations["wide"].accepts
+    assert takes(q, long, w, stop, stop, 3, 1.0) == ""
+    assert "more than 32768 keys" in takes(q, k, w, stop, stop, 3, 1.0)
+    assert "must be positive" in kernels.accepts(q, k, w, stop, stop, 3, -1.0)
     assert "64 heads" in kernels.accepts(q.repeat(1, 1, 40, 1), k, w, stop, stop, 3, 1.0)
 
 

@@ -22,8 +22,8 @@ def absorbed(reference: Callable[..., Any]) -> Implementation:
     return Implementation("absorbed", ("cuda",), reference, _accepts, dtypes=(torch.bfloat16,))
 
 
-def _accepts(q: Tensor, k: Tensor, *others: Any) -> str:
-    del others
+def _accepts(q: Tensor, k: Tensor, *others: Any, **named: Any) -> str:
+    del others, named
     if k.shape[2] == 1 and q.shape[2] > 1:
         return ""
     return f"it is for one head of keys for all, got {k.shape[2]} for {q.shape[2]} heads"

@@ -19,8 +19,11 @@ Gradients: none. The layer wraps the call in :func:`k31fn.autodiff.decision`; th
 differentiated by :mod:`k31fn.kernels.indexer_kl`.
 """
 
+from typing import Any
+
 import torch
 
+from k31fn.kernels.indexer.limits import MOST_KEYS
 from k31fn.kernels.indexer.reference import index_scores
 from k31fn.kernels.indexer.reference import index_topk as _reference
 from k31fn.kernels.launch import ON_REQUEST, lazily, missing_triton
@@ -34,6 +37,13 @@ index_topk.register(
     declined("npu_lightning_indexer", "which of equal scores it takes is not documented")
 )
 _TRITON = "k31fn.kernels.indexer.triton"
+
+
+def _wide(q: Any, k: Any, *others: Any, **named: Any) -> str:
+    del q, others, named
+    return "" if k.shape[1] > MOST_KEYS else f"it is for rows of more than {MOST_KEYS} keys"
+
+
 index_topk.register(
     Implementation(
         "triton",
@@ -47,3 +57,5 @@ index_topk.register(
         kernels=_TRITON,
     )
 )
+# a kernel holds a row of scores in registers; a longer one is plain torch's
+index_topk.register(Implementation("wide", ("cuda",), _reference, _wide, dtypes=(torch.bfloat16,)))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from k31fn.autodiff.custom_vjp import stop_gradient
 from k31fn.kernels.attention.triton.arithmetic import product, rows_of
+from k31fn.kernels.indexer.limits import MOST_KEYS
 from k31fn.kernels.launch import INTERPRETED, Build, Tile, grouped, looping_grid
 
 __all__ = ["accepts", "builds", "heads_of", "index_topk"]
@@ -34,7 +35,6 @@ _SCORES = {
 }
 _CHUNK = 8  # tiles of keys to which one program's queries stay loaded
 _STRIP = 2**25  # scores that are held at once, in all rows of the batch
-_WIDEST = 32768  # a row of scores is held in registers
 
 
 @triton.jit
@@ -179,8 +179,8 @@ def accepts(
 ) -> str:
     """Why :func:`index_topk` cannot run, or nothing."""
     del w, start, stop, topk
-    if k.shape[1] > _WIDEST:
-        return f"it holds a row of scores of at most {_WIDEST} keys, got {k.shape[1]}"
+    if k.shape[1] > MOST_KEYS:
+        return f"it holds a row of scores of at most {MOST_KEYS} keys, got {k.shape[1]}"
     if q.dtype != k.dtype:
         return f"queries and keys have one dtype, got {q.dtype} and {k.dtype}"
     if q.shape[2] > 64 or q.shape[3] > 256:
