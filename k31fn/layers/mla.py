@@ -96,16 +96,8 @@ class Config:
     report_logits: bool = False
 
     def __post_init__(self) -> None:
-        sizes = (
-            "hidden_size",
-            "num_heads",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-        )
-        for name in sizes:
+        head_dims = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        for name in ("hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank", *head_dims):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"mla.Config.{name}={getattr(self, name)} must be positive; set it to 1 or more"
@@ -270,9 +262,15 @@ def _absorbs(cfg: Config, num_queries: int, num_keys: int) -> bool:
 
 
 def project(
-    params: Params[Tensor], cq: Float[Tensor, "B T Rq"], kv: Float[Tensor, "B S RP"], cfg: Config
+    params: Params[Tensor],
+    cq: Float[Tensor, "B T Rq"],
+    kv: Float[Tensor, "B S RP"],
+    cfg: Config,
+    *,
+    absorb: bool = False,
 ) -> tuple[Heads, Any]:
-    """The local heads of the queries and keys with these latents.
+    """The local heads of the queries and keys with these latents; ``absorb``: in the absorbed form,
+    also where it takes more multiplications.
 
     Returns:
         What the attention takes, and the per-head weights that :func:`gated_output` multiplies its
@@ -281,7 +279,7 @@ def project(
     N, V = cfg.qk_nope_head_dim, cfg.v_head_dim
     q = split_heads(linear(cq, params.w_qb), cfg.num_heads, N + cfg.qk_rope_head_dim, "mla w_qb")
     c, kr = kv.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
-    if _absorbs(cfg, cq.shape[1], kv.shape[1]):
+    if absorb or _absorbs(cfg, cq.shape[1], kv.shape[1]):
         w_uk, w_uv = per_head(params.w_kvb, cfg.num_heads, (N, V), "mla w_kvb")
         qn, qr = q.split([N, cfg.qk_rope_head_dim], dim=-1)
         q = torch.cat([_on_each_head(transposed_linear, qn, w_uk), qr], dim=-1)

@@ -34,7 +34,7 @@ OTHER: dict[str, dict[str, int]] = {
     "fp8_encode": {"K": 128},
 }
 NUMBERS = {"eps": 1e-6, "scale": 0.3, "bound": -5.0, "iterations": 3, "num_bins": 10, "topk": 3}
-NUMBERS |= {"k": 3, "top_k": 3}
+NUMBERS |= {"k": 3, "top_k": 3, "rank": 48}
 # A layer's own tokens, of which a rank always has some (a mesh that leaves one none is refused):
 # their fused forms refuse to have none.
 WITH_TOKENS = ("kda", "gdn", "short_conv")
@@ -43,7 +43,7 @@ OF_WEIGHTS = ("adamw_step", "random_bits", "stochastic_round")
 REFUSED = {"fp8_encode", "scaled_matmul"}  # by their contract, which has no scale for no number
 WITHOUT_GRADIENT = {"topk", "index_topk", "required_bias_histogram", "max_logits", "fp8_encode"}
 WITHOUT_GRADIENT |= {"max_chosen_logits", "scaled_matmul", "head_probs"}
-WITHOUT_GRADIENT |= {"choose_experts"}
+WITHOUT_GRADIENT |= {"choose_experts", "latent_probs"}
 OF_FLOAT32 = {"choose_experts", "required_bias_histogram"}
 
 

@@ -14,7 +14,7 @@ from k31fn import tree
 from k31fn.autodiff import remat, value_and_grad, vjp
 from k31fn.kernels import tiling
 from k31fn.kernels.indexer import index_scores
-from k31fn.kernels.registry import record_impls
+from k31fn.kernels.registry import record_impls, use_impl
 from k31fn.layers import dsa, indexer, mla
 from k31fn.layers.kind import Aux, Output
 from k31fn.segments import from_lengths
@@ -316,8 +316,10 @@ def golden_layer() -> tuple[dsa.Params[Tensor], dsa.Config, dict[str, Tensor]]:
     return dsa.Params(attn, index), cfg, g
 
 
-def test_golden_layer():
+@pytest.mark.parametrize("gathers", [False, True], ids=["by head", "latents"])
+def test_golden_layer(gathers: bool, monkeypatch: pytest.MonkeyPatch):
     """fp32; 5e-6 for the output, 2e-4 relative L2 for gradients."""
+    monkeypatch.setattr(dsa, "_gathers", lambda *_: gathers)
     p, cfg, g = golden_layer()
 
     def projected(p: dsa.Params[Tensor], x: Tensor) -> Tensor:
@@ -334,6 +336,16 @@ def test_golden_layer():
     for name, grad in pairs.items():
         expected = g[f"hf.grad.{name}"]
         assert (grad - expected).norm() / expected.norm() < 2e-4
+
+
+def test_latents_are_gathered_in_long_rows_where_a_fused_form_does_it():
+    """More than 8 times top-k keys; whatever the number of queries, so on every rank alike."""
+    rows = [torch.empty(1, 8 * 3 + more, 9) for more in (0, 1)]
+    with use_impl(latent_attention="triton"):
+        assert [dsa._gathers(dsa_config(3), kv) for kv in rows] == [False, True]
+        assert not dsa._gathers(dsa_config(3, "dense_warmup"), rows[1])
+    with use_impl(latent_attention="reference"):
+        assert not dsa._gathers(dsa_config(3), rows[1])
 
 
 def test_golden_sets_probabilities_and_kl():

@@ -22,33 +22,44 @@ from tests.layers.attention_configs import drawn, dsa_config, tokens
 
 pytest.importorskip("triton")
 
-OPS = ("index_topk", "sparse_attention", "head_probs", "indexer_kl")
+OF_INDEXER = ("index_topk", "indexer_kl")
+FORMS = {
+    "masked": (10**6, ("sparse_attention", "head_probs")),
+    "gathered": (0, ("latent_attention", "latent_probs")),
+}
+"""Keys over top-k up to which dense tiles are masked, and the ops that run."""
 # More latent dims than tokens, so that keys and values are made for each head.
 CONFIG = dsa_config(3)
 CONFIG = dataclasses.replace(CONFIG, attn=dataclasses.replace(CONFIG.attn, kv_lora_rank=64), topk=3)
 T = 9
 
 
-def results(x: Tensor, p: dsa.Params[Tensor], impl: str) -> list[Tensor]:
+def results(x: Tensor, p: dsa.Params[Tensor], impl: str, ops: tuple[str, ...]) -> list[Tensor]:
     segments = tree.map(lambda s: s.to(DEVICE), from_lengths([[5, 3]], T))
 
     def loss(p: dsa.Params[Tensor], x: Tensor) -> Tensor:
         out = dsa.apply(p, x, CONFIG, segments=segments)
         return out.y.square().sum() + out.aux.kl
 
-    with use_impl(**dict.fromkeys(OPS, impl)), record_impls() as calls:
+    with use_impl(**dict.fromkeys(ops, impl)), record_impls() as calls:
         found = tree.leaves(value_and_grad(remat(loss), (0, 1))(p, x))
-    counts = {op: calls[op, impl] for op in OPS}
+    counts = {op: calls[op, impl] for op in ops}
     # the replay of remat does all but choose again
-    assert counts == {op: 1 if op == "index_topk" else 2 for op in OPS}
+    assert counts == {op: 1 if op == "index_topk" else 2 for op in ops}
     return found
 
 
-def test_equals_the_references():
-    """float32; two documents and padding. 1e-5 of the largest: sums of some 100 products."""
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_the_references(form: str, monkeypatch: pytest.MonkeyPatch):
+    """float32; two documents and padding. 1e-5 of the largest: sums of some 100 products. The
+    references run in the masked form.
+    """
+    longest, attends = FORMS[form]
+    monkeypatch.setattr(dsa, "_MASKED_UP_TO", longest)
     p = tree.map(lambda w: w.to(DEVICE), drawn(dsa.specs(CONFIG), torch.float32))
     x = tokens(1, T, torch.float32).to(DEVICE)
-    ours = results(x, p, "triton")
-    exact = results(x.double(), tree.map(Tensor.double, p), "reference")
+    ours = results(x, p, "triton", (*OF_INDEXER, *attends))
+    masked = (*OF_INDEXER, *FORMS["masked"][1])
+    exact = results(x.double(), tree.map(Tensor.double, p), "reference", masked)
     for a, b in zip(ours, exact, strict=True):
         assert (a.double() - b).abs().max() <= 1e-5 * b.abs().max()

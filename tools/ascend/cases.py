@@ -13,6 +13,7 @@ import torch
 
 from k31fn import random
 from k31fn.kernels.adamw import Constants
+from k31fn.kernels.latent_attention.reference import latent_attention
 from k31fn.kernels.philox import Draws
 from k31fn.kernels.sparse_attention.reference import sparse_attention
 
@@ -117,6 +118,17 @@ def _head_probs() -> tuple[Any, ...]:
     q, k, k_shared, v, sets, scale = _sparse_attention()
     lse = sparse_attention(q, k, k_shared, v, sets, scale).lse
     return q, k, k_shared, lse, sets, scale
+
+
+def _latent_attention() -> tuple[Any, ...]:
+    """Dims that no tile divides, of which 6 are no values."""
+    return torch.randn(1, 40, 2, 40), torch.randn(1, 40, 40), _sets(), 0.2, 34
+
+
+def _latent_probs() -> tuple[Any, ...]:
+    """With the statistics of the reference."""
+    q, kv, sets, scale, rank = _latent_attention()
+    return q, kv, latent_attention(q, kv, sets, scale, rank).lse, sets, scale
 
 
 def _index_topk() -> tuple[Any, ...]:
@@ -229,6 +241,8 @@ CASES = {
     "interval_attention": (Case(_interval_attention, 2e-5),),
     "sparse_attention": (Case(_sparse_attention, 2e-5),),
     "head_probs": (Case(_head_probs, 2e-5),),
+    "latent_attention": (Case(_latent_attention, 2e-5),),
+    "latent_probs": (Case(_latent_probs, 2e-5),),
     "index_topk": (Case(_index_topk, 0),),
     "indexer_kl": (Case(_indexer_kl, 2e-5),),
     "attn_res": (Case(_attn_res, 2e-5),),
