@@ -22,6 +22,7 @@ was writing.
 ``grad_norm/PART``          of the part of the model (:mod:`k31fn.model.parts`)
 ``moe/load/LAYER``          of that layer
 ``moe/load_max_over_mean``  the busiest expert's tokens over the mean; 1 is balanced
+``moe/replicas``            with MoonEP, experts of other ranks on the rank that has most
 ==========================  ==========================================================
 """
 

@@ -78,6 +78,8 @@ _TRAINING = {
     "indexer_weight",
     "indexer_reduction",
     "qat",
+    "placement",
+    "slots",
 }
 
 

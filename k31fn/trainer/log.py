@@ -129,6 +129,8 @@ class Log:
         # Absent, not 0, where a run does not measure it: plots and tables then leave it out.
         if values["spike"]:
             record["spike"] = 1
+        if values["replicas"]:
+            record["moe/replicas"] = values["replicas"]
         if values["max_logit"]:
             record["max_logit"] = values["max_logit"]
         if labels.phase >= 0:

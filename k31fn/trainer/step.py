@@ -53,6 +53,8 @@ class Metrics(NamedTuple):
         max_logit: the largest attention logit; 0 unless QK-Clip asks for it.
         violation: 0; or, where a plan of MoonEP breaks its laws, 1 + layer x ranks + rank of the
             last such layer and rank.
+        replicas: experts that the rank with most of them holds besides its own in a layer, MoonEP's
+            mean over micro-batches.
         detail: what :func:`k31fn.trainer.part_metrics.label` names; empty if nobody measured it.
     """
 
@@ -65,6 +67,7 @@ class Metrics(NamedTuple):
     spike: Tensor
     max_logit: Tensor
     violation: Tensor
+    replicas: Tensor
     detail: Tensor | tuple[()] = ()
 
     def flat(self) -> Tensor:
@@ -203,13 +206,13 @@ class _Verdict(NamedTuple):
         bad: a gradient or the loss is infinite or NaN.
         spike: the loss or the norm stands out.
         skip: nothing is changed: bad, a spike, a violation, or no label.
-        violation: see :class:`Metrics`; a number.
+        plans: the numbers ``violation`` and ``replicas`` of :class:`Metrics`.
     """
 
     bad: Tensor
     spike: Tensor
     skip: Tensor
-    violation: Tensor
+    plans: Tensor
 
 
 def _judge(
@@ -217,23 +220,25 @@ def _judge(
 ) -> tuple[_Verdict, Any]:
     """The verdict on a step, and what spikes are told by from now on."""
     bad = optim.non_finite((sums.total, norm))
-    violation = _violation(layout, sums, norm)
-    skip = bad | (batch.num_labels == 0) | (violation > 0)
+    plans = _plans(layout, sums, norm)
+    skip = bad | (batch.num_labels == 0) | (plans[0] > 0)
     deviations = layout.recipe.optimizer.spike
     if not deviations:
-        return _Verdict(bad, torch.zeros_like(bad), skip, violation), state.guard
+        return _Verdict(bad, torch.zeros_like(bad), skip, plans), state.guard
     loss = losses.mean(sums.lm, batch.num_labels)
     # a step that is skipped anyway is no spike: its loss says nothing
     spike = optim.is_spike(state.guard, loss, norm, deviations) & ~skip
     skip = skip | spike
     guard = optim.update_spikes(state.guard, loss, norm, spike, skip)
-    return _Verdict(bad, spike, skip, violation), guard
+    return _Verdict(bad, spike, skip, plans), guard
 
 
-def _violation(layout: RankLayout, sums: Sums, like: Tensor) -> Tensor:
-    """The layer and the rank of a plan that breaks its laws, as one number on all ranks."""
+def _plans(layout: RankLayout, sums: Sums, like: Tensor) -> Tensor:
+    """The layer and the rank of a plan that breaks its laws, as one number, and the most replicas;
+    on all ranks.
+    """
     if not isinstance(sums.placement, Tensor):
-        return torch.zeros_like(like)
+        return torch.zeros_like(like).expand(2)
     ranks = layout.recipe.mesh.world_size
     rank = own_index(layout.axes.atoms)
     # a stage without experts takes part in the maximum too
@@ -241,7 +246,10 @@ def _violation(layout: RankLayout, sums: Sums, like: Tensor) -> Tensor:
     for layer, plan in zip(layout.moe_layers, sums.placement, strict=True):
         name = 1 + layer * ranks + rank
         found = torch.where(plan[0] > 0, name, found)
-    return pmax(found, layout.axes.atoms)
+    most = torch.zeros_like(like)
+    if len(sums.placement):
+        most = sums.placement[:, 1].amax().to(like.dtype) / layout.recipe.micro_batches
+    return pmax(torch.stack([found, most]), layout.axes.atoms)
 
 
 def next_biases(
@@ -280,7 +288,8 @@ def _metrics(
         skipped=verdict.skip.to(norm.dtype),
         spike=verdict.spike.to(norm.dtype),
         max_logit=_max_logit(layout, sums, norm),
-        violation=verdict.violation,
+        violation=verdict.plans[0],
+        replicas=verdict.plans[1],
     )
 
 

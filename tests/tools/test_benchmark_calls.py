@@ -32,6 +32,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "tiny.py")
         ("warmup", ["nowhere.py"], "nowhere.py"),
         ("optimizers", ["--config", "nowhere.py"], "nowhere.py"),
         ("trainer_overhead", ["--config", "nowhere.py"], "nowhere.py"),
+        ("moonep_sim", ["out.png", "--ranks", "1"], "--ranks [1]: at least 2 ranks"),
         ("warmup", [CONFIG], "no device with kernels to compile"),
     ],
 )

@@ -14,7 +14,7 @@ from tests.trainer import runs
 
 
 def numbers(loss, non_finite=0.0, skipped=0.0, spike=0.0, violation=0.0, device="cpu"):
-    values = (loss, 0.5, 2.0, 1.25, non_finite, skipped, spike, 0.0, violation)
+    values = (loss, 0.5, 2.0, 1.25, non_finite, skipped, spike, 0.0, violation, 0.0)
     return trainer.Metrics(*(torch.tensor(v, device=device) for v in values))
 
 

@@ -63,6 +63,8 @@ def test_a_skewed_router_has_plain_eps_curve_and_equal_rows(recipe, skewed):
         changed = with_experts(recipe, placement=placement, balanced=False)
         numbers, _, state = meshes.on_threads(changed, 3)
         made[placement] = (numbers[0][:, 0], state.params)  # losses
+        most = numbers[0][:, trainer.Metrics._fields.index("replicas")]
+        assert most.tolist() == [float(placement == "moonep")] * 3
         computed[placement] = set(skewed)
     assert_close_trees(made["moonep"], made["plain"], rtol=1e-9, atol=1e-10)
     # 2 rows of 24 tokens, 2 experts each
