@@ -21,7 +21,7 @@ from k31fn.parallel.moonep.plan import make_plan
 from k31fn.parallel.partition import AxisRules, partition, resolve
 from k31fn.params import ParamSpec
 
-__all__ = ["check_mesh", "check_split", "split_share"]
+__all__ = ["check_mesh", "check_placement", "check_split", "split_share"]
 
 # Of the parameters, that fsdp must split: with less, ranks hold most of the model each, and the
 # memory that was to be saved is not.
@@ -54,7 +54,6 @@ def check_mesh(
         expert_width_ranks = math.prod(a.size for a in mesh.axes().etp)
         _divides("mesh.ep", mesh.ep, counts)
         _divides("mesh.tp without the ranks of mesh.ep", expert_width_ranks, widths)
-        _check_placement(mesh, cfg)
     _check_kinds(mesh, cfg)
     if mesh.pp > 1:
         _check_stages(mesh, cfg, micro_batches, num_chunks)
@@ -75,8 +74,14 @@ def check_mesh(
         _check_halos(mesh, cfg, length)
 
 
-def _check_placement(mesh: Mesh, cfg: model.Config) -> None:
-    """Refuses MoonEP on one rank, and with so few slots that it would end the run."""
+def check_placement(mesh: Mesh, cfg: model.Config) -> None:
+    """Refuses MoonEP on one rank, and with so few slots that it would end the run.
+
+    For the mesh of a run, not for that of a config file, which the command line may change.
+
+    Raises:
+        ValueError: names the field, and what would do.
+    """
     for name in cfg.used():
         config = cfg.sublayers[name]
         kind = kinds.kind_of(config)

@@ -16,7 +16,7 @@ from k31fn import commands, data, regular_files, trackers
 from k31fn import device as devices
 from k31fn.checkpoint.errors import CheckpointError
 from k31fn.config.files import load_recipe, register_kinds
-from k31fn.config.mesh_checks import check_split
+from k31fn.config.mesh_checks import check_placement, check_split
 from k31fn.config.overrides import override
 from k31fn.config.recipe import Recipe
 from k31fn.jit.function import CaptureError
@@ -212,6 +212,7 @@ def _parse(args: Sequence[str]) -> _CliArgs:
     call = override(call, args[1:], prog=f"train.py {args[0]}", description=_DESCRIPTION)
     # not in Recipe itself: a forecast makes recipes of few layers, of which less may split
     check_split(call.recipe.mesh, call.recipe.model)
+    check_placement(call.recipe.mesh, call.recipe.model)
     return call
 
 

@@ -73,23 +73,29 @@ def check(f, mesh: Mesh, backend: str, bias, **kwargs):
     )
 
 
-@ON_TWO_BACKENDS
-@pytest.mark.parametrize("name", ["ep2 fsdp2", "fsdp4 ep2", "tp4 ep2", "fsdp2 tp2 ep4"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("ep2 fsdp2", "threads"),
+        ("tp4 ep2", "threads"),
+        ("fsdp4 ep2", "simulated"),
+        ("fsdp2 tp2 ep4", "simulated"),
+    ],
+)
 def test_values_and_gradients_equal_one_device(name: str, backend: str):
     check(cases.moe, MESHES[name], backend, HOT)
 
 
 @pytest.mark.slow
 @ON_TWO_BACKENDS
-@pytest.mark.parametrize("name", ["cp2 tp2 ep2", "fsdp4 tp2 ep8"])
-def test_eight_ranks(name: str, backend: str):
+@pytest.mark.parametrize("name", MESHES)
+def test_on_every_mesh(name: str, backend: str):
     check(cases.moe, MESHES[name], backend, HOT)
 
 
-@pytest.mark.parametrize("backend", ["simulated"])
 @pytest.mark.parametrize("skew", [name for name in SKEWS if SKEWS[name] is not HOT])
-def test_any_skew(skew: str, backend: str):
-    check(cases.moe, MESHES["fsdp4 ep4"], backend, SKEWS[skew])
+def test_any_skew(skew: str):
+    check(cases.moe, MESHES["fsdp4 ep4"], "simulated", SKEWS[skew])
 
 
 @pytest.mark.parametrize("skew", ["uniform", "two experts of one rank take all"])
@@ -134,25 +140,23 @@ def value_and_gradients(f, mesh: Mesh, backend: str, bias):
     return run_on(weights, x)
 
 
-@ON_TWO_BACKENDS
-def test_a_replay_uses_the_plan_and_has_the_same_bits(backend: str):
+def test_a_replay_uses_the_plan_and_has_the_same_bits():
     mesh = MESHES["ep2 fsdp2"]
-    plain = value_and_gradients(cases.moe, mesh, backend, HOT)
-    again = value_and_gradients(cases.remat_moe, mesh, backend, HOT)
+    plain = value_and_gradients(cases.moe, mesh, "threads", HOT)
+    again = value_and_gradients(cases.remat_moe, mesh, "threads", HOT)
     assert all(map(torch.equal, tree.leaves(plain), tree.leaves(again)))
-    check(cases.remat_moe, mesh, backend, HOT, collectives=collectives(mesh, replays=1))
+    check(cases.remat_moe, mesh, "threads", HOT, collectives=collectives(mesh, replays=1))
 
 
-@ON_TWO_BACKENDS
-def test_a_stack_of_layers_with_replicas_equals_plain_ep(backend: str):
+def test_a_stack_of_layers_with_replicas_equals_plain_ep():
     mesh = MESHES["ep2 fsdp2"]
     bias = SKEWS["zipf"]
-    ours = value_and_gradients(cases.stack, mesh, backend, bias)
+    ours = value_and_gradients(cases.stack, mesh, "threads", bias)
 
     def plain(*args):
         return cases.three_layers(cases.PLAIN, *args)
 
-    expected = value_and_gradients(plain, mesh, backend, bias)
+    expected = value_and_gradients(plain, mesh, "threads", bias)
     assert_close_trees(ours, expected, rtol=1e-10, atol=1e-11)
 
 
@@ -220,18 +224,16 @@ def swapped(name, right):
     return plan
 
 
-@pytest.mark.parametrize("backend", ["threads"])
 @pytest.mark.parametrize("name", ["order", "inverse", "sizes", "sent", "taken"])
-def test_a_wrong_route_is_found(name: str, backend: str, monkeypatch):
+def test_a_wrong_route_is_found(name: str, monkeypatch):
     monkeypatch.setattr(moonep, "plan_route", swapped(name, moonep.plan_route))
-    with pytest.raises((AssertionError, RuntimeError), match=rf"{backend} against one device"):
-        check(cases.moe, MESHES["ep2 fsdp2"], backend, HOT)
+    with pytest.raises((AssertionError, RuntimeError), match="threads against one device"):
+        check(cases.moe, MESHES["ep2 fsdp2"], "threads", HOT)
 
 
-@ON_TWO_BACKENDS
-def test_gradients_of_replicas_that_do_not_come_home_are_found(backend: str, monkeypatch):
+def test_gradients_of_replicas_that_do_not_come_home_are_found(monkeypatch):
     """Invisible in the value."""
     stopped = lambda weight, index: weight.detach().index_select(0, index)  # noqa: E731
     monkeypatch.setattr(moonep, "_experts_at", stopped)
     with pytest.raises(AssertionError, match="3 of 12 leaves differ"):
-        check(cases.moe, MESHES["ep2 fsdp2"], backend, HOT)
+        check(cases.moe, MESHES["ep2 fsdp2"], "threads", HOT)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from k31fn import config, trainer, tree
-from k31fn.config.mesh_checks import check_mesh
+from k31fn.config.mesh_checks import check_mesh, check_placement
 from k31fn.layers import latent_moe, routed
 from k31fn.parallel import Mesh, each_rank
 from k31fn.testing import assert_close_trees
 from k31fn.trainer.log import PlanError
 from k31fn.trainer.part_metrics import MetricLabels
 from tests import small
-from tests.trainer import meshes
+from tests.trainer import meshes, runs
 from tests.trainer.test_log import log, numbers, shown, written  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -61,10 +61,10 @@ def test_a_skewed_router_has_plain_eps_curve_and_equal_rows(recipe, skewed):
     for placement in ("plain", "moonep"):
         skewed.clear()
         changed = with_experts(recipe, placement=placement, balanced=False)
-        numbers, _, state = meshes.on_threads(changed, 3)
+        numbers, _, state = meshes.on_threads(changed, 2)
         made[placement] = (numbers[0][:, 0], state.params)  # losses
         most = numbers[0][:, trainer.Metrics._fields.index("replicas")]
-        assert most.tolist() == [float(placement == "moonep")] * 3
+        assert most.tolist() == [float(placement == "moonep")] * 2
         computed[placement] = set(skewed)
     assert_close_trees(made["moonep"], made["plain"], rtol=1e-9, atol=1e-10)
     # 2 rows of 24 tokens, 2 experts each
@@ -106,11 +106,13 @@ def test_the_log_ends_the_run(log, tmp_path, shown):  # noqa: F811
     assert written(tmp_path)[0]["skipped"] == 1
 
 
-def test_what_is_refused_before_work(recipe):
+def test_what_is_refused_before_work(recipe, tmp_path, capsys):
     sizes = {"batch_size": 4, "micro_batches": 1, "length": 24}
 
     def check(mesh, **changes):
-        check_mesh(mesh, with_experts(recipe, **changes).model, **sizes)
+        cfg = with_experts(recipe, mesh=Mesh(), **changes).model
+        check_mesh(mesh, cfg, **sizes)
+        check_placement(mesh, cfg)
 
     check(MESH, placement="moonep")
     with pytest.raises(ValueError, match=r"mesh.ep=1 with model.moe.placement='moonep': one rank"):
@@ -121,3 +123,10 @@ def test_what_is_refused_before_work(recipe):
     check(MESH, placement="moonep", num_experts=16, top_k=8, slots=4)
     with pytest.raises(ValueError, match=r"moe.slots=3 on mesh.ep=2: a rank needs 4 when all"):
         check(MESH, placement="moonep", num_experts=16, top_k=8, slots=3)
+
+    # A recipe with MoonEP and no mesh is one: the command line gives the mesh.
+    file = runs.write_config(
+        tmp_path / "moonep.py", with_experts(recipe, Mesh(), placement="moonep")
+    )
+    assert trainer.main([file, "--steps", "1"]) == 2
+    assert "mesh.ep=1 with model.moe.placement='moonep'" in capsys.readouterr().err
