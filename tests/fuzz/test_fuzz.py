@@ -30,11 +30,14 @@ from k31fn.checkpoint import checkpointer
 from k31fn.trainer import cli, run
 from tests.checkpoint.direct import Direct
 from tests.fuzz.doors import Door, all_doors
+from tests.needs import needs
 from tests.trainer.runs import REPOSITORY
 
-for needed in ("orbax.checkpoint", "PIL", "pyarrow", "tokenizers", "tiktoken", "matplotlib"):
-    pytest.importorskip(needed)
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [
+    needs("orbax", "PIL", "pyarrow", "tokenizers", "tiktoken", "matplotlib"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+]
 
 SEED = int(os.environ.get("K31FN_FUZZ_SEED", "0"))
 MUTATIONS = int(os.environ.get("K31FN_FUZZ_MUTATIONS", "180"))

@@ -24,12 +24,12 @@ import pytest
 
 from k31fn.checkpoint import checkpointer
 from tests.checkpoint.direct import Direct
+from tests.needs import needs
 from tests.torture import events
 from tests.torture.victims import Straight, Victim
 from tests.trainer import runs
 
-pytest.importorskip("orbax.checkpoint")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(4500)]
+pytestmark = [needs("orbax"), pytest.mark.slow, pytest.mark.timeout(4500)]
 
 EVENTS = int(os.environ.get("K31FN_TORTURE_EVENTS", "100"))
 SEED = int(os.environ.get("K31FN_TORTURE_SEED", "0"))

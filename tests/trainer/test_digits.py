@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("sklearn", reason="scikit-learn (the extra `vision`) is not installed")
-pytest.importorskip("PIL", reason="Pillow (the extra `vision`) is not installed")
-
 from examples import digits
 from k31fn import config, data, trainer
 from k31fn.data.image_packing import Row
 from k31fn.data.images import _patchify
 from k31fn.data.media import PLACEHOLDER
+from tests.needs import needs
 
+pytestmark = needs("sklearn", "PIL")
 ROOT = Path(__file__).parents[2]
 
 
