@@ -1,5 +1,6 @@
 """The core of a Gated DSA layer: choice of keys, attention to them, teacher and loss of the
 indexer, beside cuDNN's dense attention, flex_attention with the set as its mask, and plain torch.
+``gathered``: attention and teacher in the absorbed form, without the products that absorb.
 
 One run: errors against float64 and twenty repeats first, then for each length and kind of index
 scores a row per part and implementation, forward and forward + backward. ``random``: every query
@@ -29,20 +30,23 @@ from k31fn.autodiff import vjp
 from k31fn.kernels.attention import attention
 from k31fn.kernels.indexer import index_topk
 from k31fn.kernels.indexer_kl import indexer_kl
+from k31fn.kernels.latent_attention import latent_attention, latent_probs
 from k31fn.kernels.registry import use_impl
 from k31fn.kernels.sparse_attention import head_probs, sparse_attention
 
 __all__ = ["main"]
 
 N, P, V = 128, 64, 128
+RANK = 512  # of the latent
 INDEX_HEADS, INDEX_DIM = 32, 128
 SCALE, INDEX_SCALE = (N + P) ** -0.5, INDEX_DIM**-0.5
 KINDS = ("random", "alike")
 PARTS = ("index_topk", "sparse_attention", "attention", "head_probs", "indexer_kl", "core")
-NAMES = ("fused", "plain", "cudnn", "flex")
+NAMES = ("fused", "gathered", "plain", "cudnn", "flex")
 GRAPHED = ("fused", "cudnn")  # a capture that fails would end the whole run
 PLAIN_AT_MOST = 4096  # tokens: more would take seconds and say nothing new
 OPS = ("index_topk", "sparse_attention", "attention", "head_probs", "indexer_kl")
+OPS += ("latent_attention", "latent_probs")
 TUNED = (
     {"warps": (4, 8), "rows": (64, 128), "columns": (64, 128), "stages": (2, 3)},
     {"warps": (4, 8), "rows": (64, 128), "columns": (32, 64), "stages": (1, 2)},
@@ -58,6 +62,7 @@ class Inputs(NamedTuple):
     """Of a layer's core: what the attention and the indexer take."""
 
     heads: list[Tensor]
+    latents: list[Tensor]
     indexer: list[Tensor]
     start: Tensor
     stop: Tensor
@@ -79,11 +84,13 @@ def draw(tokens: int, heads: int, kind: str, where: torch.device) -> Inputs:
         w = w[:, held]
     stop = torch.arange(1, tokens + 1, device=where)[None]
     index = [q, low(1, tokens, INDEX_DIM), w * INDEX_HEADS**-0.5]
-    return Inputs(of_heads, index, torch.zeros_like(stop), stop)
+    # scores as large as those of the heads
+    latents = [low(1, tokens, heads, RANK + P) * 0.5, low(1, tokens, RANK + P)]
+    return Inputs(of_heads, latents, index, torch.zeros_like(stop), stop)
 
 
 def by(impl: str, op: Function, *numbers: Any) -> Function:
-    """The op by one implementation of all five, with numbers behind its tensors."""
+    """The op by one implementation of all, with numbers behind its tensors."""
 
     def run(*xs: Tensor) -> Any:
         with use_impl(**dict.fromkeys(OPS, impl)):
@@ -101,6 +108,20 @@ def core(impl: str, x: Inputs, topk: int) -> Function:
             chosen = index_topk(*index, x.start, x.stop, topk, INDEX_SCALE)
             out, lse = sparse_attention(q, k, shared, v, chosen, SCALE)
             teacher = head_probs(q, k, shared, lse, chosen, SCALE) / q.shape[2]
+            return out, indexer_kl(*index, teacher, chosen, INDEX_SCALE)
+
+    return run
+
+
+def gathered_core(x: Inputs, topk: int) -> Function:
+    """The same with latents in place of keys and values by head."""
+
+    def run(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        q, kv, *index = leaves
+        with use_impl(**dict.fromkeys(OPS, "triton")):
+            chosen = index_topk(*index, x.start, x.stop, topk, INDEX_SCALE)
+            out, lse = latent_attention(q, kv, chosen, SCALE, RANK)
+            teacher = latent_probs(q, kv, lse, chosen, SCALE) / q.shape[2]
             return out, indexer_kl(*index, teacher, chosen, INDEX_SCALE)
 
     return run
@@ -175,6 +196,15 @@ def functions(x: Inputs, topk: int, names: Sequence[str]) -> Iterator[tuple[str,
         yield "head_probs", name, by(impl, head_probs, lse, chosen, SCALE), x.heads[:3]
         yield "indexer_kl", name, by(impl, indexer_kl, teacher, chosen, INDEX_SCALE), x.indexer
         yield "core", name, core(impl, x, topk), [*x.heads, *x.indexer]
+    if "gathered" in names:
+        of_latents = by("triton", lambda *a: latent_attention(*a, chosen, SCALE, RANK).out)
+        yield "sparse_attention", "gathered", of_latents, x.latents
+        # its statistics are made in the run: few numbers, and no reference holds T x T
+        with torch.no_grad():
+            lse = by("triton", latent_attention, chosen, SCALE, RANK)(*x.latents).lse
+        of_statistics = by("triton", latent_probs, lse, chosen, SCALE)
+        yield "head_probs", "gathered", of_statistics, x.latents
+        yield "core", "gathered", gathered_core(x, topk), [*x.latents, *x.indexer]
     q, k, shared, v = x.heads
     whole = torch.cat([k, shared[:, :, None].expand(-1, -1, k.shape[2], -1)], -1)
     heads_first = [a.transpose(1, 2).contiguous() for a in (q, whole, v)]

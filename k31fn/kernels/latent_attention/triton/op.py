@@ -7,7 +7,7 @@ them those of its queries, and one row for each slot: rows are then added to the
 of the queries, so that no two programs write to one place.
 
 Beside inputs and results a strip holds at most ``2 H`` (forward: ``H``) numbers for each slot, and
-in the backward ``K`` more and a position: 1.7 GiB at 96 heads, 576 dims and bfloat16, of any
+in the backward ``K`` more and a position: 1.6 GiB at 96 heads, 576 dims and bfloat16, of any
 length; and ``4 S K`` bytes of the keys' gradients.
 """
 
