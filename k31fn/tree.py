@@ -12,15 +12,18 @@ a silently dropped leaf is a wrong gradient. An absent part is the empty tuple `
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
 
 import optree
+import torch
 
 # torch.func flattens with this one; register_pytree_node: torch 2.11-2.14
 import torch.utils._pytree as torch_pytree
 
 __all__ = [
+    "add",
     "dataclass",
     "flatten",
     "flatten_with_paths",
@@ -28,8 +31,11 @@ __all__ = [
     "map",
     "map_with_path",
     "paths",
+    "scale",
     "static",
     "unflatten",
+    "vdot",
+    "zeros_like",
 ]
 
 _NAMESPACE = "k31fn"
@@ -187,6 +193,55 @@ def map_with_path(
     """``f(path, leaf)`` over the leaves."""
     values = [f(p, v) for p, v in flatten_with_paths(tree, is_leaf=is_leaf)]
     return unflatten(flatten(tree, is_leaf=is_leaf)[1], values)
+
+
+def zeros_like(tree: Any) -> Any:
+    """A tree of zeros of the same structure, shapes, dtypes and devices."""
+    return map(torch.zeros_like, tree)
+
+
+def add(a: Any, b: Any) -> Any:
+    """``a + b``, leaf by leaf.
+
+    Raises:
+        ValueError: the structures differ.
+    """
+    return map(torch.add, a, b)
+
+
+def scale(factor: float | int | torch.Tensor, tree: Any) -> Any:
+    """``factor * tree``, leaf by leaf, in the leaves' dtypes; the factor is a number or a scalar
+    tensor.
+
+    Raises:
+        ValueError: the factor has dimensions.
+    """
+    if isinstance(factor, torch.Tensor) and factor.ndim:
+        raise ValueError(
+            f"tree.scale: factor of shape {list(factor.shape)}; it is a number or a scalar tensor, "
+            "and the tree comes second"
+        )
+    return map(lambda x: x * factor, tree)
+
+
+def vdot(a: Any, b: Any) -> torch.Tensor:
+    """The sum of ``conj(a) * b`` over all elements of all leaves, accumulated in at least float32.
+
+    Raises:
+        ValueError: the structures differ, or there is no leaf.
+    """
+    products = leaves(map(_inner, a, b))
+    if not products:
+        raise ValueError("tree.vdot: the trees have no leaf, so their product has no dtype")
+    return functools.reduce(torch.add, products)
+
+
+def _inner(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if x.shape != y.shape:
+        raise ValueError(f"tree.vdot: leaves of shapes {list(x.shape)} and {list(y.shape)}")
+    # In bfloat16 a sum stops growing after some hundred terms.
+    dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+    return (x.conj().to(dtype) * y.to(dtype)).sum()
 
 
 def _difference(a: Any, b: Any, is_leaf: Callable[[Any], bool] | None) -> str:

@@ -261,10 +261,14 @@ def _loss(cfg, tok, packing=None, remat="none"):
 
 @pytest.mark.slow
 def test_gradients_of_the_whole_model():
-    """Second order too, through DSA, its KL, the router and AttnRes at once, decisions pinned."""
-    cfg = small.config(num_layers=2, full_attention_layers=(1,), indexer_weight=0.0)
+    """Second order too, through DSA, its KL, the router and AttnRes at once, decisions and the
+    indexer's teacher pinned.
+    """
+    cfg = small.config(num_layers=2, full_attention_layers=(1,))
     p = small.weights(cfg)
     check_grads(_loss(cfg, small.tokens(1, 6)), (p,), order=2)
+    # A remat notes what is stopped in it, and its replay finds it.
+    check_grads(_loss(cfg, small.tokens(1, 6), remat="layer"), (p,))
 
 
 RESIDUALS = {"attn_res": small.config().residual, "mhc": MHC, "plain": plain_residual.Config()}

@@ -151,15 +151,32 @@ def test_check_grads_asks_a_decision_once():
     assert len(calls) == 1
 
 
-def test_finite_differences_see_through_stop_gradient_unless_its_source_is_a_frozen_argument():
+@pytest.mark.parametrize("order", [1, 2])
+def test_check_grads_pins_what_is_stopped(order: int):
+    """Also a value inside a remat, which notes its own, and one beside a choice that stops too."""
+
+    def loss(x: Tensor) -> Tensor:
+        teacher = autodiff.stop_gradient({"t": x.exp(), "name": 3})["t"]
+        best = autodiff.decision("top", lambda s: autodiff.stop_gradient(s).topk(2).indices, x)
+        return ((x - teacher) ** 2 * autodiff.stop_gradient(teacher)).gather(-1, best)
+
+    for f in (loss, autodiff.remat(loss), lambda x: autodiff.remat(loss)(loss(x) + x[:2])):
+        check_grads(f, (normal(4),), order=order)
+    with pytest.raises(AssertionError, match="leaf '0'"):
+        check_grads(lambda x: (x - x.exp().detach()) ** 2, (normal(4),))
+    inner = vmap(lambda x: x * autodiff.stop_gradient(x))  # gone before the replay, so not pinned
+    with pytest.raises(AssertionError, match="leaf '0'"):
+        check_grads(lambda x: inner(x) + x * autodiff.stop_gradient(x), (normal(4),))
+
+
+def test_a_frozen_argument_has_no_gradient():
     def loss(x: Tensor, teacher: Tensor) -> Tensor:
         return (
             (x - 2 * autodiff.stop_gradient(teacher)) ** 2 * autodiff.stop_gradient(teacher)
         ).sum()
 
     x = normal(4)
-    with pytest.raises(AssertionError, match="leaf '0'"):
-        check_grads(lambda x: loss(x, x), (x,))
+    check_grads(lambda x: loss(x, x), (x,))
     check_grads(loss, (x, x), frozen=(1,), order=2)
     with pytest.raises(AssertionError, match=r"frozen leaf '1\.t' has a gradient"):
         check_grads(lambda x, tree: x * tree["t"], (x, {"t": x}), frozen=(1,))

@@ -51,6 +51,26 @@ def test_flatten_and_unflatten_are_inverse_and_keep_types():
     assert list(again) == ["z", "a"], "dict order survives although leaves come by sorted key"
 
 
+def test_arithmetic():
+    a = {"x": torch.tensor([1.0, 2.0]), "y": (torch.tensor(3.0),), "z": ()}
+    b = tree.scale(2, a)
+    assert tree.vdot(a, b) == 2 * (1 + 4 + 9)
+    assert tree.vdot(tree.add(a, b), tree.zeros_like(a)) == 0
+    assert tree.leaves(tree.add(a, tree.scale(torch.tensor(-0.5, dtype=torch.float64), b)))[1] == 0
+    narrow = {"x": torch.full((1000,), 1.0, dtype=torch.bfloat16)}
+    assert tree.vdot(narrow, narrow) == 1000  # in bfloat16 the sum would stop at 256
+    assert tree.scale(torch.tensor(2.0), narrow)["x"].dtype == torch.bfloat16
+    assert tree.vdot(torch.tensor([1j]), torch.tensor([1j])) == 1
+    with pytest.raises(ValueError, match="the tree comes second"):
+        tree.scale(torch.ones(2), a)
+    with pytest.raises(ValueError, match="only in the first: "):
+        tree.add(a, {"x": a["x"]})
+    with pytest.raises(ValueError, match="no leaf"):
+        tree.vdot((), ())
+    with pytest.raises(ValueError, match=r"leaves of shapes \[2\] and \[1\]"):
+        tree.vdot(torch.ones(2), torch.ones(1))
+
+
 def test_rebuilding_skips_init():
     @tree.dataclass
     class Checked:

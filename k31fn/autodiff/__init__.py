@@ -11,9 +11,10 @@
   or makes again.
 * :func:`split_vjp`: a pullback in two parts, the inputs' and the weights'; :func:`weight_product`
   marks what it splits.
-* :func:`stop_gradient`, :func:`hessian`.
+* :func:`stop_gradient`, :func:`hessian`, :func:`hvp`: the product of a Hessian with a vector.
 
-Forward mode (``torch.func.jvp``, ``jacfwd``, ``torch.func.hessian``) is not supported and says so.
+Forward mode (``torch.func.jvp``, ``jacfwd``, ``torch.func.hessian``) is not supported and says so:
+:func:`hvp` and :func:`hessian` are reverse over reverse.
 
 What is ambient (implementation overrides, decisions, axis environments) lives in context variables.
 A backward may run on another thread, where they have other values, so :func:`remat` captures the
@@ -22,12 +23,19 @@ variables given to :func:`carry` as its forward did.
 """
 
 from k31fn.autodiff.ambient import carry
-from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
+from k31fn.autodiff.custom_vjp import custom_vjp
+from k31fn.autodiff.gradients import hessian, hvp, value_and_grad
 from k31fn.autodiff.keep import keep
 from k31fn.autodiff.remat import remat
-from k31fn.autodiff.replay import decision, record_decisions, replay_decisions, report
+from k31fn.autodiff.replay import (
+    decision,
+    record_decisions,
+    replay_decisions,
+    report,
+    stop_gradient,
+)
 from k31fn.autodiff.split_vjp import SplitWork, check_split, split_vjp
-from k31fn.autodiff.transforms import hessian, value_and_grad, vjp
+from k31fn.autodiff.transforms import vjp
 from k31fn.autodiff.weight_grads import weight_product
 
 __all__ = [
@@ -37,6 +45,7 @@ __all__ = [
     "custom_vjp",
     "decision",
     "hessian",
+    "hvp",
     "keep",
     "record_decisions",
     "remat",

@@ -14,7 +14,7 @@ from k31fn.autodiff.ambient import CarriedVariables
 from k31fn.autodiff.captured_tensors import global_names, reaches_nothing, refuse_captured
 from k31fn.autodiff.leaves import differentiable, pick
 
-__all__ = ["custom_vjp", "runs_rule", "stop_gradient"]
+__all__ = ["custom_vjp", "detached", "runs_rule"]
 
 
 class _VjpCall:
@@ -281,7 +281,7 @@ def _grad_leaves(call: _VjpCall, subtree: Any, grad: Any) -> list[Tensor | None]
 def _refuse_forward_mode(name: str) -> NoReturn:
     raise RuntimeError(
         f"{name} under forward-mode differentiation: k31fn functions are reverse-mode only; use "
-        "torch.func.jacrev or k31fn.autodiff.hessian (reverse over reverse)"
+        "k31fn.autodiff.hvp or hessian (reverse over reverse), or torch.func.jacrev"
     )
 
 
@@ -383,6 +383,6 @@ class custom_vjp:  # noqa: N801 (a function's maker, spelt as in JAX)
         return tree.unflatten(call.out_def, outputs[: call.num_out])
 
 
-def stop_gradient(x: Any) -> Any:
+def detached(x: Any) -> Any:
     """The tree ``x`` with zero gradient, at every order and every ``torch.func`` level."""
     return tree.map(lambda t: t.detach() if isinstance(t, Tensor) and differentiable(t) else t, x)

@@ -7,7 +7,7 @@ from typing import Any
 
 from k31fn import _functorch, tree
 from k31fn.autodiff.ambient import Ambient
-from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
+from k31fn.autodiff.custom_vjp import custom_vjp, detached
 from k31fn.autodiff.kept_graph import KeptGraph
 from k31fn.autodiff.replay import ReplayTape, ValueQueue, current_replay_tape, running_on
 
@@ -117,7 +117,7 @@ def _from_kept(tape: ReplayTape, kept: Any, args: tuple[Any, ...]) -> Any:
     # f does not run, so nobody asks for the decisions that were made in it.
     tape.decisions.skip(num_decisions)
     # What was kept of the output has no gradient of its own: that goes through the kept graph.
-    return _FROM_KEPT(stop_gradient(out), graph, *args)
+    return _FROM_KEPT(detached(out), graph, *args)
 
 
 def _without(out: Any, reports: Callable[[Any], Any]) -> Any:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from k31fn import _functorch, tree
-from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
-from k31fn.autodiff.leaves import differentiable
+from k31fn.autodiff.ambient import carry
+from k31fn.autodiff.custom_vjp import custom_vjp, detached
+from k31fn.autodiff.leaves import differentiable, differentiable_leaves, pick
 from k31fn.autodiff.transforms import vjp_once
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "call_recorded",
     "current_replay_tape",
     "decision",
+    "pinned_stops",
     "pull_replayed",
     "record_decisions",
     "replay",
@@ -34,6 +36,7 @@ __all__ = [
     "report",
     "run_recorded",
     "running_on",
+    "stop_gradient",
 ]
 
 
@@ -78,13 +81,17 @@ class ValueQueue:
         """Passes over values that a function would ask for which does not run again."""
         self._position += count
 
+    def holds(self, value: Any) -> bool:
+        """Whether the value lives until the replay asks."""
+        return _deepest_level(value) <= self._level
+
     def record(self, name: str, value: Any) -> Any:
         """The value, which it notes.
 
         Raises:
             RuntimeError: it belongs to a ``torch.func`` level that is closed before the replay.
         """
-        if _deepest_level(value) > self._level:
+        if not self.holds(value):
             raise RuntimeError(
                 f"{name!r} was made under a torch.func transform inside the function that keeps "
                 "it; put remat (or record_decisions) inside the transform"
@@ -149,7 +156,8 @@ def decision(name: str, fn: Callable[..., Any], *args: Any) -> Any:
     if tape is not None and tape.decisions.replaying:
         return tape.decisions.next(name)
     # A choice has no derivative; without this a torch.func level would follow it into the integers.
-    value = fn(*stop_gradient(args))
+    with _unpinned():
+        value = fn(*detached(args))
     for leaf in tree.leaves(value):
         if isinstance(leaf, Tensor) and differentiable(leaf):
             raise ValueError(
@@ -180,7 +188,8 @@ def report(
         device = next(t.device for t in tree.leaves(args) if isinstance(t, Tensor))
         zero = torch.zeros((), dtype=torch.int32, device=device)
         return tuple(zero.expand(shape) for shape in shapes)
-    tensors = fn(*stop_gradient(args))
+    with _unpinned():
+        tensors = fn(*detached(args))
     # The replay goes by the shapes alone: wrong ones would differ in the second run only.
     for tensor, shape in zip(tensors, shapes, strict=True):
         assert tensor.shape == torch.Size(shape)
@@ -201,6 +210,51 @@ def replay_decisions(decisions: list[Any]) -> Iterator[None]:
     """Inside, each :func:`decision` returns the next of ``decisions`` instead of choosing again."""
     with running_on(ReplayTape(ValueQueue(decisions), ValueQueue())):
         yield
+
+
+# Carried, since a remat runs its function again on the thread of a device's backward.
+_PINS: contextvars.ContextVar[bool] = carry(
+    contextvars.ContextVar("k31fn_pins_stopped", default=False)
+)
+
+
+@contextlib.contextmanager
+def pinned_stops(pins: bool = True) -> Iterator[None]:
+    """Inside, :func:`stop_gradient` under :func:`record_decisions` notes its values, and under
+    :func:`replay_decisions` hands them out again.
+
+    So a function with stopped parts is one of its other parts alone, as its gradient says, also to
+    finite differences. A remat inside notes and replays its own: this is to enclose forwards and
+    backwards alike.
+    """
+    token = _PINS.set(pins)
+    try:
+        yield
+    finally:
+        _PINS.reset(token)
+
+
+def _unpinned() -> contextlib.AbstractContextManager[None]:
+    # What chooses or reports does not run in a replay, which would be asked for fewer values.
+    return pinned_stops(False)
+
+
+def stop_gradient(x: Any) -> Any:
+    """The tree ``x`` with zero gradient, at every order and every ``torch.func`` level."""
+    tape = _TAPE.get()
+    if tape is None or not _PINS.get():
+        return detached(x)
+    values, structure = tree.flatten(x)
+    index = differentiable_leaves(values)
+    if tape.decisions.replaying:
+        noted = tape.decisions.next("stop_gradient")
+    else:
+        noted = detached(pick(values, index))
+        # Of a torch.func level inside the function it is gone before the replay: not pinned.
+        tape.decisions.record("stop_gradient", noted if tape.decisions.holds(noted) else [])
+    for i, value in zip(index, noted or detached(pick(values, index)), strict=True):
+        values[i] = value
+    return tree.unflatten(structure, values)
 
 
 def run_recorded(
@@ -279,5 +333,6 @@ def call_recorded(rule: custom_vjp, *args: Any) -> Any:
         return rule(list(outer.decisions.next(rule.name)), *args)[0]
     out, decisions = rule((), *args)
     if outer is not None:
-        outer.decisions.record(rule.name, decisions)
+        # Stopped values among them are results of the rule, which autograd follows.
+        outer.decisions.record(rule.name, detached(decisions))
     return out

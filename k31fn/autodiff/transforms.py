@@ -1,4 +1,4 @@
-"""Derivatives of pure functions: vjp, value_and_grad, hessian."""
+"""Pullbacks of pure functions, with and without a level of ``torch.func``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from k31fn.autodiff.weight_grads import WeightTape, current_weight_tape
 
 __all__ = [
     "differentiated",
-    "hessian",
     "taping",
-    "value_and_grad",
     "vjp",
     "vjp_by_tape",
     "vjp_once",
@@ -203,58 +201,6 @@ def vjp_by_tape(
 
 def _without_graph(x: Any) -> Any:
     return tree.map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
-
-
-def value_and_grad(
-    f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False
-) -> Callable[..., Any]:
-    """The function that returns ``f``'s scalar value and its gradient with respect to
-    ``args[argnums]``.
-
-    The numbers of ``torch.func.grad_and_value``, without its graph of the backward: this is what
-    training calls.
-
-    Returns:
-        ``(*args) -> (value, grads)``, or ``((value, aux), grads)`` if ``has_aux``. ``grads`` has
-        the structure of the argument (a tuple of trees for a tuple of argnums).
-
-    Raises:
-        ValueError: the value is not a floating scalar, or an argument is named twice.
-    """
-    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if len(set(chosen)) != len(chosen):
-        raise ValueError(
-            f"value_and_grad: argnums={argnums} names an argument twice; its gradient would be "
-            "split"
-        )
-
-    @functools.wraps(f)
-    def wrapped(*args: Any) -> Any:
-        def of_chosen(*some: Any) -> Any:
-            full = list(args)
-            for i, a in zip(chosen, some, strict=True):
-                full[i] = a
-            return f(*full)
-
-        result = vjp(of_chosen, *pick(args, chosen), has_aux=has_aux)
-        value, pull = result[0], result[1]
-        if not isinstance(value, Tensor) or value.ndim or not differentiable(value):
-            raise ValueError(
-                f"value_and_grad: {getattr(f, '__name__', f)} must return a floating scalar, got "
-                f"{value!r}"
-            )
-        grads = pull(torch.ones_like(value))
-        grads = grads[0] if isinstance(argnums, int) else grads
-        return ((value, result[2]), grads) if has_aux else (value, grads)
-
-    return wrapped
-
-
-def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
-    """The Hessian of a scalar function, reverse over reverse (``torch.func.hessian`` needs forward
-    mode).
-    """
-    return torch.func.jacrev(torch.func.jacrev(f, argnums), argnums)
 
 
 def vjp_once(f: Callable[..., Any], args: Any, ct: Any, needs: Any) -> tuple[Any, ...]:

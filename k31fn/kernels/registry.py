@@ -182,8 +182,8 @@ class Op:
             raise RuntimeError(
                 f"op {self.name!r} under forward-mode differentiation (jvp, jacfwd, "
                 "torch.func.hessian): k31fn's operators are reverse-mode only, so that a layer "
-                "behaves alike on every device; use torch.func.jacrev or k31fn.autodiff.hessian "
-                "(reverse over reverse)"
+                "behaves alike on every device; use k31fn.autodiff.hvp or hessian (reverse over "
+                "reverse), or torch.func.jacrev"
             )
         for watcher in shapes.WATCHERS.get():
             watcher(self, args, kwargs)

@@ -36,8 +36,7 @@ import torch
 from einops import rearrange
 
 from k31fn import tree
-from k31fn.autodiff.custom_vjp import stop_gradient
-from k31fn.autodiff.replay import decision
+from k31fn.autodiff.replay import decision, stop_gradient
 from k31fn.kernels.attention import attention
 from k31fn.kernels.indexer import index_topk
 from k31fn.kernels.indexer_kl import indexer_kl
@@ -251,9 +250,9 @@ def _loss(
     cfg: Config,
 ) -> Float[Tensor, ""]:
     """The indexer's loss, taught by the probabilities summed over all heads."""
-    return indexer_kl(
-        index.q, index.k, index.w, probs / cfg.attn.num_heads, chosen, cfg.indexer.scale
-    )
+    # The teacher has no gradient; stopped here too, it stays in place when gradients are checked.
+    teacher = stop_gradient(probs / cfg.attn.num_heads)
+    return indexer_kl(index.q, index.k, index.w, teacher, chosen, cfg.indexer.scale)
 
 
 def _attend_to_all(

@@ -80,7 +80,7 @@ def apply(
     if _functorch.forward_mode_active():
         raise RuntimeError(
             "embedding under forward-mode differentiation: k31fn layers are reverse-mode only; "
-            "use torch.func.jacrev or k31fn.autodiff.hessian (reverse over reverse)"
+            "use k31fn.autodiff.hvp or hessian (reverse over reverse), or torch.func.jacrev"
         )
     if not active(sh.vocab):
         return _lookup(params.weight, tokens)

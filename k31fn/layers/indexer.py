@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 from k31fn import tree
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.replay import stop_gradient
 from k31fn.kernels.norm import layer_norm
 from k31fn.layers.linear import linear, split_heads
 from k31fn.parallel.collectives import pvary

@@ -105,7 +105,7 @@ def _refuse_forward_mode() -> None:
     if _functorch.forward_mode_active():
         raise RuntimeError(
             "linear under forward-mode differentiation: k31fn layers are reverse-mode only; use "
-            "torch.func.jacrev or k31fn.autodiff.hessian (reverse over reverse)"
+            "k31fn.autodiff.hvp or hessian (reverse over reverse), or torch.func.jacrev"
         )
 
 

@@ -31,7 +31,7 @@ import torch
 from einops import rearrange
 
 from k31fn import tree
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.replay import stop_gradient
 from k31fn.kernels.attention import attention
 from k31fn.kernels.max_logits import max_logits
 from k31fn.kernels.norm import rms_norm

@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.parallel.axis import Axes, Axis, active, axis_names, num_ranks
 from k31fn.parallel.primitive import Collective, issue
 
@@ -210,7 +210,7 @@ def pmax(x: Array, axis: Axes) -> Array:
     axes = _bound("pmax", axis)
     # Stopped on one rank as well: a gradient that appears or goes with the mesh would be a bug
     # that only one of them shows.
-    x = stop_gradient(x)
+    x = detached(x)
     if not axes:
         return x
     return issue(Collective("pmax", axes), x)

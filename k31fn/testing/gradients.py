@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k31fn import random, tree
-from k31fn.autodiff.replay import record_decisions, replay_decisions
+from k31fn.autodiff.replay import pinned_stops, record_decisions, replay_decisions
 from k31fn.autodiff.transforms import vjp
 from k31fn.testing.finite_differences import (
     DifferenceProblem,
@@ -22,6 +22,7 @@ from k31fn.testing.trees import at
 __all__ = ["check_grads"]
 
 
+@pinned_stops()
 def check_grads(
     f: Callable[..., Any],
     args: tuple[Any, ...],
@@ -41,10 +42,11 @@ def check_grads(
     seen there is checked alone. Order 2 also checks the gradient of ``<grad f, w>`` for a fixed
     random ``w``, reverse over reverse, against differences of the gradient.
 
-    Choices made through :func:`k31fn.autodiff.decision` are those of the first call throughout, so
-    a finite step cannot flip them. Finite differences see through ``stop_gradient``: write ``f`` as
-    a function of the stopped part and the other part as separate arguments, and name the stopped
-    one in ``frozen``.
+    Choices made through :func:`k31fn.autodiff.decision`, and values of
+    :func:`k31fn.autodiff.stop_gradient`, are those of the first call throughout: a finite step can
+    neither flip a choice nor move what is stopped. So a whole loss can be checked, with routers,
+    top-k sets and a stopped teacher. Finite differences do see through ``detach``, and through a
+    ``stop_gradient`` under a ``torch.func`` transform that ``f`` itself applies.
 
     Args:
         f: returns any tree; its floating leaves must be float64. Must be pure.
@@ -53,8 +55,8 @@ def check_grads(
         num_directions: random directions per order.
         per_coordinate: difference every coordinate by itself instead, for small inputs: the message
             names the element.
-        frozen: positions in ``args`` that ``f`` stops the gradient of: they stay where they are,
-            and the gradient with respect to them must be exactly zero.
+        frozen: positions in ``args`` that ``f`` stops the gradient of in any way: they stay where
+            they are, and the gradient with respect to them must be exactly zero.
         rtol: tolerance relative to the directional derivative (the root of the sum of its squared
             terms, if that is larger). 1e-7 lies above the differences' own error, 1e-10 for a
             smooth float64 function of usual condition, and below the effect of a missing term or a
@@ -97,7 +99,7 @@ def check_grads(
     n = len(moving)
     _assert_frozen(names[n:], grads[n:])
 
-    # differences see through stop_gradient, so what is frozen stays where it is
+    # stopped in whatever way, so it stays where it is
     fixed = leaves[n:]
     first = DifferenceProblem(
         1,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k31fn import balance, model, tree
-from k31fn.autodiff.transforms import value_and_grad
+from k31fn.autodiff.gradients import value_and_grad
 from k31fn.layers.linear import use_products
 from k31fn.model import stages
 from k31fn.parallel import fsdp, pipeline

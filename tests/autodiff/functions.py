@@ -18,7 +18,7 @@ value_and_grad = autodiff.value_and_grad
 
 
 def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=F64)
+    return torch.randn(shape, dtype=F64)
 
 
 def same_bits(actual: Any, expected: Any) -> None:

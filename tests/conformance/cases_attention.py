@@ -1,8 +1,8 @@
 """Gated MLA and Gated DSA as the conformance suite sees them.
 
-Finite differences see through stop_gradient, so Gated DSA is two cases: its output as a function of
-everything, and its indexer's loss as a function of the indexer's parameters, with the trunk that
-teaches it held fixed.
+A check that pins no values sees through stop_gradient, so Gated DSA is two cases: its output as a
+function of everything, and its indexer's loss as a function of the indexer's parameters, with the
+trunk that teaches it held fixed.
 """
 
 from __future__ import annotations

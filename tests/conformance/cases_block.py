@@ -25,7 +25,7 @@ LAYERS = {
     ),
     "block.mla_dense": block.Config(cases_attention.MLA, mlp.Config(D, 4), plain_residual.Config()),
 }
-"""Gated DSA is not here: finite differences see through its stop_gradient."""
+"""Gated DSA is not here: a check without pinned values would see through its stop_gradient."""
 
 
 def _drawn(specs: Any, key: Tensor, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.kernels.launch import Build, Tile, grouped, programs, step
 
 __all__ = ["accepts", "builds", "choose_experts"]
@@ -98,7 +98,7 @@ def choose_experts(
         return _launch(top_k, *operands)
 
     rows = scores.reshape(1, -1, scores.shape[-1])
-    operands = stop_gradient((rows, bias[None], valid.reshape(1, -1)))
+    operands = detached((rows, bias[None], valid.reshape(1, -1)))
     chosen, following = grouped(launch, *operands)
     return chosen.view(*valid.shape, top_k), following.view(*valid.shape, 1)
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.kernels.formats.fp8 import BLOCK, scale_of
 from k31fn.typing import Float, Tensor
 
@@ -57,7 +57,7 @@ def fp8_encode(x: Float[Tensor, "R K"], scaling: Groups = "rows") -> Codes:
     # rows and columns that share a scale
     size = (BLOCK if scaling == "tiles" else 1, x.shape[1] if scaling == "rows" else BLOCK)
     # rounding has no derivative: the product's rule treats codes as the numbers themselves
-    groups = stop_gradient(x).unflatten(1, (-1, size[1])).unflatten(0, (-1, size[0]))
+    groups = detached(x).unflatten(1, (-1, size[1])).unflatten(0, (-1, size[0]))
     largest = torch.linalg.vector_norm(groups, float("inf"), (1, 3))  # [R / size, K / size]
     # a group with an infinity or a NaN becomes NaN as a whole: the step is then skipped
     finite = largest.isfinite()

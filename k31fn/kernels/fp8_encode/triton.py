@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k31fn._functorch import reinterpret
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.kernels.formats.fp8 import BLOCK
 from k31fn.kernels.fp8_encode.reference import E4M3, Codes, Groups, check
 from k31fn.kernels.launch import Build, Tile, grouped, programs
@@ -282,7 +282,7 @@ def fp8_encode(x: Tensor, scaling: Groups = "rows") -> Codes:
     check(x, scaling)
     # a transpose is read as it lies in memory, and its codes are written transposed: no copy
     transposed = x.mT.is_contiguous() and not x.is_contiguous()
-    memory = stop_gradient(x.mT if transposed else x).contiguous()
+    memory = detached(x.mT if transposed else x).contiguous()
     codes, scales = grouped(lambda m: _launch(m, scaling, transposed), memory)
     return Codes(reinterpret(codes, E4M3), scales.mT if scaling == "blocks" else scales)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.kernels.histogram.reference import bin_range
 from k31fn.kernels.launch import INTERPRETED, Build, Tile, grouped, programs, step
 
@@ -104,7 +104,7 @@ def required_bias_histogram(
         return (_launch(num_bins, *operands),)
 
     operands = (scores, cutoff, valid, *bin_range(bias, num_bins))
-    return grouped(launch, *(x[None] for x in stop_gradient(operands)))[0].squeeze(0)
+    return grouped(launch, *(x[None] for x in detached(operands)))[0].squeeze(0)
 
 
 def _launch(num_bins: int, *operands: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.kernels.attention.triton.arithmetic import product, rows_of
 from k31fn.kernels.indexer.limits import MOST_KEYS
 from k31fn.kernels.launch import INTERPRETED, Build, Tile, grouped, looping_grid
@@ -197,7 +197,7 @@ def index_topk(
     def launch(*operands: Tensor) -> tuple[Tensor, ...]:
         return (_launch(topk, scale, *operands),)
 
-    operands = stop_gradient((q, k, w, start, stop))
+    operands = detached((q, k, w, start, stop))
     return grouped(launch, *(x[None] for x in operands))[0].squeeze(0)
 
 

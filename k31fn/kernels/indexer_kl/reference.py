@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.kernels.indexer.reference import head_weighted_scores
 from k31fn.kernels.sparse_attention.reference import multiplicity
 from k31fn.kernels.tiling import map_query_tiles
@@ -26,7 +26,7 @@ def indexer_kl(
 ) -> Float[Tensor, ""]:
     """``sum_t KL(teacher[t] || softmax(I[t]))`` over the chosen keys of each query."""
     # the teacher is the main attention, which the indexer follows and must not move
-    queries = upcast(q).flatten(-2) * scale, upcast(w), upcast(stop_gradient(teacher)), topk_idx
+    queries = upcast(q).flatten(-2) * scale, upcast(w), upcast(detached(teacher)), topk_idx
     sums = map_query_tiles(_tile, queries, (upcast(k),), width=w.shape[0] * w.shape[-1])
     return torch.stack(sums).sum()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.kernels.attention.reference import by_head, heads_first, masked_scores
 from k31fn.kernels.tiling import map_query_tiles
 from k31fn.precision import upcast
@@ -56,7 +56,7 @@ def _attended(q: Tensor, topk_idx: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     # dense and masked: to gather the chosen keys would copy topk x 576 numbers for each query
     scores = masked_scores(q, k, as_mask(topk_idx, k.shape[-2]))
     # the statistics teach the indexer, and its loss must not reach the attention through them
-    lse = torch.logsumexp(stop_gradient(scores), dim=-1)
+    lse = torch.logsumexp(detached(scores), dim=-1)
     return by_head(torch.softmax(scores, dim=-1), v), lse
 
 
@@ -71,7 +71,7 @@ def head_probs(
     """Probabilities that :func:`sparse_attention` gave the keys ``topk_idx[t]``, summed over the
     heads.
     """
-    q, k, k_shared, lse = stop_gradient((q, k, k_shared, lse))
+    q, k, k_shared, lse = detached((q, k, k_shared, lse))
     queries, keys = heads_first(q, k, k_shared, scale)
     statistics = lse.transpose(1, 2)[..., None]
     tiles = map_query_tiles(

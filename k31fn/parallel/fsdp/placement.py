@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from k31fn import precision, tree
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.parallel.axis import Axis, axis_names
 from k31fn.parallel.collectives import all_gather, pvary
 from k31fn.parallel.mesh import MeshAxes
@@ -185,7 +185,7 @@ def spread(x: Tensor, place: Placement) -> tuple[Tensor, torch.dtype, torch.dtyp
     dtype = place.dtype or x.dtype
     grad_dtype = reduce_dtype(x, place)
     if place.frozen:
-        x = stop_gradient(x)  # so its transpose, a reduce-scatter, is never issued
+        x = detached(x)  # so its transpose, a reduce-scatter, is never issued
     if place.vary:
         # In the reduce dtype before it varies, for the cotangent of pvary is summed in the dtype
         # of its operand.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k31fn import tree
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.autodiff.leaves import differentiable
 from k31fn.autodiff.replay import pull_replayed
 from k31fn.parallel.fsdp.fused_gather import start_scatter, wait_scatter
@@ -103,7 +103,7 @@ def _sent(weights: Any, placements: Placements) -> Any:
 
 def _constant_but(wanted: Any, args: Any) -> Any:
     """The arguments, of which those that no gradient is wanted of cost none."""
-    return tree.map(lambda x, wanted: x if wanted else stop_gradient(x), args, wanted)
+    return tree.map(lambda x, wanted: x if wanted else detached(x), args, wanted)
 
 
 def _absent(like: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from k31fn import tree
 from k31fn.autodiff.ambient import Ambient
-from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
+from k31fn.autodiff.custom_vjp import custom_vjp, detached
 from k31fn.autodiff.keep import can_keep_graphs
 from k31fn.autodiff.replay import call_recorded
 from k31fn.autodiff.weight_grads import current_weight_tape
@@ -117,7 +117,7 @@ def scan(
     # A rule's outputs all have a graph. What depends on nothing must not: a caller asks a carry
     # whether it has one.
     carry = tree.map(
-        lambda x, reached: x if reached else stop_gradient(x), carry, dependence.carries[-1]
+        lambda x, reached: x if reached else detached(x), carry, dependence.carries[-1]
     )
     return carry, auxes
 

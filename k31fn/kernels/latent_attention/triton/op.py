@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from k31fn.autodiff.custom_vjp import custom_vjp, stop_gradient
+from k31fn.autodiff.custom_vjp import custom_vjp, detached
 from k31fn.kernels.latent_attention.triton.scores import (
     latent_score_gradients,
     latent_scores,
@@ -58,7 +58,7 @@ def latent_attention(
         parts.append(_attend(*(x[None] for x in (some, kv, topk_idx)), scale, rank))
     outs, statistics = zip(*parts, strict=True)
     out, lse = (x[0] if len(x) == 1 else torch.cat(x, dim=3) for x in (outs, statistics))
-    return SparseAttentionOut(out.squeeze(0), stop_gradient(lse.squeeze(0)))
+    return SparseAttentionOut(out.squeeze(0), detached(lse.squeeze(0)))
 
 
 def _fwd(*args: Any) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:

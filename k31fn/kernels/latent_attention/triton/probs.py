@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.kernels.latent_attention.triton.scores import latent_head_probs
 from k31fn.kernels.latent_attention.triton.strips import (
     HEADS,
@@ -33,7 +33,7 @@ def latent_probs(q: Tensor, kv: Tensor, lse: Tensor, topk_idx: Tensor, scale: fl
         return (_launch_probs(scale, *operands),)
 
     parts = []
-    q, kv, topk_idx, lse = stop_gradient((q, kv, topk_idx, lse))
+    q, kv, topk_idx, lse = detached((q, kv, topk_idx, lse))
     for some, statistics in zip(q.split(HEADS, dim=2), lse.split(HEADS, dim=2), strict=True):
         operands = (x[None] for x in (some, kv, topk_idx, statistics))
         parts.append(grouped(launch, *operands)[0].squeeze(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.kernels.attention.triton.op import attend, listed, refused
 from k31fn.kernels.launch import Build
 from k31fn.kernels.sparse_attention.reference import SparseAttentionOut
@@ -28,7 +28,7 @@ def sparse_attention(
     """The op; contract in :mod:`k31fn.kernels.sparse_attention`."""
     seen = selection.selection(topk_idx, k.shape[1])
     out, lse = attend(*(x[None] for x in (q, k, k_shared, v, *seen)), scale, True)
-    return SparseAttentionOut(out.squeeze(0), stop_gradient(lse.squeeze(0).mT))
+    return SparseAttentionOut(out.squeeze(0), detached(lse.squeeze(0).mT))
 
 
 def builds(kind: str) -> list[Build]:

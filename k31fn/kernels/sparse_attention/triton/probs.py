@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k31fn.autodiff.custom_vjp import stop_gradient
+from k31fn.autodiff.custom_vjp import detached
 from k31fn.kernels.attention.triton.arithmetic import chosen, product, rows_of
 from k31fn.kernels.attention.triton.masks import occupied, tile_lists
 from k31fn.kernels.attention.triton.op import refused, sizes
@@ -147,7 +147,7 @@ def head_probs(
 
     seen, _ = selection(topk_idx, k.shape[1])
     # of a head together: as the attention made them
-    operands = stop_gradient((q, k, k_shared, lse.mT, topk_idx, seen))
+    operands = detached((q, k, k_shared, lse.mT, topk_idx, seen))
     return grouped(launch, *(x[None] for x in operands))[0].squeeze(0)
 
 
