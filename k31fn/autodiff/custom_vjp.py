@@ -12,6 +12,7 @@ from torch import Tensor
 from k31fn import _functorch, tree
 from k31fn.autodiff.ambient import CarriedVariables
 from k31fn.autodiff.captured_tensors import global_names, reaches_nothing, refuse_captured
+from k31fn.autodiff.compiled import refuse_compile
 from k31fn.autodiff.leaves import differentiable, pick
 
 __all__ = ["custom_vjp", "detached", "runs_rule"]
@@ -360,6 +361,7 @@ class custom_vjp:  # noqa: N801 (a function's maker, spelt as in JAX)
 
     def __call__(self, *args: Any) -> Any:
         """The function's value."""
+        refuse_compile(self.name)
         call = _VjpCall()
         call.rule = self
         call.variables = CarriedVariables()

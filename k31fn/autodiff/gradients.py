@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from k31fn import tree
+from k31fn.autodiff.compiled import refuse_compile
 from k31fn.autodiff.leaves import differentiable, pick
 from k31fn.autodiff.transforms import vjp
 
@@ -65,6 +66,7 @@ def value_and_grad(
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        refuse_compile("value_and_grad")
         some = _differentiated("value_and_grad", args, chosen)
 
         def of_chosen(*some: Any) -> Any:

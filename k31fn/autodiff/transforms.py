@@ -13,6 +13,7 @@ from torch import Tensor
 
 from k31fn import _functorch, tree
 from k31fn.autodiff.captured_tensors import captured_tensors
+from k31fn.autodiff.compiled import refuse_compile
 from k31fn.autodiff.leaves import differentiable, differentiable_leaves, pick
 from k31fn.autodiff.weight_grads import WeightTape, current_weight_tape
 
@@ -40,6 +41,7 @@ def vjp(f: Callable[..., Any], *args: Any, has_aux: bool = False) -> Any:
     Returns:
         ``(out, pull)``, or ``(out, pull, aux)`` if ``has_aux`` (``f`` then returns ``(out, aux)``).
     """
+    refuse_compile("vjp")
     values, structure = tree.flatten(args)
     index = differentiable_leaves(values)
     # torch.autograd.grad does not see the levels of torch.func, and torch.func.vjp is slower and

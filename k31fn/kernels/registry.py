@@ -36,6 +36,7 @@ import torch
 
 from k31fn import _functorch, kernels, tree
 from k31fn.autodiff.ambient import carry
+from k31fn.autodiff.compiled import refuse_compile
 from k31fn.kernels import shapes
 
 __all__ = ["OPS", "Implementation", "Op", "load_all", "record_impls", "use_impl", "watch_calls"]
@@ -178,6 +179,7 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Value of the op, by the implementation chosen as the module says."""
         # refused before the choice: what works with a reference would fail on a device later
+        refuse_compile(f"op {self.name!r}")
         if _functorch.forward_mode_active():
             raise RuntimeError(
                 f"op {self.name!r} under forward-mode differentiation (jvp, jacfwd, "
