@@ -22,6 +22,10 @@ from k31fn.typing import Float, Int, Tensor
 __all__ = ["State", "bias_of", "init", "update"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @tree.dataclass
 class State:
     """Biases of the MoE layers of a model, or of a pipeline stage (then possibly of none).

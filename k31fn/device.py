@@ -40,6 +40,11 @@ __all__ = [
     "synchronize",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 # Beside the device's own, gloo: for what ranks agree on and exchange on the host, without waiting
 # for the device.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}

@@ -40,6 +40,11 @@ from k31fn.trainer.forecast.rank_report import render_rank, show_bytes
 
 __all__ = ["main"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 # Parts that no token's computation goes through (see the counting rules above).
 _NOT_ACTIVE = ("embedding", "vision tower", "projector")
 

@@ -40,6 +40,11 @@ from k31fn.params import Constant, LowRank, Normal, ParamSpec, Quantized
 
 __all__ = ["LAYERS", "Config", "Held", "Read", "apply", "init", "merge"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 LAYERS = r"^layers\.\d+\.(attn|ffn)\.(?!.*\b(indexer|router)\b)"
 """Paths of the matrices of a model's decoder layers, without indexers and routers, which choose."""
 

@@ -40,6 +40,11 @@ from k31fn import regular_files, strict_json
 
 __all__ = ["append", "oldest_first", "read", "rewind", "step_line"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 # JSON has no such numbers; as text every reader takes the line, and a diverged loss stays visible.
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _AS_NUMBER = {text: float(text) for text in _NOT_FINITE.values()}

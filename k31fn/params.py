@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from k31fn import precision, random, tree
+from k31fn.random.keys import check_key
 from k31fn.typing import Leaf
 
 __all__ = [
@@ -42,6 +43,11 @@ __all__ = [
     "leaf_keys",
     "select",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 Tile = tuple[slice, ...]
 
@@ -255,6 +261,7 @@ def init(
         dtype: dtype of the model; float32 islands stay at least float32. None: each spec's own.
         tile: ``(path, spec) -> slices``: the part of each weight to draw. None: all of it.
     """
+    check_key(key)
 
     def of_leaf(path: str, spec: ParamSpec) -> Tensor:
         slices = None if tile is None else tile(path, spec)

@@ -22,6 +22,11 @@ from k31fn import commands, metrics, regular_files
 
 __all__ = ["main", "save_loss_plot"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _RECORDS = "metrics.jsonl"
 _LARGEST = 1e100
 _GRID = {"color": "#d0d0d0", "linewidth": 0.6}

@@ -20,6 +20,11 @@ from k31fn.typing import Float, Tensor
 
 __all__ = ["Precision", "Products", "island", "slices", "storage_dtype", "upcast"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Products = Literal["exact", "fp8_rows", "fp8_blocks"]
 """Products of linear layers: in the dtype of compute, or in FP8 with scales by row or by blocks.
 """

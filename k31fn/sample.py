@@ -43,6 +43,11 @@ from k31fn.typing import Float, Int
 
 __all__ = ["generate", "load", "main"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _MOST_SAMPLES = 100_000
 _MOST_THREADS = 1024
 _COLDEST = 1e-300  # a temperature that one divides by; a colder one chooses alike

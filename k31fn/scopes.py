@@ -22,6 +22,11 @@ from k31fn import tree
 
 __all__ = ["of_layer", "recording", "scope"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @tree.dataclass
 class Segments:
     """The packing of a batch. Build it with a function of this module: the constructor checks

@@ -25,6 +25,11 @@ __all__ = [
     "tensorboard",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Name = Literal["wandb", "trackio"]
 
 

@@ -38,6 +38,11 @@ __all__ = [
     "zeros_like",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _NAMESPACE = "k31fn"
 _C = TypeVar("_C", bound=type)
 

@@ -1,7 +1,8 @@
 """Shape annotations and their legend.
 
-Shapes are `jaxtyping` annotations, checked in the tests (`beartype`), not at run time. One letter
-means one thing everywhere, in annotations and in einsum strings alike:
+Shapes are `jaxtyping` annotations, checked (by `beartype`) in the tests and under
+:func:`k31fn.checked`. One letter means one thing everywhere, in annotations and in einsum strings
+alike:
 
 | letter | dimension | | letter | dimension |
 |---|---|---|---|---|
@@ -26,6 +27,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 __all__ = ["Bool", "Float", "Int", "Leaf", "Tensor"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 Leaf = TypeVar("Leaf")
 """The leaves of a parameter tree: tensors, ParamSpecs, gradients, names."""

@@ -2,44 +2,24 @@
 devices.
 
 jaxtyping and beartype check each annotation of each k31fn function that the first case of a test
-calls; its other cases run without. The hook must be in place before the first import of k31fn, so
-nothing above it may import k31fn (nor may a pytest plugin).
+calls; its other cases run without. The checks must be in place before a module of k31fn is
+imported, so nothing above may import one (nor may a pytest plugin).
 """
 
 import faulthandler
-import importlib.machinery
 import os
 import random
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = (
     "1"  # read when torch is first imported; test processes are what runs in parallel
 )
 
+import k31fn
+
+k31fn.checked()
+
 import jaxtyping
-
-if loaded := sorted(m for m in sys.modules if m.partition(".")[0] == "k31fn"):
-    raise RuntimeError(
-        f"{loaded} imported before tests/conftest.py: shapes would go unchecked; import it later"
-    )
-jaxtyping.install_import_hook("k31fn", "beartype.beartype")
-
-
-class _KernelsUnchecked:
-    """Triton reads the source of its functions, so these may not be wrapped: their modules go
-    around the hook.
-    """
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        is_kernels = name.startswith("k31fn.kernels.") and ".triton" in name
-        return importlib.machinery.PathFinder.find_spec(name, path, target) if is_kernels else None
-
-
-sys.meta_path.insert(0, _KernelsUnchecked)
-
 import numpy as np
 import pytest
 import torch

@@ -19,7 +19,7 @@ from einops import rearrange
 from k31fn import tree
 from k31fn.kernels.interval_attention import interval_attention
 from k31fn.layers import mla
-from k31fn.layers.kind import Flops, Output, TokenMixer
+from k31fn.layers.kind import Flops, Output, TokenMixer, mean_keys
 from k31fn.layers.linear import linear, split_heads
 from k31fn.parallel import UNSHARDED, Sharding, all_gather, psum_scatter
 from k31fn.params import Normal, ParamSpec
@@ -155,7 +155,7 @@ def _merge(
 
 def _flops(cfg: Config, length: int) -> Flops:
     """Scores and values: ``4 H K`` for each key that a query sees."""
-    return Flops(mixing=4.0 * cfg.num_heads * cfg.head_dim * mla.mean_keys(length, cfg.window))
+    return Flops(mixing=4.0 * cfg.num_heads * cfg.head_dim * mean_keys(length, cfg.window))
 
 
 KIND = TokenMixer(

@@ -57,3 +57,7 @@ __all__ = [
     "vjp",
     "weight_product",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

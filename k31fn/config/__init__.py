@@ -26,3 +26,7 @@ __all__ = [
     "spans",
     "to_dict",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -47,3 +47,7 @@ __all__ = [
     "stdlib",
     "trained_on",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -30,3 +30,7 @@ __all__ = [
     "to_names",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,3 +11,7 @@ costs nothing that grows with the function.
 from k31fn.jit.function import CaptureError, describe, jit
 
 __all__ = ["CaptureError", "describe", "jit"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -34,6 +34,10 @@ from k31fn.typing import Float, Leaf, Tensor
 __all__ = ["KIND", "Carry", "Config", "Params", "connect", "finish", "specs", "specs_out", "start"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass(frozen=True)
 class Config:
     """Layers per block, eps of the keys' norm, and standard deviation of the first queries (0:

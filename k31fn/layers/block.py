@@ -29,6 +29,7 @@ from k31fn.layers import kinds, norm
 from k31fn.layers.kind import Aux, Kind, Output
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
+from k31fn.params import init as init_params
 from k31fn.segments import Segments
 from k31fn.typing import Float, Leaf
 
@@ -38,11 +39,17 @@ __all__ = [
     "Params",
     "apply",
     "extend",
+    "init",
     "init_state",
     "specs",
     "title",
     "without_branches",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 BRANCHES = ("attention", "ffn")
 """The names that ``remat(..., keep=)`` knows the sublayers by (:func:`k31fn.autodiff.keep`)."""
@@ -110,6 +117,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
         ffn=kinds.kind_of(cfg.ffn).specs(cfg.ffn),
         ffn_mix=mix,
     )
+
+
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
 
 
 def apply(

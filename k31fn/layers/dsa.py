@@ -45,14 +45,21 @@ from k31fn.kernels.max_logits import max_chosen_logits, max_logits
 from k31fn.kernels.sparse_attention import head_probs, sparse_attention
 from k31fn.kernels.tiling import map_query_tiles, visible_keys
 from k31fn.layers import indexer, mla
-from k31fn.layers.kind import Aux, Flops, Output, TokenMixer
+from k31fn.layers.arguments import check_call
+from k31fn.layers.kind import Aux, Flops, Output, TokenMixer, mean_keys
 from k31fn.parallel.collectives import all_gather, axis_size, pslice, psum_scatter
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import ParamSpec
+from k31fn.params import init as init_params
 from k31fn.segments import Segments
 from k31fn.typing import Float, Int, Leaf, Tensor
 
-__all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init_state", "specs"]
+__all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init", "init_state", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 # Keys over top-k, above which chosen latents are gathered and up to which dense tiles are masked:
 # measured on one H200 with 96 heads of 128 + 64 and 128 dims, latents of 512 + 64 and top-2048.
@@ -123,6 +130,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     return Params(attn=mla.specs(cfg.attn), indexer=indexer.specs(cfg.indexer))
 
 
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
+
+
 def apply(
     params: Params[Tensor],
     x: Float[Tensor, "B T D"],
@@ -143,6 +155,7 @@ def apply(
     The sets are a :func:`k31fn.autodiff.decision` named ``topk``. Where no query sees more than
     ``topk`` keys, ``y`` is Gated MLA's.
     """
+    check_call(params, x, cfg, (Params, Config), segments=segments, sh=sh)
     cq, kv = mla.latents(params.attn, x, cfg.attn, sh=sh)
     index = indexer.apply(params.indexer, x, cq, cfg.indexer, sh=sh)
     # All that other ranks see of a token, in one message; index queries stay where they are.
@@ -315,8 +328,8 @@ def _flops(cfg: Config, length: int) -> Flops:
     """Attention to the chosen keys, and index scores ``2 H_I K_I`` of all that are visible."""
     index = cfg.indexer
     # The indexer scores every visible key, to find those that are then attended to.
-    visible = mla.mean_keys(length, length)
-    attended = mla.mean_keys(length, cfg.topk if cfg.stage == "sparse" else length)
+    visible = mean_keys(length, length)
+    attended = mean_keys(length, cfg.topk if cfg.stage == "sparse" else length)
     return Flops(
         mixing=mla.score_flops(cfg.attn, attended),
         indexer=2.0 * index.num_heads * index.head_dim * visible,

@@ -14,10 +14,15 @@ from k31fn.parallel.axis import active
 from k31fn.parallel.collectives import axis_index, psum_scatter
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
+from k31fn.params import init as init_params
 from k31fn.precision import upcast
 from k31fn.typing import Float, Int, Leaf, Tensor
 
-__all__ = ["Config", "Params", "apply", "check_tokens", "specs"]
+__all__ = ["Config", "Params", "apply", "check_tokens", "init", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     )
 
 
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
+
+
 def apply(
     params: Params[Tensor], tokens: Int[Tensor, "B S"], cfg: Config, *, sh: Sharding = UNSHARDED
 ) -> Float[Tensor, "B T D"]:
@@ -73,8 +83,9 @@ def apply(
     rank looks up the tokens whose rows it holds.
 
     Raises:
-        IndexError: on a CPU, a token outside of a table that is not split. Elsewhere it is
-            undefined: :func:`check_tokens` checks a batch where it is made.
+        ValueError: parameters of another class, tokens that are not integers ``[B, T]``; on a CPU,
+            a token outside of a table that is not split. Elsewhere that is undefined, since to
+            look would be to wait: :func:`check_tokens` checks a batch where it is made.
     """
     del cfg  # the table says it all
     if _functorch.forward_mode_active():
@@ -82,8 +93,18 @@ def apply(
             "embedding under forward-mode differentiation: k31fn layers are reverse-mode only; "
             "use k31fn.autodiff.hvp or hessian (reverse over reverse), or torch.func.jacrev"
         )
+    if not isinstance(params, Params):
+        raise ValueError(
+            f"embedding.apply: params is a {type(params).__name__}; give the embedding.Params of "
+            "embedding.init(cfg, key)"
+        )
+    if tokens.is_floating_point() or tokens.ndim != 2:
+        raise ValueError(
+            f"embedding.apply: tokens are {list(tokens.shape)} in {tokens.dtype}; give integers "
+            "[B, T]"
+        )
     if not active(sh.vocab):
-        return _lookup(params.weight, tokens)
+        return _checked_lookup(params.weight, tokens)
     num_rows = params.weight.shape[0]
     row = tokens - axis_index(sh.vocab) * num_rows
     local = (row >= 0) & (row < num_rows)
@@ -112,6 +133,18 @@ def _lookup_bwd(residuals: tuple[Tensor, int, torch.dtype], ct: Tensor) -> tuple
 
 
 _lookup = custom_vjp(_lookup_fwd, _lookup_bwd, name="embedding")
+
+
+def _checked_lookup(weight: Tensor, tokens: Tensor) -> Tensor:
+    # The lookup looks at each token anyhow, so values are looked at only to name the bad one.
+    try:
+        return _lookup(weight, tokens)
+    except IndexError:
+        if not _functorch.transforms_active():
+            check_tokens(tokens, weight.shape[0], "tokens")
+        raise ValueError(
+            f"tokens hold a value outside of the vocabulary, [0, {weight.shape[0]})"
+        ) from None
 
 
 def check_tokens(

@@ -34,17 +34,24 @@ from k31fn.kernels.gated_norm import gated_norm
 from k31fn.kernels.gdn import gdn, gdn_fragment
 from k31fn.kernels.short_conv import short_conv
 from k31fn.layers import short_conv as conv
+from k31fn.layers.arguments import check_call
 from k31fn.layers.kind import Flops, Halo, Output, TokenMixer
 from k31fn.layers.linear import linear, linears, split_heads
 from k31fn.parallel.collectives import all_gather, axis_size, psum_scatter, pvary
 from k31fn.parallel.context import relay, whole_slice
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec, SoftplusInverse, Uniform
+from k31fn.params import init as init_params
 from k31fn.precision import island, upcast
 from k31fn.segments import Segments, whole
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init_state", "specs"]
+__all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init", "init_state", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 # Rates of 1 to 16 a step, and steps of 0.001 to 0.1: decays from e^-0.001 to e^-1.6 a token.
 _RATES = Uniform(0.0, math.log(16))
@@ -182,6 +189,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     )
 
 
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
+
+
 def apply(
     params: Params[Tensor],
     x: Float[Tensor, "B T D"],
@@ -199,6 +211,7 @@ def apply(
         ValueError: parameters of another number of heads, or slices of the context shorter than
             ``conv_width - 1``.
     """
+    check_call(params, x, cfg, (Params, Config), segments=segments, sh=sh)
     # Each rank has some heads, and a head needs all tokens of the slice.
     x = all_gather(x, sh.sequence, 1)
     if segments is None:

@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
+import torch
+
 from k31fn import tree
 from k31fn.autodiff.replay import stop_gradient
 from k31fn.kernels.norm import layer_norm
@@ -25,10 +27,15 @@ from k31fn.layers.linear import linear, split_heads
 from k31fn.parallel.collectives import pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec
+from k31fn.params import init as init_params
 from k31fn.precision import upcast
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["Config", "IndexerOut", "Params", "apply", "specs"]
+__all__ = ["Config", "IndexerOut", "Params", "apply", "init", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
         k_norm_bias=vector(0.0),
         w_w=matrix(cfg.hidden_size, cfg.num_heads, "hidden"),
     )
+
+
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
 
 
 def apply(

@@ -35,17 +35,24 @@ from k31fn.kernels.kda.recurrence import MIN_LOG_DECAY, TILE
 from k31fn.kernels.kda_gates import kda_gates
 from k31fn.kernels.short_conv import short_conv
 from k31fn.layers import short_conv as conv
+from k31fn.layers.arguments import check_call
 from k31fn.layers.kind import Flops, Halo, Output, TokenMixer
 from k31fn.layers.linear import linear, linears, split_heads
 from k31fn.parallel.collectives import all_gather, axis_size, psum_scatter, pvary
 from k31fn.parallel.context import relay, whole_slice
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec, SoftplusInverse, Uniform
+from k31fn.params import init as init_params
 from k31fn.precision import island
 from k31fn.segments import Segments, whole
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init_state", "specs"]
+__all__ = ["KIND", "Config", "Params", "State", "apply", "extend", "init", "init_state", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 _ZERO = Constant(0.0)
 _SMALL_STEPS = SoftplusInverse()
@@ -194,6 +201,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     )
 
 
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
+
+
 def apply(
     params: Params[Tensor],
     x: Float[Tensor, "B T D"],
@@ -211,6 +223,7 @@ def apply(
         ValueError: parameters of another number of heads, or slices of the context shorter than
             ``conv_width - 1``.
     """
+    check_call(params, x, cfg, (Params, Config), segments=segments, sh=sh)
     # From the rank's own tokens, as w_fa has no heads to split: 1/n of the work, and R values to
     # gather beside D. The weight is whole, so its gradient is summed over the ranks.
     decay = linear(x, tree.map(lambda w: pvary(w, sh.sequence), params.w_fa))

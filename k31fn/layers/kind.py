@@ -29,7 +29,12 @@ __all__ = [
     "ResidualScheme",
     "Sublayer",
     "TokenMixer",
+    "mean_keys",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class Aux(NamedTuple):
@@ -69,6 +74,12 @@ class Flops(NamedTuple):
 
     mixing: float = 0.0
     indexer: float = 0.0
+
+
+def mean_keys(length: int, most: int) -> float:
+    """The mean over queries t = 1 .. length of min(t, most): the keys that they attend to."""
+    most = min(most, length)
+    return (most * (most + 1) / 2 + (length - most) * most) / length
 
 
 class Experts(NamedTuple):

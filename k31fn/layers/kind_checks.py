@@ -20,6 +20,11 @@ from k31fn.params import ParamSpec
 
 __all__ = ["check_config", "check_kind"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _VIEWS = frozenset({"tp", "cp"})
 # The fields that are read as data; all the others are called.
 _DATA = ("name", "config", "label", "parts", "splits")

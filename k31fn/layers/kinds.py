@@ -29,6 +29,11 @@ __all__ = [
     "wrong_role",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _K = TypeVar("_K", bound=Kind)
 
 _LIBRARY: tuple[Kind, ...] = (

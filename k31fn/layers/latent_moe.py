@@ -21,18 +21,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, Literal
 
+import torch
+
 from k31fn import tree
 from k31fn.autodiff.replay import decision
 from k31fn.layers import mlp, norm, routed, router
+from k31fn.layers.arguments import check_call
 from k31fn.layers.kind import Aux, ChannelMixer, Experts, Output
 from k31fn.layers.linear import linear
 from k31fn.parallel.collectives import all_gather, axis_size, psum_scatter, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
+from k31fn.params import init as init_params
 from k31fn.segments import Segments
 from k31fn.typing import Float, Int, Leaf, Tensor
 
-__all__ = ["KIND", "Config", "Params", "apply", "specs"]
+__all__ = ["KIND", "Config", "Params", "apply", "init", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     )
 
 
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
+
+
 def apply(
     params: Params[Tensor],
     x: Float[Tensor, "B T D"],
@@ -213,6 +226,7 @@ def apply(
         ValueError: the bias is of another number of experts, or the ranks of ``sh.experts`` do not
             divide the experts.
     """
+    check_call(params, x, cfg, (Params, Config), segments=segments, sh=sh)
     routing = router.apply(params.router, x, cfg.router, bias=bias, segments=segments, sh=sh)
 
     # Order. A decision: a replay neither sorts nor exchanges counts again.

@@ -46,6 +46,11 @@ __all__ = [
     "use_products",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _SCALINGS: dict[str, Scaling] = {"fp8_rows": "rows", "fp8_blocks": "blocks"}
 # Ambient, so that a layer need not pass it on to each of its products; whoever replays a layer
 # enters it again.

@@ -25,6 +25,11 @@ from k31fn.typing import Float, Int, Tensor
 
 __all__ = ["IGNORED", "linear_cross_entropy", "mean"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 IGNORED = -100
 """The label of a token that is not trained: padding, a document's last token, an image."""
 

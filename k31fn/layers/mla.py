@@ -35,12 +35,14 @@ from k31fn.autodiff.replay import stop_gradient
 from k31fn.kernels.attention import attention
 from k31fn.kernels.max_logits import max_logits
 from k31fn.kernels.norm import rms_norm
-from k31fn.layers.kind import Aux, Flops, Output, TokenMixer
+from k31fn.layers.arguments import check_call
+from k31fn.layers.kind import Aux, Flops, Output, TokenMixer, mean_keys
 from k31fn.layers.linear import linear, per_head, split_heads, transposed_linear
 from k31fn.parallel.axis import Axes
 from k31fn.parallel.collectives import all_gather, axis_index, psum_scatter, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec
+from k31fn.params import init as init_params
 from k31fn.precision import upcast
 from k31fn.segments import Segments
 from k31fn.typing import Float, Int, Leaf, Tensor
@@ -54,15 +56,19 @@ __all__ = [
     "apply",
     "extend",
     "gated_output",
+    "init",
     "init_state",
     "latents",
     "logit_scales",
-    "mean_keys",
     "project",
     "score_flops",
     "specs",
     "visible_range",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     )
 
 
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
+
+
 def apply(
     params: Params[Tensor],
     x: Float[Tensor, "B T D"],
@@ -186,6 +197,7 @@ def apply(
 
     Gradients: to ``params`` and ``x``, to any order.
     """
+    check_call(params, x, cfg, (Params, Config), segments=segments, sh=sh)
     cq, kv = latents(params, x, cfg, sh=sh)
     # Queries are those of the slice of the context, for this rank's heads; keys those of the row.
     cq = all_gather(cq, sh.sequence, 1)
@@ -299,9 +311,7 @@ def gated_output(
     *,
     sh: Sharding = UNSHARDED,
 ) -> Float[Tensor, "B T D"]:
-    """``(sigmoid(x W_g) * o) W_o`` for the rank's own tokens ``x``; gated in the dtype of ``o`` and
-    rounded once.
-    """
+    """``(sigmoid(x W_g) * o) W_o`` of the rank's own tokens ``x``, gated in the dtype of ``o``."""
     if not isinstance(w_uv, tuple):
         # The values that the absorbed form has not multiplied.
         o = _on_each_head(linear, o, w_uv)
@@ -345,9 +355,7 @@ def visible_range(
 def _on_each_head(
     f: Callable[..., Tensor], x: Float[Tensor, "B T H n"], w: Any
 ) -> Float[Tensor, "B T H m"]:
-    """``f`` of each head's rows and its own weight: one product per head, of the rows of the whole
-    batch.
-    """
+    """``f`` of each head's rows and its own weight: one product per head, of all rows."""
     # Heads lead, as in the weight: then a plain batched product does it, for any leaf.
     y = f(rearrange(x, "b t h n -> h (b t) n"), w)
     return rearrange(y, "h (b t) m -> b t h m", b=x.shape[0])
@@ -359,15 +367,8 @@ def score_flops(cfg: Config, num_keys: float) -> float:
     return 2.0 * cfg.num_heads * width * num_keys
 
 
-def mean_keys(length: int, most: int) -> float:
-    """The mean over queries t = 1 .. length of min(t, most)."""
-    most = min(most, length)
-    return (most * (most + 1) / 2 + (length - most) * most) / length
-
-
 def logit_scales(cfg: Config, factor: Float[Tensor, "H"]) -> dict[str, Tensor]:
-    """What the columns of the weights are multiplied with to scale every logit of a head by its
-    factor.
+    """Factors of the weights' columns that scale every logit of a head by its own factor.
 
     The N dims that meet the head's own keys share it as square roots. The P dims meet keys of all
     heads, which stay as they are, so the queries take the whole of it. Values have no part in it.

@@ -9,17 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
+import torch
+
 from k31fn import tree
 from k31fn.kernels.situ import situ_glu
+from k31fn.layers.arguments import check_call
 from k31fn.layers.kind import ChannelMixer, Output
 from k31fn.layers.linear import linear
 from k31fn.parallel.collectives import all_gather, psum_scatter
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
+from k31fn.params import init as init_params
 from k31fn.segments import Segments
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["KIND", "Config", "Params", "apply", "inner", "outer", "specs"]
+__all__ = ["KIND", "Config", "Params", "apply", "init", "inner", "outer", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     )
 
 
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
+
+
 def apply(
     params: Params[Tensor],
     x: Float[Tensor, "B T D"],
@@ -88,6 +101,7 @@ def apply(
 
     On a mesh ``x`` and ``y`` are this rank's tokens.
     """
+    check_call(params, x, cfg, (Params, Config), segments=segments, sh=sh)
     del segments
     return Output(outer(params, inner(params, x, cfg, sh=sh), sh=sh))
 

@@ -27,10 +27,15 @@ from k31fn.parallel.axis import Axes
 from k31fn.parallel.collectives import axis_size, ppermute, pslice, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
+from k31fn.params import init as init_params
 from k31fn.segments import Segments
 from k31fn.typing import Float, Int, Leaf
 
-__all__ = ["Config", "Output", "Params", "apply", "labels", "specs"]
+__all__ = ["Config", "Output", "Params", "apply", "init", "labels", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
         (2 * size, size), ("", "hidden"), Normal(cfg.init_std), tags=frozenset({"matrix"})
     )
     return Params(normed, normed, join, block.specs(cfg.layer), normed)
+
+
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
 
 
 def apply(

@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
+import torch
+
 from k31fn import tree
 from k31fn.kernels.norm import rms_norm
 from k31fn.parallel.collectives import pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, ParamSpec
+from k31fn.params import init as init_params
 from k31fn.segments import Segments
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["Config", "Params", "apply", "specs"]
+__all__ = ["Config", "Params", "apply", "init", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,11 @@ def specs(cfg: Config, *, axis: str = "hidden") -> Params[ParamSpec]:
     return Params(
         weight=ParamSpec((cfg.dim,), (axis,), Constant(1.0), tags=frozenset({"no_decay"}))
     )
+
+
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
 
 
 def apply(

@@ -20,6 +20,10 @@ from k31fn.typing import Float, Int, Tensor
 __all__ = ["angles", "table_rows", "time_rows"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def table_rows(table: Float[Tensor, "S1 S2 D"], patches: Patches) -> Float[Tensor, "B N D"]:
     """The bilinearly resized table at each patch, in the table's island dtype.
 

@@ -34,6 +34,11 @@ __all__ = [
     "num_slots",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 MERGE = 2  # side of the cells that the tower merges, in patches
 
 Grid = tuple[int, int, int]

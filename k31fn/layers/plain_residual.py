@@ -20,6 +20,10 @@ from k31fn.typing import Float, Leaf, Tensor
 __all__ = ["KIND", "Carry", "Config", "Params", "connect", "finish", "specs", "specs_out", "start"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass(frozen=True)
 class Config:
     """Nothing to choose."""

@@ -19,9 +19,14 @@ from k31fn.layers.linear import linear
 from k31fn.parallel.collectives import all_gather, pslice, psum_scatter, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, ParamSpec, TruncatedNormal
+from k31fn.params import init as init_params
 from k31fn.typing import Float, Int, Leaf, Tensor
 
-__all__ = ["Config", "Params", "apply", "place", "slots", "specs"]
+__all__ = ["Config", "Params", "apply", "init", "place", "slots", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
             (cfg.hidden_size,), ("hidden",), Constant(1.0), tags=frozenset({"no_decay"})
         ),
     )
+
+
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
 
 
 def apply(

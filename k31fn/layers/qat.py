@@ -21,6 +21,10 @@ from k31fn.typing import Float, Int, Tensor
 __all__ = ["quantised_grouped_linear"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def quantised_grouped_linear(
     x: Float[Tensor, "R I"], w: Any, sizes: Int[Tensor, "E"]
 ) -> Float[Tensor, "R O"]:

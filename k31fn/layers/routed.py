@@ -35,6 +35,10 @@ from k31fn.typing import Float, Int, Tensor
 __all__ = ["Assignment", "compute", "fetch", "plan", "receive", "send", "told"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class Assignment(NamedTuple):
     """Integers that say where each copy goes.
 

@@ -25,11 +25,17 @@ from k31fn.layers.linear import linear
 from k31fn.parallel.collectives import pslice, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec
+from k31fn.params import init as init_params
 from k31fn.precision import upcast
 from k31fn.segments import Segments
 from k31fn.typing import Bool, Float, Int, Leaf, Tensor
 
-__all__ = ["NUM_BINS", "Config", "Params", "Routing", "apply", "specs"]
+__all__ = ["NUM_BINS", "Config", "Params", "Routing", "apply", "init", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 NUM_BINS = 1000
 """Bins of the histogram of required biases."""
@@ -103,6 +109,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
     return Params(
         ParamSpec(shape, ("hidden", ""), Normal(cfg.init_std), tags=frozenset({"matrix"}))
     )
+
+
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
 
 
 def apply(

@@ -18,6 +18,7 @@ from k31fn.parallel.collectives import axis_size
 from k31fn.parallel.context import left_halo, whole_slice
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Normal, ParamSpec, Uniform
+from k31fn.params import init as init_params
 from k31fn.segments import Segments
 from k31fn.typing import Float, Leaf, Tensor
 
@@ -30,9 +31,15 @@ __all__ = [
     "apply",
     "extend",
     "histories",
+    "init",
     "init_state",
     "specs",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 DEFAULT_INIT = Uniform(-0.5, 0.5)
 """The taps' initial values: those of a ``torch.nn.Conv1d`` of width 4."""
@@ -86,6 +93,11 @@ def specs(cfg: Config, *, axis: str = "heads") -> Params[ParamSpec]:
     return Params(
         ParamSpec((cfg.channels, cfg.width), (axis, "conv"), cfg.init, torch.float32, tags)
     )
+
+
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
 
 
 def apply(

@@ -28,10 +28,15 @@ from k31fn.layers.patches import MERGE, Patches
 from k31fn.parallel.collectives import all_gather, pslice, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec
+from k31fn.params import init as init_params
 from k31fn.precision import upcast
 from k31fn.typing import Float, Leaf, Tensor
 
-__all__ = ["Config", "Params", "apply", "embed", "merge", "specs"]
+__all__ = ["Config", "Params", "apply", "embed", "init", "merge", "specs"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
         blocks=tuple(vision_block.specs(cfg.block) for _ in range(cfg.num_layers)),
         norm=ParamSpec((D,), ("hidden",), Constant(1.0), tags=no_decay),
     )
+
+
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
 
 
 def apply(

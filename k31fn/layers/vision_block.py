@@ -35,10 +35,15 @@ from k31fn.layers.patches import Patches
 from k31fn.parallel.collectives import all_gather, psum_scatter, pvary
 from k31fn.parallel.sharding import UNSHARDED, Sharding
 from k31fn.params import Constant, Normal, ParamSpec, TruncatedNormal
+from k31fn.params import init as init_params
 from k31fn.precision import island, upcast
 from k31fn.typing import Float, Int, Leaf, Tensor
 
-__all__ = ["Config", "Params", "apply", "geometry", "specs", "without_branches"]
+__all__ = ["Config", "Params", "apply", "geometry", "init", "specs", "without_branches"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,11 @@ def specs(cfg: Config) -> Params[ParamSpec]:
         w_in=ParamSpec((D, F), ("hidden", "mlp"), TruncatedNormal(math.sqrt(2 / D)), tags=matrix),
         w_out=ParamSpec((F, D), ("mlp", "hidden"), TruncatedNormal(math.sqrt(2 / F)), tags=matrix),
     )
+
+
+def init(cfg: Config, key: Tensor, *, dtype: torch.dtype | None = None) -> Params[Tensor]:
+    """Draws the initial values on the key's device; ``dtype`` as :func:`k31fn.params.init` says."""
+    return init_params(specs(cfg), key, dtype=dtype)
 
 
 class _Geometry(NamedTuple):

@@ -49,3 +49,7 @@ __all__ = [
     "start",
     "weigh",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

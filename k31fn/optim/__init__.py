@@ -49,3 +49,7 @@ __all__ = [
     "warmup_cosine",
     "warmup_stable_decay",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

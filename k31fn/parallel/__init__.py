@@ -77,3 +77,7 @@ __all__ = [
     "stop_processes",
     "wait",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

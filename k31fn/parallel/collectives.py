@@ -72,7 +72,15 @@ def psum(x: Array, axis: Axes) -> Array:
 def pvary(x: Array, axis: Axes) -> Array:
     """Marks an invariant ``x`` as used differently on each rank of ``axis`` (I to V); its transpose
     is :func:`psum`.
+
+    Raises:
+        ValueError: ``x`` is no tensor, also where there is no such axis.
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"pvary takes one tensor, got a {type(x).__name__}; of a tree: "
+            "tree.map(lambda w: pvary(w, axis), params)"
+        )
     axes = _bound("pvary", axis)
     if not axes:
         return x

@@ -30,3 +30,7 @@ __all__ = [
     "truncated_normal",
     "uniform",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from k31fn.typing import Int, Tensor
@@ -102,8 +104,12 @@ def _int64(data: int | Tensor, device: torch.device) -> Tensor:
     return data.to(torch.int64)
 
 
-def check_key(key: Tensor) -> None:
+def check_key(key: Any) -> None:
     """Refuses what is not one key."""
+    if not isinstance(key, Tensor):
+        raise ValueError(
+            f"key={key!r} is a {type(key).__name__}; a seed becomes a key by k31fn.random.key"
+        )
     if key.shape != (2,) or key.dtype != torch.int64:
         raise ValueError(
             f"key has shape {list(key.shape)} and {key.dtype}; expected [2], int64: batch keys "

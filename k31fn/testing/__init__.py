@@ -33,3 +33,7 @@ __all__ = [
     "live_bytes",
     "spawn_ranks",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

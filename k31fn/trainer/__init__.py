@@ -48,3 +48,7 @@ __all__ = [
     "train",
     "trained_specs",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
