@@ -10,6 +10,7 @@ multiply through ``k31fn.layers.linear`` and need not know which.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from k31fn import precision, random, tree
+from k31fn.parallel.partition import AxisRules
 from k31fn.random.keys import check_key
 from k31fn.typing import Leaf
 
@@ -145,6 +147,9 @@ Initializer = Constant | Normal | TruncatedNormal | Uniform | SoftplusInverse
 
 TAGS = frozenset({"matrix", "per_head", "no_decay", "expert", "frozen", "as_declared"})
 
+# Of the library's own rules, which nearly all weights have.
+_AXES = AxisRules.known_axes()
+
 Format = Literal["scaled", "fp8", "mxfp4"]
 """Format of the codes of a :class:`Quantized` leaf."""
 
@@ -155,7 +160,8 @@ class ParamSpec:
 
     Attributes:
         shape: the global shape, ``[in, out]`` for a matrix.
-        axes: one logical axis name per dimension; ``()`` is spelt ``""`` (not split).
+        axes: one logical axis name per dimension, a field of
+            :class:`k31fn.parallel.AxisRules`; ``""``: not split.
         init: the initial value.
         dtype: bfloat16, or float32 for an island: a weight that stays float32 in a bf16 model
             through build, cast, sharding, save and load.
@@ -181,6 +187,8 @@ class ParamSpec:
             raise ValueError(
                 f"ParamSpec.axes={self.axes}: needs one name per dimension of shape {self.shape}"
             )
+        if not _AXES.issuperset(self.axes + self.beside):
+            self._check_axes()
         # an absent weight is () in the tree, not a weight without elements
         if any(n < 1 for n in self.shape):
             raise ValueError(f"ParamSpec.shape={self.shape}: every dimension must be at least 1")
@@ -195,6 +203,19 @@ class ParamSpec:
                 f"shape={self.shape}: a per_head leaf needs a head_dim that divides its last "
                 "dimension, any other leaf 0"
             )
+
+    def _check_axes(self) -> None:
+        """Refuses an axis that no rules have, also none that a layer brought with it."""
+        known = AxisRules.known_axes()
+        for axis in self.axes + self.beside:
+            if axis not in known:
+                names = sorted(known - {""})
+                nearest = "".join(difflib.get_close_matches(axis, names, 1))
+                raise ValueError(
+                    f"ParamSpec.axes={self.axes}: no rule knows {axis!r}"
+                    f"{f', nearest: {nearest!r}' if nearest else ''}; known: {', '.join(names)}, "
+                    "or '' for a dimension that nothing splits"
+                )
 
     @property
     def numel(self) -> int:

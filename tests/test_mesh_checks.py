@@ -7,7 +7,7 @@ import pytest
 from k31fn import config, model, tree
 from k31fn.config import mesh_checks
 from k31fn.config.mesh_checks import check_mesh, check_split, split_share
-from k31fn.parallel import Mesh
+from k31fn.parallel import AxisRules, Mesh
 from tests import small
 
 MODEL = small.config(vocab_size=24)
@@ -156,6 +156,12 @@ def test_a_weight_that_tp_cannot_divide_is_named():
     weights = {"layers.0.mixer.w_x": (wide, 1)}
     with pytest.raises(ValueError, match=r"^layers\.0\.mixer\.w_x: P\(None, 'tp'\): tp = 2 ranks"):
         mesh_checks._share(Mesh(tp=2), weights)
+
+    @dataclasses.dataclass(frozen=True)
+    class Coloured(AxisRules):
+        colour: tuple[str, ...] = ()
+
+    # declared for rules of its own, and split by others
     unknown = dataclasses.replace(wide, axes=("hidden", "colour"))
     with pytest.raises(ValueError, match=r"w_x: logical axis 'colour' unknown .*, conv$"):
         mesh_checks._share(Mesh(tp=2), {"layers.0.mixer.w_x": (unknown, 1)})

@@ -63,6 +63,10 @@ def layer() -> dict[str, Any]:
             r"axes=\('hidden',\): needs one name per dimension of shape \(2, 3\)",
         ),
         (
+            {"shape": (2, 3), "axes": ("hiden", "mlp")},
+            r"axes=\('hiden', 'mlp'\): no rule knows 'hiden', nearest: 'hidden'; known: conv, ",
+        ),
+        (
             {"shape": (2, 0), "axes": ("", "")},
             r"shape=\(2, 0\): every dimension must be at least 1",
         ),

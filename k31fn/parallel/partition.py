@@ -166,6 +166,8 @@ Partition = Any
 class AxisRules:
     """The views that split each logical axis of the parameters.
 
+    A layer with an axis of its own has a subclass with a field for it, ``channel: Views = ()``.
+
     Attributes:
         spread: views over which each weight is split further, for memory only (FSDP): along the
             first dimension that then divides evenly; a weight that has none stays whole on them.
@@ -195,6 +197,14 @@ class AxisRules:
                 views[field.name] = getattr(self, field.name)
         views[""] = ()  # a dimension without a name, which nothing splits
         return views
+
+    @staticmethod
+    def known_axes() -> frozenset[str]:
+        """Logical axes of these rules, and of every subclass that adds a field for its own."""
+        known = {""}
+        for rules in (AxisRules, *AxisRules.__subclasses__()):
+            known.update(field.name for field in dataclasses.fields(rules))
+        return frozenset(known - {"spread", "expert_spread"})
 
 
 def partition(specs: Any, rules: AxisRules, mesh: Mesh) -> Partition:
