@@ -56,18 +56,20 @@ def value_and_grad(
 
     Returns:
         ``(*args, **kwargs) -> (value, grads)``, or ``((value, aux), grads)`` if ``has_aux``.
-        ``grads`` has the structure of the argument (a tuple of trees for a tuple of argnums).
+        ``grads`` has the structure of the argument (a tuple of trees for a tuple of argnums), with
+        ``()`` for an integer leaf among floating ones.
 
     Raises:
         ValueError: the value is not a floating scalar, an argument is named twice or is not there,
-            ``f`` is an ``nn.Module``, or a leaf of a named argument is no floating tensor.
+            ``f`` or a leaf of a named argument is an ``nn.Module``, or a named argument has leaves
+            and none is a floating tensor; names the first.
     """
     chosen = _positions("value_and_grad", f, argnums)
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         refuse_compile("value_and_grad")
-        some = _differentiated("value_and_grad", args, chosen)
+        some = _differentiated("value_and_grad", args, chosen, every=False)
 
         def of_chosen(*some: Any) -> Any:
             return f(*_with(args, chosen, some), **kwargs)
@@ -111,11 +113,12 @@ def hvp(f: Callable[..., Any], v: Any, *args: Any, argnums: int | tuple[int, ...
         argnums: with respect to which the second derivative is taken.
 
     Raises:
-        ValueError: as :func:`value_and_grad`, or ``v`` is not like the argument.
+        ValueError: as :func:`value_and_grad`, any leaf of the argument is no floating tensor, or
+            ``v`` is not like the argument.
         RuntimeError: an operator on the way is of first order only; the message names what is not.
     """
     chosen = _positions("hvp", f, argnums)
-    some = _differentiated("hvp", args, chosen)
+    some = _differentiated("hvp", args, chosen, every=True)
 
     def gradients(*some: Any) -> Any:
         return value_and_grad(f, chosen)(*_with(args, chosen, some))[1]
@@ -143,21 +146,31 @@ def _positions(name: str, f: Callable[..., Any], argnums: int | tuple[int, ...])
     return chosen
 
 
-def _differentiated(name: str, args: tuple[Any, ...], chosen: tuple[int, ...]) -> list[Any]:
-    """The named arguments, of which every leaf has a gradient."""
+def _differentiated(
+    name: str, args: tuple[Any, ...], chosen: tuple[int, ...], *, every: bool
+) -> list[Any]:
+    """The named arguments, of which some leaf has a gradient, or ``every`` one, and none is a
+    module.
+    """
     for i in chosen:
         if not -len(args) <= i < len(args):
             raise ValueError(f"{name}: argnums names {i}, but there are {len(args)} arguments")
-        for path, leaf in tree.flatten_with_paths(args[i]):
-            if not isinstance(leaf, Tensor) or not differentiable(leaf):
-                place = f"leaf {path!r} of argument {i}" if path else f"argument {i}"
-                fix = "pass it as an argument of its own, or by closure"
-                if isinstance(leaf, nn.Module):
-                    fix = "give its parameters as a dict, and call torch.func.functional_call"
-                raise ValueError(
-                    f"{name}: {place} is {_described(leaf)}, which has no gradient; {fix}"
-                )
+        pairs = tree.flatten_with_paths(args[i])
+        without = [(path, leaf) for path, leaf in pairs if not _has_gradient(leaf)]
+        modules = [(path, leaf) for path, leaf in without if isinstance(leaf, nn.Module)]
+        for path, leaf in modules or without:
+            fix = "pass it as an argument of its own, or by closure"
+            if modules:
+                fix = "give its parameters as a dict, and call torch.func.functional_call"
+            elif not every and len(without) < len(pairs):
+                continue  # as a quantised weight among others: its gradient is ()
+            place = f"leaf {path!r} of argument {i}" if path else f"argument {i}"
+            raise ValueError(f"{name}: {place} is {_described(leaf)}, which has no gradient; {fix}")
     return pick(args, chosen)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and differentiable(leaf)
 
 
 def _with(args: tuple[Any, ...], chosen: tuple[int, ...], some: tuple[Any, ...]) -> list[Any]:

@@ -60,6 +60,8 @@ def test_hvp_names_what_does_not_fit():
         hvp(f, x, p, x)
     with pytest.raises(ValueError, match=r"v has a tensor of torch.float64 and shape \[2\] where"):
         hvp(f, {"w": normal(2), "b": normal()}, p, x)
+    with pytest.raises(ValueError, match=r"leaf 'i' of argument 0 is a tensor of torch\.int64"):
+        hvp(lambda p: p["x"].sum(), {"x": x, "i": x}, {"x": x, "i": torch.arange(3)})
     opaque = custom_vjp(lambda x: (x * x, x), lambda x, ct: (2 * x * ct,), opaque=True, name="op")
     with pytest.raises(RuntimeError, match="op is first order only"):
         hvp(lambda x: opaque(x).sum(), x, x)
@@ -71,9 +73,9 @@ class Pair(NamedTuple):
 
 
 BAD: dict[str, tuple[Any, Any, str]] = {
-    "an integer leaf": (
-        lambda p: p["w"].sum(),
-        {"w": torch.ones(2), "ids": torch.arange(3)},
+    "an integer argument": (
+        lambda p: p["ids"].sum() * 0.5,
+        {"ids": torch.arange(3)},
         r"leaf 'ids' of argument 0 is a tensor of torch.int64 and shape \[3\], which has no grad",
     ),
     "a number": (lambda x: x, 0.5, "argument 0 is float 0.5, which has no gradient"),
