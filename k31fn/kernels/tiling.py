@@ -30,6 +30,7 @@ def map_query_tiles(
     dim: int = -2,
     causal: bool = True,
     gradient: bool = True,
+    tile: int = 0,
 ) -> list[Any]:
     """``f(*queries, *keys)`` on one tile of queries after the other.
 
@@ -46,13 +47,14 @@ def map_query_tiles(
         causal: whether equally many keys are the same tokens, none seen from before it.
         gradient: whether a backward may come. Whether gradients are enabled now does not tell: in
             the first run of an enclosing remat they are not.
+        tile: queries of a tile, for an ``f`` that holds no scores; 0: as many as keep scores few.
 
     Returns:
         The results of ``f``, one per tile in order.
     """
     T = queries[0].shape[dim]
     S = keys[0].shape[dim]
-    tile = max(1, min(TILE_QUERIES, TILE_ELEMENTS // max(1, width * S)))
+    tile = tile or max(1, min(TILE_QUERIES, TILE_ELEMENTS // max(1, width * S)))
     few = tile >= T or width * T * S <= KEPT_ELEMENTS
     run = remat(f) if gradient and not few else f
     unit = max(1, -(-S // (_PREFIXES * tile)) * tile)

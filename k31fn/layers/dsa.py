@@ -64,6 +64,7 @@ def __dir__() -> list[str]:
 # Keys over top-k, above which chosen latents are gathered and up to which dense tiles are masked:
 # measured on one H200 with 96 heads of 128 + 64 and 128 dims, latents of 512 + 64 and top-2048.
 _MASKED_UP_TO = 8
+_FUSED_TILE = 1024  # queries whose probabilities of all keys are held at once in the warm-up
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,11 @@ def _attend_to_all(
     keys = (heads.k, heads.kr, heads.v, index.k)
     # Scores of a query and a key that live at once: those of the heads, or of the indexer.
     width = start.shape[0] * max(ranks * heads.q.shape[2], index.w.shape[-1])
-    tiles = map_query_tiles(tile, queries, keys, width=width, dim=1)
+    # A fused operator holds none, and takes as long for few queries as for many.
+    chosen_by = sparse_attention.chosen(*heads, start, cfg.attn.scale)
+    holds_scores = chosen_by in ("reference", "absorbed")
+    size = 0 if holds_scores else max(1, _FUSED_TILE // ranks)
+    tiles = map_query_tiles(tile, queries, keys, width=width, dim=1, tile=size)
     o = torch.cat([o for o, _ in tiles], dim=1)
     o = rearrange(o, "b t rank h v -> b (rank t) h v")
     return o, torch.stack([kl for _, kl in tiles]).sum()

@@ -63,3 +63,28 @@ def test_equals_the_references(form: str, monkeypatch: pytest.MonkeyPatch):
     exact = results(x.double(), tree.map(Tensor.double, p), "reference", masked)
     for a, b in zip(ours, exact, strict=True):
         assert (a.double() - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def test_the_warm_up_equals_the_references(monkeypatch: pytest.MonkeyPatch):
+    """All visible keys, by two tiles of queries; the references' few scores are one tile."""
+    monkeypatch.setattr(dsa, "_FUSED_TILE", 5)
+    cfg = dataclasses.replace(CONFIG, stage="dense_warmup")
+    p = tree.map(lambda w: w.to(DEVICE), drawn(dsa.specs(cfg), torch.float32))
+    x = tokens(1, T, torch.float32).to(DEVICE)
+    ops = ("sparse_attention", "head_probs", "indexer_kl")
+
+    def outcome(p: dsa.Params[Tensor], x: Tensor, impl: str, calls_of_each: int) -> list[Tensor]:
+        def loss(p: dsa.Params[Tensor], x: Tensor) -> Tensor:
+            out = dsa.apply(p, x, cfg)
+            return out.y.square().sum() + out.aux.kl
+
+        with use_impl(**dict.fromkeys(ops, impl)), record_impls() as calls:
+            found = tree.leaves(value_and_grad(loss, (0, 1))(p, x))
+        assert {op: calls[op, impl] for op in ops} == dict.fromkeys(ops, calls_of_each)
+        return found
+
+    # so few scores that no tile is made again
+    ours = outcome(p, x, "triton", 2)
+    exact = outcome(tree.map(Tensor.double, p), x.double(), "reference", 1)
+    for a, b in zip(ours, exact, strict=True):
+        assert (a.double() - b).abs().max() <= 1e-5 * b.abs().max()
