@@ -18,13 +18,13 @@ from tests.parallel.pipeline import model_cases as cases
 from tests.parallel.pipeline.model_cases import Setup
 
 SETUPS = {
-    "pp2": Setup(),
     "cuts inside a block, the head alone": Setup(pp=4, cuts=(1, 3, 4), remat="layer"),
     "interleaved": Setup(kind="interleaved", chunks=2),
     "zero bubble fsdp2": Setup(fsdp=2, kind="zero_bubble", remat="layer"),
-    "mhc": Setup(name="mhc"),
 }
 SLOW_SETUPS = {
+    "pp2": Setup(),
+    "mhc": Setup(name="mhc"),
     "mhc, interleaved fsdp2, carries rebuilt": Setup(
         name="mhc", fsdp=2, kind="interleaved", chunks=2, remat="cross_layer"
     ),
@@ -138,7 +138,7 @@ def test_fp32_on_four_processes(axes: dict[str, int], four_ranks: Ranks):
         # receiver lacks; back
         pytest.param(Setup(), [2, 2], marks=pytest.mark.slow),
         pytest.param(Setup(name="plain"), [1, 1], marks=pytest.mark.slow),
-        (Setup(name="mhc"), [2, 2]),  # both streams
+        pytest.param(Setup(name="mhc"), [2, 2], marks=pytest.mark.slow),  # both streams
         # into stage 1: stream and the embedding's block; 2: stream (rank 0 has made it), 3: stream
         # and its second block
         (Setup(kind="interleaved", chunks=2), [2 + 1 + 2, 2 + 1 + 2]),
