@@ -697,6 +697,10 @@ class TestConfigFromHf:
             ({"num_experts": 10**12}, "num_experts=1000000000000 must be .*, from 1 to 65536"),
             ({"first_k_dense_replace": 1.0}, r"first_k_dense_replace=1\.0 must be a number"),
             ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number, from"),
+            ({"rms_norm_eps": 1e-300}, "rms_norm_eps=1e-300 must be a number, from"),
+            ({"activation_situ_beta": 0}, "activation_situ_beta=0 must be a number, from"),
+            ({"routed_scaling_factor": 0.0}, r"routed_scaling_factor=0\.0 must be a number"),
+            ({"num_experts_per_token": 8}, "num_experts_per_token=8 must be less than num_exp"),
             ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' must be a number"),
             ({"latent_norm_eps": [1]}, r"latent_norm_eps=\[1\] must be a number"),
             ({"initializer_range": "x"}, "initializer_range='x' must be a number"),
@@ -751,7 +755,6 @@ class TestConfigFromHf:
             ),
             ({"linear_attn_config": None}, r"linear_attn_config\.head_dim is missing"),
             ({"dsa_config": {"topk": 4}}, r"dsa_config\.topk is unknown; known: index_n_heads"),
-            ({"num_experts_per_token": 8}, r"top_k=8"),
             (
                 {"hidden_act": "silu", "topk_group": 2, "vocab_size": ...},
                 "vocab_size is missing; hidden_act=.*topk_group=",

@@ -338,7 +338,10 @@ def _check(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
 
 
 def _check_layers(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
-    """What is wrong with the lists of layers, of a config whose numbers are right."""
+    """What is wrong with layers and experts together, of a config whose numbers are right."""
+    chosen, experts = text["num_experts_per_token"], text["num_experts"]
+    if chosen >= experts:  # balancing compares a token's choices with the next best expert
+        return [f"num_experts_per_token={chosen} must be less than num_experts={experts}"]
     # Each layer is of one kind, and a layer of neither would be built of nothing.
     last = text["num_hidden_layers"]
     listed: list[Any] = []
@@ -351,10 +354,9 @@ def _check_layers(text: dict[str, Any], linear: dict[str, Any]) -> list[str]:
         listed += layers
     if sorted(listed) != list(range(1, last + 1)):
         return [f"kda_layers and full_attn_layers must name each of the layers 1..{last} once"]
-    experts = last * text["num_experts"]
     # Each of them has names of its own in the files.
-    if experts > _MOST_EXPERTS:
-        return [f"{last} layers of num_experts={text['num_experts']}: more than {_MOST_EXPERTS:,}"]
+    if last * experts > _MOST_EXPERTS:
+        return [f"{last} layers of num_experts={experts}: more than {_MOST_EXPERTS:,}"]
     return []
 
 

@@ -153,10 +153,9 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         text = data.read(length)
     try:
         tensors, end, wrong = _parse_header(file.name, strict_json.parse(text, "it"))
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        # Whatever JSON stands there instead of a header.
+    except ValueError as e:
         raise ValueError(
-            f"{file.name} is not a complete safetensors file: its header is not valid: {e!r}"
+            f"{file.name} is not a complete safetensors file: its header is not valid: {e}"
         ) from e
     if wrong:
         raise ValueError(
@@ -171,22 +170,14 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _parse_header(
-    file: str, header: dict[str, Any]
-) -> tuple[dict[str, TensorInfo], int, list[str]]:
+def _parse_header(file: str, header: Any) -> tuple[dict[str, TensorInfo], int, list[str]]:
     """The tensors of a header, where the last one ends, and those at a wrong place."""
+    if not isinstance(header, dict):
+        raise ValueError(f"it is a {type(header).__name__}, not an object")
     fields: list[tuple[int, int, str, str, tuple[int, ...]]] = []
     for name, tensor in header.items():
         if not name.startswith("__"):  # such as __metadata__
-            begin, end = tensor["data_offsets"]
-            shape = tuple(tensor["shape"])
-            # A product of sizes below zero, or with a fraction, may well be the right number.
-            if not all(type(size) is int and 0 <= size < 1 << 63 for size in (begin, end, *shape)):
-                raise ValueError(
-                    f"{name!r} has shape {str(list(shape))[:60]} at {str([begin, end])[:60]}, not "
-                    "whole numbers of 0 or more"
-                )
-            fields.append((begin, end, name, tensor["dtype"], shape))
+            fields.append(_entry(name, tensor if isinstance(tensor, dict) else {}))
     # The format allows neither gaps nor overlaps: sorted by place, each begins where one ends.
     fields.sort(key=lambda field: field[:2])
     tensors: dict[str, TensorInfo] = {}
@@ -198,6 +189,23 @@ def _parse_header(
         tensors[name] = TensorInfo(shape, dtype, file)
         previous_end = end
     return tensors, previous_end, wrong
+
+
+def _entry(name: str, tensor: dict[str, Any]) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """Begin, end, name, dtype and shape of a tensor of a header."""
+    values: list[Any] = [tensor.get(field) for field in ("dtype", "shape", "data_offsets")]
+    dtype, shape, place = values
+    if not isinstance(dtype, str) or dtype not in _SIZES:
+        raise ValueError(f"{name!r} has dtype {repr(dtype)[:60]}, not one of {', '.join(_SIZES)}")
+    is_pair = isinstance(place, list) and len(place) == 2
+    numbers = [*place, *shape] if is_pair and isinstance(shape, list) else [None]
+    # A product of sizes below zero, or with a fraction, may well be the right number.
+    if not all(type(size) is int and 0 <= size < 1 << 63 for size in numbers):
+        raise ValueError(
+            f"{name!r} has shape {str(shape)[:60]} at {str(place)[:60]}, not whole numbers of 0 or "
+            "more"
+        )
+    return place[0], place[1], name, dtype, tuple(shape)
 
 
 def _index(file: Path) -> tuple[dict[str, set[str]], int | None]:

@@ -7,7 +7,6 @@ a model is made of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -59,8 +58,10 @@ class Number(NamedTuple):
 
 WIDTH = Number(1, 1 << 24)
 """Of a layer or a part of one, and counts of such."""
-EPS = Number(math.ulp(0.0), 1.0, whole=False)
+EPS = Number(1e-37, 1.0, whole=False)  # the least whose reciprocal float32 has
 """What keeps a norm from dividing by zero."""
+
+_FACTOR = Number(1e-37, 1e6, whole=False)
 
 # Of the text model, its linear attention and its sparse attention: all of them must be there.
 TEXT = {
@@ -81,15 +82,15 @@ TEXT = {
     "num_shared_experts": Number(0, 1 << 10),
     "moe_intermediate_size": WIDTH,
     "routed_expert_hidden_size": WIDTH,
-    "routed_scaling_factor": Number(0, 1e6, whole=False),
+    "routed_scaling_factor": _FACTOR,
     "attn_res_block_size": Number(1, LAYERS, optional=True),  # null: a plain residual
-    "activation_situ_beta": Number(0, 1e6, whole=False),
-    "activation_situ_linear_beta": Number(0, 1e6, whole=False),
+    "activation_situ_beta": _FACTOR,
+    "activation_situ_linear_beta": _FACTOR,
 }
 LINEAR = {
     "head_dim": WIDTH,
     "num_heads": WIDTH,
-    "short_conv_kernel_size": Number(1, 1 << 10),
+    "short_conv_kernel_size": Number(2, 1 << 10),
     "gate_lower_bound": Number(-1e3, 0, whole=False),
 }
 DSA = {"index_n_heads": WIDTH, "index_head_dim": WIDTH, "index_topk": Number(1, 1 << 31)}

@@ -7,6 +7,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -246,6 +247,23 @@ def test_headers_that_overlap_or_leave_holes(tmp_path: Path):
             _read_header(write(begin, end, size))
     with pytest.raises(ValueError, match="promises 8 bytes of tensors, it has 9"):
         _read_header(write(4, 8, 9))
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([], "it is a list, not an object"),
+        ({"a": 3}, "'a' has dtype None, not one of BOOL, U8"),
+        ({"a": {"dtype": ["F32"]}}, r"'a' has dtype \['F32'\], not one of"),
+        ({"a": {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]}}, "'a' has shape 3 at"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, r"'a' has .* at \[0\]"),
+    ],
+)
+def test_a_header_that_is_no_header(tmp_path: Path, header: Any, message: str):
+    text = json.dumps(header).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(ValueError, match=f"its header is not valid: {message}"):
+        _read_header(tmp_path / "x.safetensors")
 
 
 @pytest.mark.slow
