@@ -131,7 +131,7 @@ def test_more_keys_than_anyone_sees(mesh: Mesh):
     check("dsa", mesh, fn=f, dense=cases.warmup)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2, tp=2), Mesh(cp=4)], ids=str)
+@every("mesh", [Mesh(tp=2), Mesh(cp=2, tp=2), Mesh(cp=4)], [Mesh(cp=2, tp=2)])
 def test_a_tile_of_the_warm_up_issues_one_collective_and_one_in_its_replay(
     monkeypatch: pytest.MonkeyPatch, mesh: Mesh
 ):
@@ -263,7 +263,7 @@ def caught(name: str, mesh: Mesh, backend: str, match: str, **kwargs: Any) -> No
         check(name, mesh, backends=(backend,), **kwargs)
 
 
-each_backend = pytest.mark.parametrize("backend", IN_ONE_PROCESS)
+each_backend = every("backend", IN_ONE_PROCESS, ["threads"])
 WRONG = "against one device"
 
 

@@ -327,7 +327,7 @@ def test_the_shared_experts_run_while_rows_travel(remat: bool, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------- planted errors
-ON_TWO_BACKENDS = pytest.mark.parametrize("backend", ["simulated", "threads"])
+ON_TWO_BACKENDS = every("backend", ["simulated", "threads"], ["threads"])
 
 
 @ON_TWO_BACKENDS
