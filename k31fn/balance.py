@@ -1,5 +1,5 @@
-"""Quantile balancing of the routed experts (Kimi K3 report, arXiv 2607.24653, eq. 14 and appendices
-C, D).
+"""Balancing of the routed experts, by quantiles (Kimi K3 report, arXiv 2607.24653, eq. 14 and
+appendices C, D).
 
 The bias that is added to the router's scores when experts are chosen is state, not a parameter: the
 step takes it, returns histograms of required biases, and :func:`update` turns their sum into the
@@ -7,6 +7,10 @@ bias of the next step. With ``m`` tokens and top ``k`` of ``n`` experts each exp
 / n`` of them. Expert ``j`` is taken by the tokens whose required bias ``r_ij = alpha_i - s_ij`` is
 at most ``b_j``, so the bias that balances is the ``k / n`` quantile of ``r_:j``. There is no step
 size and no auxiliary loss. Only differences between biases matter: their mean is removed.
+
+The alternative, :func:`update_by_sign` (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), knows the
+loads alone: the bias of an expert with more tokens than the mean falls by a fixed step, that of one
+with fewer rises by it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from k31fn import tree
 from k31fn.kernels.histogram.reference import bin_range
 from k31fn.typing import Float, Int, Tensor
 
-__all__ = ["State", "bias_of", "init", "update"]
+__all__ = ["State", "bias_of", "init", "update", "update_by_sign"]
 
 
 def __dir__() -> list[str]:
@@ -103,6 +107,29 @@ def update(state: State, histogram: Int[Tensor, "M E num_bins"], *, top_k: int) 
     # Selected on the device: the step waits for no histogram.
     counted = (histogram > 0).any(-1).all(-1, keepdim=True)
     return State(torch.where(counted, bias, state.bias).to(state.bias.dtype), state.layers)
+
+
+def update_by_sign(state: State, load: Int[Tensor, "M E"], *, step: float) -> State:
+    """The biases for the next step: ``b + step sign(mean load - load)``, less their mean.
+
+    A layer without a token keeps its bias.
+
+    Args:
+        state: the biases that the step used.
+        load: real tokens per expert, summed over micro-batches and over all ranks that hold tokens.
+        step: of each bias; the scores that they are added to lie between 0 and 1.
+
+    Raises:
+        ValueError: the load does not fit the state.
+    """
+    if load.shape != state.bias.shape:
+        raise ValueError(
+            f"balance.update_by_sign: load {list(load.shape)} for biases {list(state.bias.shape)}"
+        )
+    # In integers: the mean need not be one.
+    below = load.sum(-1, keepdim=True) - load * load.shape[-1]
+    bias = state.bias + step * below.sign()
+    return State(bias - bias.mean(-1, keepdim=True), state.layers)
 
 
 def _quantile(

@@ -204,3 +204,31 @@ def test_the_router_feeds_the_update():
         state = balance.update(state, routing.histogram[None], top_k=TOP_K)
     assert loads[0].max() / loads[0].double().mean() > 2
     assert loads[-1].max() / loads[-1].double().mean() < 1.1
+
+
+def test_update_by_sign_equals_a_loop():
+    state = balance.State(torch.tensor([[0.5, -0.25, -0.25, 0.0], [1.0, 0.0, -1.0, 0.0]]), (1, 3))
+    load = torch.tensor([[9, 3, 2, 2], [0, 0, 0, 0]])  # the mean of the first is 4
+    new = balance.update_by_sign(state, load, step=0.25)
+    moved = torch.tensor([0.5 - 0.25, -0.25 + 0.25, -0.25 + 0.25, 0.0 + 0.25])
+    torch.testing.assert_close(new.bias[0], moved - moved.mean(), rtol=0, atol=1e-7)
+    assert torch.equal(new.bias[1], state.bias[1])
+    assert new.layers == (1, 3)
+    with pytest.raises(ValueError, match=r"load \[1, 4\] for biases \[2, 4\]"):
+        balance.update_by_sign(state, load[:1], step=0.25)
+
+
+def test_update_by_sign_balances_a_skewed_router():
+    """To within what a step of the biases moves; with the sign turned round it gets worse."""
+    torch.manual_seed(0)
+    scores = skewed_scores(4000)
+    mean = len(scores) * TOP_K / EXPERTS
+    worst = []
+    for sign in (1, -1):
+        state = balance.init([0], EXPERTS)
+        for _ in range(100):
+            load = loads(scores, state.bias[0]).long()[None]
+            state = balance.update_by_sign(state, sign * load, step=0.01)
+        worst.append(float(loads(scores, state.bias[0]).max() / mean))
+    before = float(loads(scores, torch.zeros(EXPERTS)).max() / mean)
+    assert worst[0] < 1.2 < before < worst[1]

@@ -80,6 +80,7 @@ _TRAINING = {
     "qat",
     "placement",
     "slots",
+    "bias_step",
 }
 
 

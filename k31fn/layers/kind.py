@@ -84,8 +84,9 @@ def mean_keys(length: int, most: int) -> float:
 
 class Experts(NamedTuple):
     """A channel mixer's experts: how many, how many a token goes to, the width that tensor
-    parallelism splits where ranks hold the same ones, where they are computed, and how many a rank
-    can hold besides its own, 0 for as many as its own (:mod:`k31fn.layers.routed`).
+    parallelism splits where ranks hold the same ones, where they are computed, how many a rank can
+    hold besides its own, 0 for as many as its own (:mod:`k31fn.layers.routed`), and the step of
+    their biases, 0 for quantiles (:mod:`k31fn.balance`).
     """
 
     num_experts: int
@@ -93,6 +94,7 @@ class Experts(NamedTuple):
     expert_size: int
     placement: str = "plain"
     slots: int = 0
+    bias_step: float = 0.0
 
 
 class Halo(NamedTuple):

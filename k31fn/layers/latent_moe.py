@@ -53,7 +53,9 @@ class Config:
     Attributes:
         shared_size: width of all shared experts together; 0: none.
         scale: factor of the routing weights.
-        balanced: whether the router counts for quantile balancing.
+        balanced: whether the router's bias is renewed after each step.
+        bias_step: 0: by quantiles; or the step by which it follows the sign of the load's distance
+            from the mean (:func:`k31fn.balance.update_by_sign`).
         norm_eps: of the norm on the latent.
         beta: bound of SiTU's gate.
         linear_beta: bound of its linear branch.
@@ -82,6 +84,7 @@ class Config:
     qat: bool = False
     placement: Literal["plain", "moonep"] = "plain"
     slots: int = 0
+    bias_step: float = 0.0
 
     def __post_init__(self) -> None:
         if self.shared_size < 0:
@@ -104,6 +107,11 @@ class Config:
                 f"latent_moe.Config.slots={self.slots} with placement={self.placement!r}: slots "
                 "are for 'moonep': 1 or more, or 0 for as many as a rank has experts"
             )
+        if self.bias_step < 0 or (self.bias_step and not self.balanced):
+            raise ValueError(
+                f"latent_moe.Config.bias_step={self.bias_step} with balanced={self.balanced}: a "
+                "step is positive, and for a bias that is renewed; 0 for quantiles"
+            )
         # Made here so that a bad value is refused now: each checks its fields in its own words.
         _ = self.router, self.norm, self.expert, self.shared
 
@@ -117,8 +125,9 @@ class Config:
     @property
     def router(self) -> router.Config:
         """The router's config, on the full width."""
+        counts = self.balanced and not self.bias_step  # required biases, for quantiles
         return router.Config(
-            self.hidden_size, self.num_experts, self.top_k, self.scale, self.balanced, self.init_std
+            self.hidden_size, self.num_experts, self.top_k, self.scale, counts, self.init_std
         )
 
     @property
@@ -302,7 +311,7 @@ KIND = ChannelMixer(
         (".*", "latent projections"),
     ),
     experts=lambda cfg: Experts(
-        cfg.num_experts, cfg.top_k, cfg.expert_size, cfg.placement, cfg.slots
+        cfg.num_experts, cfg.top_k, cfg.expert_size, cfg.placement, cfg.slots, cfg.bias_step
     ),
     tensor_parallel=lambda cfg: {"shared_size": cfg.shared_size} if cfg.shared_size else {},
     splits=frozenset({"tp", "cp"}),

@@ -148,11 +148,11 @@ class Config:
         # The balance biases of all layers are rows of one tensor, stepped at once with one top_k.
         # Widths of experts may differ: no state has them.
         sizes = {(found.num_experts, found.top_k) for found in routed.values()}
-        placements = {found.placement for found in routed.values()}
+        placements = {(found.placement, found.bias_step) for found in routed.values()}
         if len(placements) > 1:
             raise ValueError(
-                f"model.Config.sublayers have experts of placements {sorted(placements)}; give all "
-                "the same placement"
+                "model.Config.sublayers have experts of several (placement, bias_step) "
+                f"{sorted(placements)}; give all the same"
             )
         if len(sizes) > 1:
             counts = ", ".join(f"{n}: {e.top_k} of {e.num_experts}" for n, e in routed.items())

@@ -183,7 +183,7 @@ def make_step(layout: RankLayout) -> Step:
             clip_logits(layout, weights, opt_state, sums.logits, verdict.skip)
         biases = state.balance
         if recipe.trains_trunk:  # they are part of it
-            biases = next_biases(biases, sums.histogram, layout, model.experts(recipe.model).top_k)
+            biases = next_biases(biases, sums.histogram, sums.load, layout)
         new = TrainState(
             step=state.step + 1,
             params=weights,
@@ -253,7 +253,7 @@ def _plans(layout: RankLayout, sums: Sums, like: Tensor) -> Tensor:
 
 
 def next_biases(
-    state: balance.State, histogram: Tensor, layout: RankLayout, top_k: int
+    state: balance.State, histogram: Tensor, load: Tensor, layout: RankLayout
 ) -> balance.State:
     """The biases of all layers on every rank; a stage makes those of its own layers."""
     if not state.layers:
@@ -262,7 +262,11 @@ def next_biases(
     # stacked, not indexed by the list, which would be uploaded to the device in every step
     local_bias = torch.stack([state.bias[row] for row in rows]) if rows else state.bias[:0]
     local = balance.State(local_bias, layout.moe_layers)
-    new = balance.update(local, histogram, top_k=top_k).bias
+    experts = model.experts(layout.recipe.model)
+    if experts.bias_step:
+        new = balance.update_by_sign(local, load, step=experts.bias_step).bias
+    else:
+        new = balance.update(local, histogram, top_k=experts.top_k).bias
     if not layout.axes.pp:
         return balance.State(new, state.layers)
     # each layer is one stage's: zeros elsewhere, and the sum is its stage's row

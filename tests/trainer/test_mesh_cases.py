@@ -234,6 +234,21 @@ def test_a_layer_that_is_not_balanced_keeps_its_bias(recipe):
     assert all(not state.balance.bias.any() for state in states)
 
 
+def test_biases_by_the_sign_of_the_load(recipe):
+    """From zero one step up or down, less the mean; the same on ranks, which count their tokens."""
+    moe = dataclasses.replace(recipe.model.sublayers["moe"], bias_step=0.25)
+    made = dataclasses.replace(
+        recipe, mesh=Mesh(fsdp=2), model=small.replace(recipe.model, moe=moe)
+    )
+    _, states, _ = meshes.on_threads(made, 1)
+    _, expected = meshes.on_one_device(made, 1)
+    bias = expected.balance.bias
+    assert all(torch.equal(state.balance.bias, bias) for state in states)
+    steps = (bias - bias[:, :1]) / 0.25
+    torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-6)
+    assert steps.any()
+
+
 @pytest.mark.parametrize(
     "mesh", [Mesh(fsdp=2, tp=2), pytest.param(Mesh(dp=2), marks=pytest.mark.slow)], ids=str
 )

@@ -181,7 +181,7 @@ def _at_once(recipe: Recipe, stage_rank: int) -> Volume:
         summed = fsdp.sum_gradients(grads, layout.placements)
         layout.optimizer.update(summed, state.opt_state, state.params, lr=1e-3, donate=True)
         if recipe.trains_trunk:
-            next_biases(state.balance, histogram, layout, model.experts(recipe.model).top_k)
+            next_biases(state.balance, histogram, histogram[..., 0], layout)
     return _volume(record)
 
 
