@@ -23,7 +23,7 @@ __all__ = ["accepts", "builds", "required_bias_histogram"]
 # Tokens that are counted in one product, per kind of device.
 _TILES = {
     "cuda": Tile(warps=4, per_core=8, rows=128),
-    "npu": Tile(rows=128),
+    "npu": Tile(rows=16),  # zeros and ones of 32 x 32 bins beside each token fill its memory
     "cpu": Tile(rows=256),
 }
 _LOW = 32
