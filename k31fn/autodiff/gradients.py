@@ -155,7 +155,8 @@ def _differentiated(
     for i in chosen:
         if not -len(args) <= i < len(args):
             raise ValueError(f"{name}: argnums names {i}, but there are {len(args)} arguments")
-        pairs = tree.flatten_with_paths(args[i])
+        # None is refused below, with the number of the argument in its path.
+        pairs = tree.flatten_with_paths(args[i], allow_none=True)
         without = [(path, leaf) for path, leaf in pairs if not _has_gradient(leaf)]
         modules = [(path, leaf) for path, leaf in without if isinstance(leaf, nn.Module)]
         for path, leaf in modules or without:
