@@ -55,11 +55,12 @@ _RUN: set[str] = set()  # tests of which this process has run a case
 
 @pytest.fixture(autouse=True)
 def annotations(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Annotations are checked in the first case of a test. A layer takes two to four times as long
-    with them, and more cases call the same functions with other numbers.
+    """Annotations are checked in the first case of a test, and in every slow one. A layer takes two
+    to four times as long with them, and more cases call the same functions with other numbers.
     """
     test = request.node.nodeid.partition("[")[0]
-    jaxtyping.config.update("jaxtyping_disable", test in _RUN)
+    slow = request.node.get_closest_marker("slow") is not None
+    jaxtyping.config.update("jaxtyping_disable", test in _RUN and not slow)
     _RUN.add(test)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -152,7 +152,13 @@ def test_at_full_width(n: int) -> None:
         assert_bfloat16(args, 1e-4)
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(0, 16), (1, 33), (7, 1)])
+ODD = dict.fromkeys(((0, 16), (1, 33), (7, 1)), ())
+ODD |= {(n, d): pytest.mark.slow for n in (0, 1, 7) for d in (1, 16, 33) if (n, d) not in ODD}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width"), [pytest.param(*size, marks=marks) for size, marks in ODD.items()]
+)
 def test_odd_sizes(tokens: int, width: int) -> None:
     assert_op_matches(attn_res, "triton", inputs(2, width, tokens), **FLOAT32, vmap_grad=False)
 
