@@ -89,12 +89,12 @@ def products(xs: list[Tensor], route: ExpertOrder, ct: Tensor) -> tuple[list[Wor
     def product(a: Tensor, b: Tensor) -> Work:
         return lambda: F.grouped_mm(a, b, offs=ends)
 
-    rows = scatter(x, inverse, weights)
+    rows = scatter(x, inverse, order.shape[0], weights)
     forward = [product(rows, w_gate), product(rows, w_up)]
     gate, up = (work() for work in forward)
     hidden = activation(gate, up, weights, order, BOUNDS)
     forward.append(product(hidden, w_down))
-    d_out = scatter(ct, inverse, weights)
+    d_out = scatter(ct, inverse, order.shape[0], weights)
     d_hidden = F.grouped_mm(d_out, w_down.mT, offs=ends)
     d_gate, d_up, _, _ = activation_grads(gate, up, weights, order, d_hidden, BOUNDS)
     backward = [
