@@ -201,9 +201,10 @@ class AxisRules:
     @staticmethod
     def known_axes() -> frozenset[str]:
         """Logical axes of these rules, and of every subclass that adds a field for its own."""
-        known = {""}
-        for rules in (AxisRules, *AxisRules.__subclasses__()):
+        known, classes = {""}, [AxisRules]
+        for rules in classes:
             known.update(field.name for field in dataclasses.fields(rules))
+            classes += rules.__subclasses__()
         return frozenset(known - {"spread", "expert_spread"})
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -9,6 +11,13 @@ from k31fn.parallel import AxisRules, Mesh, P, partition
 from k31fn.parallel.partition import broadcast, local_shape, tile, tiles
 from k31fn.parallel.tiling import assemble, cut
 from k31fn.params import Constant, ParamSpec
+
+
+@dataclass(frozen=True)
+class RulesOfAnotherLayer(AxisRules):
+    """A spec may have its axis, which the rules of other models do not know."""
+
+    of_these_rules: tuple[str, ...] = ()
 
 
 def spec(shape, axes, tags=()) -> ParamSpec:
@@ -81,8 +90,8 @@ def test_a_weight_that_nothing_divides_stays_whole():
             "has 2 entries for a tensor of 1 dimensions",
         ),
         (
-            lambda: partition({"w": spec((4,), ("heds",))}, AxisRules(), Mesh()),
-            "w: logical axis 'heds' unknown",
+            lambda: partition({"w": spec((4,), ("of_these_rules",))}, AxisRules(), Mesh()),
+            "w: logical axis 'of_these_rules' unknown",
         ),
         (
             lambda: partition({"w": spec((3,), ("heads",))}, AxisRules(), Mesh(tp=2)),
