@@ -204,9 +204,9 @@ def _plain(config: Any, flat: Any) -> Any:
         kind = type(values[f.name]) if nested else hints[f.name]
         fields.append((f.name, flat(kind) if f.metadata.get("flat") else kind))
     mirror = dataclasses.make_dataclass(cls.__qualname__, fields, frozen=True)
-    # tyro looks for a class's source in its module, for help and for what it says of an unknown
-    # option: in Python's types.py, where mirrors are made, it takes half of the time
-    mirror.__module__ = "__main__"
+    # tyro reads a class's source in its module, for help and for what it says of an unknown option:
+    # the package's is short and has no class; that of types.py, where mirrors are made, is long
+    mirror.__module__ = "k31fn.config"
     mirror.__doc__ = re.sub(r"(:\w+:)?`+", "", cls.__doc__ or "")  # help is not reStructuredText
     return mirror(**values)
 
